@@ -1,0 +1,154 @@
+"""N sequences laid end to end without padding, with named columns per token and per sequence."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from verl.data.trajectory import Trajectory
+
+
+class Batch:
+    """N sequences, T tokens in all, and columns about them.
+
+    Token columns have shape (T, ...): entry t is about token t. Sequence columns have shape (N, ...).
+    `cu_seqlens` (N+1,) int64 holds the boundaries: sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
+    A batch is never changed in place; `with_columns` returns a new one that shares its tensors.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, token_columns: dict[str, Tensor], sequence_columns: dict[str, Tensor]):
+        self.cu_seqlens = cu_seqlens
+        self.token_columns = token_columns
+        self.sequence_columns = sequence_columns
+        for name, column in token_columns.items():
+            if column.shape[0] != self.num_tokens:
+                raise ValueError(f"token column {name!r} has {column.shape[0]} rows, batch has {self.num_tokens} tokens")
+        for name, column in sequence_columns.items():
+            if column.shape[0] != self.num_sequences:
+                raise ValueError(f"column {name!r} has {column.shape[0]} rows, batch has {self.num_sequences} sequences")
+        twice = token_columns.keys() & sequence_columns.keys()
+        if twice:
+            raise ValueError(f"columns {sorted(twice)} are both per token and per sequence")
+
+    @classmethod
+    def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
+        """tokens, loss_mask, rollout_logprobs per token; rewards (NaN where absent), group_ids, rows, versions per sequence."""
+        lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)
+        rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
+        return cls(
+            cumulative(lengths),
+            {
+                "tokens": torch.cat([t.tokens for t in trajectories]),
+                "loss_mask": torch.cat([t.loss_mask for t in trajectories]),
+                "rollout_logprobs": torch.cat([t.rollout_logprobs for t in trajectories]),
+            },
+            {
+                "rewards": torch.tensor(rewards, dtype=torch.float32),
+                "group_ids": torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
+                "rows": torch.tensor([t.row for t in trajectories], dtype=torch.int64),
+                "policy_versions": torch.tensor([t.policy_version for t in trajectories], dtype=torch.int64),
+            },
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) int64 tokens per sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_columns["tokens"].device
+
+    def sequence_ids(self) -> Tensor:
+        """(T,) which sequence each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths)
+
+    def position_ids(self) -> Tensor:
+        """(T,) position of each token inside its sequence, from 0."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.lengths)
+        return torch.arange(self.num_tokens, device=self.cu_seqlens.device) - starts
+
+    def sum_per_sequence(self, values: Tensor) -> Tensor:
+        """(T,) -> (N,) sums over each sequence."""
+        out = torch.zeros(self.num_sequences, dtype=values.dtype, device=values.device)
+        return out.index_add_(0, self.sequence_ids().to(values.device), values)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.token_columns or name in self.sequence_columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.require(name, "this stage")
+
+    def require(self, name: str, produced_by: str) -> Tensor:
+        """Column `name`, or an error that says which call fills it."""
+        if name in self.token_columns:
+            return self.token_columns[name]
+        if name in self.sequence_columns:
+            return self.sequence_columns[name]
+        have = sorted(self.token_columns) + sorted(self.sequence_columns)
+        raise KeyError(f"the batch has no column {name!r}; run {produced_by} first (columns so far: {', '.join(have)})")
+
+    def with_columns(self, **columns: Tensor) -> "Batch":
+        """A batch with these columns added or replaced; a column is per token when it has T rows.
+
+        Where T == N (every sequence one token long) columns are per token unless already known per sequence.
+        """
+        token, sequence = dict(self.token_columns), dict(self.sequence_columns)
+        for name, column in columns.items():
+            per_token = column.shape[0] == self.num_tokens and name not in sequence
+            (token if per_token else sequence)[name] = column
+        return Batch(self.cu_seqlens, token, sequence)
+
+    def select(self, indices: Sequence[int] | Tensor) -> "Batch":
+        """The sequences at `indices`, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64, device=self.cu_seqlens.device)
+        lengths = self.lengths[index]
+        cu_seqlens = cumulative(lengths)
+        offsets = torch.arange(int(cu_seqlens[-1]), device=index.device) - torch.repeat_interleave(
+            cu_seqlens[:-1], lengths
+        )
+        rows = torch.repeat_interleave(self.cu_seqlens[:-1][index], lengths) + offsets
+        return Batch(
+            cu_seqlens,
+            {name: column[rows.to(column.device)] for name, column in self.token_columns.items()},
+            {name: column[index.to(column.device)] for name, column in self.sequence_columns.items()},
+        )
+
+    def keep(self, names: Iterable[str]) -> "Batch":
+        """The batch with only these columns (tokens and loss_mask always stay)."""
+        wanted = {"tokens", "loss_mask", *names}
+        return Batch(
+            self.cu_seqlens,
+            {n: c for n, c in self.token_columns.items() if n in wanted},
+            {n: c for n, c in self.sequence_columns.items() if n in wanted},
+        )
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(
+            self.cu_seqlens.to(device),
+            {n: c.to(device) for n, c in self.token_columns.items()},
+            {n: c.to(device) for n, c in self.sequence_columns.items()},
+        )
+
+    @staticmethod
+    def cat(batches: Sequence["Batch"]) -> "Batch":
+        """Batches with the same columns, one after the other."""
+        first = batches[0]
+        return Batch(
+            cumulative(torch.cat([b.lengths for b in batches])),
+            {n: torch.cat([b.token_columns[n] for b in batches]) for n in first.token_columns},
+            {n: torch.cat([b.sequence_columns[n] for b in batches]) for n in first.sequence_columns},
+        )
+
+
+def cumulative(lengths: Tensor) -> Tensor:
+    """(N,) lengths -> (N+1,) boundaries from 0."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

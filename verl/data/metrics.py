@@ -1,0 +1,69 @@
+"""Metrics that merge exactly: sums with counts, maxima, minima and plain sums, whatever the split."""
+
+from typing import Self
+
+
+class Metrics:
+    """Named numbers collected in parts (micro-batches, mini-batches, ranks) and merged without loss.
+
+    >>> m = Metrics(); m.mean("a", 6.0, 3); m.mean("a", 4.0, 2); m.values()
+    {'a': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[str, tuple[float, float]] = {}
+        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+
+    def mean(self, name: str, total: float, count: float) -> None:
+        """Add `count` observations that sum to `total`."""
+        old_total, old_count = self._means.get(name, (0.0, 0.0))
+        self._means[name] = (old_total + float(total), old_count + float(count))
+
+    def max(self, name: str, value: float) -> None:
+        self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
+
+    def min(self, name: str, value: float) -> None:
+        self._minima[name] = min(self._minima.get(name, float("inf")), float(value))
+
+    def sum(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def merge(self, other: "Metrics") -> Self:
+        """Add everything `other` collected; returns self."""
+        for name, (total, count) in other._means.items():
+            self.mean(name, total, count)
+        for name, value in other._maxima.items():
+            self.max(name, value)
+        for name, value in other._minima.items():
+            self.min(name, value)
+        for name, value in other._sums.items():
+            self.sum(name, value)
+        return self
+
+    def prefixed(self, prefix: str) -> "Metrics":
+        """The same metrics with `prefix` in front of every name."""
+        out = Metrics()
+        out._means = {prefix + n: v for n, v in self._means.items()}
+        out._maxima = {prefix + n: v for n, v in self._maxima.items()}
+        out._minima = {prefix + n: v for n, v in self._minima.items()}
+        out._sums = {prefix + n: v for n, v in self._sums.items()}
+        return out
+
+    def values(self) -> dict[str, float]:
+        """Every metric as a number; a mean of no observations is left out."""
+        out = {name: total / count for name, (total, count) in self._means.items() if count > 0}
+        return {**out, **self._maxima, **self._minima, **self._sums}
+
+    def state(self) -> dict[str, dict]:
+        """A JSON-able form for crossing process borders; `from_state` restores it."""
+        means = {n: list(v) for n, v in self._means.items()}
+        return {"means": means, "maxima": dict(self._maxima), "minima": dict(self._minima), "sums": dict(self._sums)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, dict]) -> "Metrics":
+        out = cls()
+        out._means = {n: (v[0], v[1]) for n, v in state["means"].items()}
+        out._maxima, out._minima, out._sums = dict(state["maxima"]), dict(state["minima"]), dict(state["sums"])
+        return out

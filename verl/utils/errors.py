@@ -1,0 +1,33 @@
+"""Exceptions for mistakes a user can repair: each message says what is wrong, the value seen, what is allowed, what to do."""
+
+
+class VerlError(Exception):
+    """Root of every error this library raises on purpose; commands print it without a traceback."""
+
+
+class ConfigError(VerlError):
+    """A configuration key, value or combination that cannot be used."""
+
+
+class DataError(VerlError):
+    """A data file or row that cannot be used; names file and row."""
+
+
+class PluginError(VerlError):
+    """A plug-in that cannot be loaded or registered; names it."""
+
+
+class RewardError(VerlError):
+    """A reward function that failed where failures stop the run."""
+
+
+class CheckpointError(VerlError):
+    """A checkpoint that is missing, incomplete or does not match the run."""
+
+
+class WorkerError(VerlError):
+    """A failed call on one rank of a worker group, with the remote traceback."""
+
+    def __init__(self, rank: int, method: str, remote_traceback: str):
+        super().__init__(f"rank {rank} failed in {method}():\n{remote_traceback}")
+        self.rank, self.method, self.remote_traceback = rank, method, remote_traceback

@@ -1,0 +1,84 @@
+"""Writing that a crash cannot tear: temporary name, fsync, rename, fsync of the folder."""
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames inside folder `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    """Flush a file that another library wrote to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` so that `path` holds either its old content or all of the new."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """`atomic_write_bytes` for UTF-8 text."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+@contextlib.contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A fresh folder to fill, which becomes `target` (replacing an old one) only when the block ends without an error.
+
+    Every file in it is fsynced first. A process killed inside leaves only a folder named `.<name>.<id>.tmp` behind.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                fsync_file(Path(folder) / name)
+            fsync_dir(Path(folder))
+        if target.exists():
+            old = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old.tmp")
+            os.rename(target, old)
+            os.rename(temporary, target)
+            shutil.rmtree(old)
+        else:
+            os.rename(temporary, target)
+        fsync_dir(target.parent)
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Delete what a killed `atomic_directory`/`atomic_write_bytes` left in `folder`; returns what was deleted."""
+    leftovers = [p for p in Path(folder).glob(".*.tmp")] if Path(folder).is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return leftovers

@@ -1,0 +1,18 @@
+"""Did-you-mean suggestions for unknown names."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names most like `name`, best first; may be empty."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence for the end of an error message: the closest names, or all of them when none is close."""
+    names = sorted(known)
+    near = closest(name, names)
+    if near:
+        return "did you mean " + " or ".join(repr(n) for n in near) + "?"
+    return "known: " + (", ".join(names) if names else "none")
