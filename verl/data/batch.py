@@ -22,17 +22,17 @@ class Batch:
         self.sequence_columns = sequence_columns
         for name, column in token_columns.items():
             if column.shape[0] != self.num_tokens:
-                raise ValueError(f"token column {name!r} has {column.shape[0]} rows, batch has {self.num_tokens} tokens")
+                raise ValueError(f"token column {name!r} has {column.shape[0]} rows for {self.num_tokens} tokens")
         for name, column in sequence_columns.items():
             if column.shape[0] != self.num_sequences:
-                raise ValueError(f"column {name!r} has {column.shape[0]} rows, batch has {self.num_sequences} sequences")
+                raise ValueError(f"column {name!r} has {column.shape[0]} rows for {self.num_sequences} sequences")
         twice = token_columns.keys() & sequence_columns.keys()
         if twice:
             raise ValueError(f"columns {sorted(twice)} are both per token and per sequence")
 
     @classmethod
     def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
-        """tokens, loss_mask, rollout_logprobs per token; rewards (NaN where absent), group_ids, rows, versions per sequence."""
+        """tokens, loss_mask, rollout_logprobs per token; rewards (NaN: none), group_ids, rows, versions per sequence."""
         lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(

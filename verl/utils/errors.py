@@ -1,4 +1,4 @@
-"""Exceptions for mistakes a user can repair: each message says what is wrong, the value seen, what is allowed, what to do."""
+"""Exceptions for mistakes a user can repair: what is wrong, the value seen, what is allowed, what to do next."""
 
 
 class VerlError(Exception):

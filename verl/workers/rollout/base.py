@@ -32,7 +32,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation. `logprobs` are nats at the sampling temperature, one per token, before top-p/top-k filtering."""
+    """One continuation. `logprobs` are nats at the sampling temperature, one per token, before top-p and top-k."""
 
     token_ids: list[int]
     logprobs: list[float]
