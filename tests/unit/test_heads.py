@@ -1,0 +1,353 @@
+"""The head against an oracle written here: naive loops over sequences, full logits, float64 and finite differences."""
+
+import pytest
+import torch
+
+from verl.models.head_blocks import Blocks
+from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass
+from verl.utils.errors import ConfigError
+
+V, D = 53, 7
+LENGTHS = [1, 6, 2, 1, 9]  # sequences of one token have nothing to predict
+
+
+def packed(dtype=torch.float64, seed=0):
+    """hidden (T, D), weight (V, D), tokens, cu_seqlens, needed; both of the first requiring gradients."""
+    g = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+    hidden = torch.randn(total, D, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    tokens = torch.randint(V, (total,), generator=g)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    needed = torch.rand(total, generator=g) < 0.7
+    return hidden, weight, tokens, cu_seqlens, needed
+
+
+def naive(hidden, weight, tokens, cu_seqlens, needed, temperature, bias=None):
+    """One sequence and one token at a time."""
+    logprobs, entropy = [], []
+    temperature = torch.as_tensor(temperature, dtype=hidden.dtype).expand(len(tokens))
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        for t in range(start, end):
+            if t == start or not needed[t]:
+                logprobs.append(hidden.new_zeros(()))
+                entropy.append(hidden.new_zeros(()))
+                continue
+            logits = torch.stack([(hidden[t - 1] * w).sum() for w in weight])
+            p = torch.softmax((logits if bias is None else logits + bias) / temperature[t], 0)
+            logprobs.append(p[tokens[t]].log())
+            entropy.append(-(p * p.log()).sum())
+    return torch.stack(logprobs), torch.stack(entropy)
+
+
+def weighted(outputs, columns, cu_seqlens=None):
+    """A per-token loss with curvature in both outputs."""
+    losses = columns["w"] * (torch.exp(outputs["logprobs"] * columns["a"]) - 0.3 * outputs["entropy"] ** 2)
+    return losses, {"ratio": outputs["logprobs"].exp(), "entropy_twice": 2 * outputs["entropy"]}
+
+
+def columns_for(total, dtype=torch.float64):
+    g = torch.Generator().manual_seed(5)
+    return {name: torch.rand(total, generator=g, dtype=torch.float64).to(dtype) for name in ("w", "a")}
+
+
+def gradients_of(loss, *inputs):
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunked", "fused"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, "column"])
+def test_value_and_gradient_equal_the_naive_definition(mode, temperature):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    if temperature == "column":
+        temperature = torch.linspace(0.4, 2.0, len(tokens), dtype=torch.float64)
+    bias = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    args = (hidden, weight, tokens, cu_seqlens, needed, temperature)
+    out = token_logprobs(*args, mode=mode, chunk_size=3, with_entropy=True, bias=bias)
+    logprobs, entropy = naive(*args, bias=bias)
+    torch.testing.assert_close(out["logprobs"], logprobs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out["entropy"], entropy, rtol=1e-12, atol=1e-12)
+    columns = columns_for(len(tokens))
+    ours = weighted(out, columns)[0].sum()
+    oracle = weighted({"logprobs": logprobs, "entropy": entropy}, columns)[0].sum()
+    for got, want in zip(
+        gradients_of(ours, hidden, weight, bias), gradients_of(oracle, hidden, weight, bias), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("output", ["logprobs", "entropy"])
+def test_gradient_equals_finite_differences(output):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+
+    def value(h, w):
+        return token_logprobs(h, w, tokens, cu_seqlens, needed, 0.8, chunk_size=4, with_entropy=True)[output]
+
+    assert torch.autograd.gradcheck(value, (hidden, weight), eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 1000])
+def test_one_pass_equals_the_loss_of_two_passes(temperature, chunk_size):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    columns = columns_for(len(tokens))
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, temperature, mode="eager", with_entropy=True)
+    keep = needed.clone()
+    keep[cu_seqlens[:-1]] = False
+    losses, metrics = weighted(out, columns)
+    loss, outputs, ours = token_loss_one_pass(
+        hidden, weight, tokens, cu_seqlens, needed, weighted, columns, temperature, True, chunk_size
+    )
+    torch.testing.assert_close(loss, losses[keep].sum())
+    for name in ("logprobs", "entropy"):
+        torch.testing.assert_close(outputs[name], out[name].detach())
+        assert not outputs[name].requires_grad
+    for name, column in metrics.items():
+        torch.testing.assert_close(ours[name], torch.where(keep, column.detach(), 0))
+    oracle = gradients_of(losses[keep].sum(), hidden, weight)
+    for got, want in zip(gradients_of(loss, hidden, weight), oracle, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.25])
+def test_one_pass_scales_with_the_upstream_gradient(scale):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    columns = columns_for(len(tokens))
+
+    def gradients(factor):
+        loss, _, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, weighted, columns, with_entropy=True
+        )
+        return gradients_of(factor * loss, hidden, weight)
+
+    for got, want in zip(gradients(scale), gradients(1.0), strict=True):
+        torch.testing.assert_close(got, scale * want)
+
+
+def test_one_pass_refuses_a_second_backward():
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    loss, _, _ = token_loss_one_pass(
+        hidden, weight, tokens, cu_seqlens, needed, weighted, columns_for(len(tokens)), with_entropy=True
+    )
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed over once"):
+        loss.backward()
+
+
+def test_one_pass_of_logprobs_alone_equals_eager():
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    columns = columns_for(len(tokens))
+
+    def loss(outputs, columns, cu_seqlens=None):
+        return -columns["w"] * outputs["logprobs"], {}
+
+    ours, _, metrics = token_loss_one_pass(hidden, weight, tokens, cu_seqlens, needed, loss, columns)
+    eager = loss(token_logprobs(hidden, weight, tokens, cu_seqlens, needed, mode="eager"), columns)[0].sum()
+    torch.testing.assert_close(ours, eager)
+    assert metrics == {}
+    for got, want in zip(gradients_of(ours, hidden, weight), gradients_of(eager, hidden, weight), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_entropy_that_only_is_a_metric_leaves_the_gradient_alone():
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    columns = columns_for(len(tokens))
+
+    def loss(outputs, columns, cu_seqlens=None):
+        return columns["w"] * outputs["logprobs"], {"entropy": outputs.get("entropy", outputs["logprobs"])}
+
+    args = (hidden, weight, tokens, cu_seqlens, needed, loss, columns)
+    with_entropy = gradients_of(token_loss_one_pass(*args, with_entropy=True)[0], hidden, weight)
+    without = gradients_of(token_loss_one_pass(*args)[0], hidden, weight)
+    for got, want in zip(with_entropy, without, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 1000])
+def test_chunk_size_does_not_change_the_result(chunk_size):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+
+    def result(size):
+        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, chunk_size=size, with_entropy=True)
+        return out["logprobs"], out["entropy"], *gradients_of((out["logprobs"] * out["entropy"]).sum(), hidden, weight)
+
+    for got, want in zip(result(chunk_size), result(None), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 52, 53])
+def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+
+    def result():
+        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, with_entropy=True)
+        return out["logprobs"], out["entropy"], *gradients_of((out["logprobs"] * out["entropy"]).sum(), hidden, weight)
+
+    whole = result()
+    blocks = Blocks(rows=4, columns=columns, scratch_columns=min(columns, 3))
+    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: blocks)
+    for got, want in zip(result(), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_are_bitwise_equal(dtype):
+    hidden, weight, tokens, cu_seqlens, needed = packed(dtype)
+    columns = columns_for(len(tokens), torch.float32)
+
+    def run():
+        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, chunk_size=3, with_entropy=True)
+        two = gradients_of(weighted(out, columns)[0].sum(), hidden, weight)
+        loss, outputs, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, weighted, columns, 0.7, True, chunk_size=3
+        )
+        return (*out.values(), *two, *outputs.values(), loss, *gradients_of(loss, hidden, weight))
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_tied_weight_gets_both_gradients():
+    _, weight, tokens, cu_seqlens, needed = packed()
+
+    def loss(mode):
+        hidden = torch.tanh(torch.nn.functional.embedding(tokens, weight))
+        return token_logprobs(hidden, weight, tokens, cu_seqlens, needed, mode=mode)["logprobs"].sum()
+
+    (ours,), (oracle,) = gradients_of(loss("chunked"), weight), gradients_of(loss("eager"), weight)
+    torch.testing.assert_close(ours, oracle, rtol=1e-11, atol=1e-12)
+
+    hidden = torch.tanh(torch.nn.functional.embedding(tokens, weight))
+    one_pass, _, _ = token_loss_one_pass(
+        hidden, weight, tokens, cu_seqlens, needed, lambda o, c, _: (o["logprobs"], {}), {}
+    )
+    torch.testing.assert_close(gradients_of(one_pass, weight)[0], oracle, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient_and_changes_nothing_for_the_other(frozen):
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    columns = columns_for(len(tokens))
+
+    def gradients():
+        hidden.grad = weight.grad = None
+        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, with_entropy=True)
+        weighted(out, columns)[0].sum().backward()
+        two = hidden.grad if frozen == "weight" else weight.grad
+        hidden.grad = weight.grad = None
+        token_loss_one_pass(hidden, weight, tokens, cu_seqlens, needed, weighted, columns, with_entropy=True)[
+            0
+        ].backward()
+        return (
+            two,
+            hidden.grad if frozen == "weight" else weight.grad,
+            {"hidden": hidden, "weight": weight}[frozen].grad,
+        )
+
+    two, one, _ = gradients()
+    {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
+    frozen_two, frozen_one, none = gradients()
+    assert none is None
+    torch.testing.assert_close(frozen_two, two)
+    torch.testing.assert_close(frozen_one, one)
+
+
+def test_nothing_needed_gives_zeros_and_zero_gradients():
+    hidden, weight, tokens, cu_seqlens, _ = packed()
+    needed = torch.zeros(len(tokens), dtype=torch.bool)
+    needed[cu_seqlens[:-1]] = True  # first tokens have nothing before them
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, with_entropy=True)
+    assert not out["logprobs"].any() and not out["entropy"].any()
+    loss, outputs, metrics = token_loss_one_pass(
+        hidden, weight, tokens, cu_seqlens, needed, weighted, columns_for(len(tokens)), with_entropy=True
+    )
+    assert loss == 0 and not outputs["logprobs"].any()
+    assert set(metrics) == {"ratio", "entropy_twice"} and metrics["ratio"].shape == tokens.shape
+    for total in (out["logprobs"].sum(), loss):
+        for gradient in gradients_of(total, hidden, weight):
+            assert not gradient.any()
+
+
+def test_rows_that_are_not_needed_get_no_gradient():
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed)["logprobs"]
+    (gradient,) = gradients_of(out.sum(), hidden)
+    predicts = torch.zeros(len(tokens), dtype=torch.bool)
+    predicts[:-1] = needed[1:]
+    predicts[cu_seqlens[1:] - 1] = False
+    assert torch.equal(gradient.any(1), predicts)
+
+
+def relative(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+@pytest.mark.parametrize("mode", ["chunked", "one-pass"])
+def test_float32_error_is_that_of_the_eager_path(mode):
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
+    columns = columns_for(len(tokens), torch.float32)
+    double = {name: column.double() for name, column in columns.items()}
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = token_logprobs(h, w, tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    want = gradients_of(weighted(exact, double)[0][needed].sum(), h, w)
+    eager = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    plain = gradients_of(weighted(eager, columns)[0].sum(), hidden, weight)
+    if mode == "chunked":
+        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, chunk_size=4, with_entropy=True)
+        ours = gradients_of(weighted(out, columns)[0].sum(), hidden, weight)
+    else:
+        loss, out, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, weighted, columns, with_entropy=True
+        )
+        ours = gradients_of(loss, hidden, weight)
+    assert out["logprobs"].dtype == torch.float32
+    for name in ("logprobs", "entropy"):
+        assert relative(out[name], exact[name]) <= max(2 * relative(eager[name], exact[name]), 1e-6)
+    for got, reference, exactly in zip(ours, plain, want, strict=True):
+        assert relative(got, exactly) <= max(2 * relative(reference, exactly), 1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_bfloat16_keeps_float32_statistics_and_bfloat16_gradients(temperature):
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.bfloat16)
+    columns = columns_for(len(tokens), torch.float32)
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, temperature, chunk_size=4, with_entropy=True)
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = token_logprobs(h, w, tokens, cu_seqlens, needed, temperature, mode="eager", with_entropy=True)
+    double = {name: column.double() for name, column in columns.items()}
+    want = gradients_of(weighted(exact, double)[0].sum(), h, w)
+    ours = gradients_of(weighted(out, columns)[0].sum(), hidden, weight)
+    loss, outputs, _ = token_loss_one_pass(
+        hidden, weight, tokens, cu_seqlens, needed, weighted, columns, temperature, True, chunk_size=4
+    )
+    assert out["logprobs"].dtype == out["entropy"].dtype == torch.float32
+    for name in ("logprobs", "entropy"):
+        assert relative(out[name], exact[name]) < 5e-3
+        torch.testing.assert_close(outputs[name], out[name].detach(), rtol=1e-2, atol=1e-2)
+    for got, other, exactly in zip(ours, gradients_of(loss, hidden, weight), want, strict=True):
+        assert got.dtype == other.dtype == torch.bfloat16
+        assert relative(got, exactly) < 2e-2 and relative(other, exactly) < 2e-2
+
+
+def test_large_logits_neither_overflow_nor_lose_the_entropy():
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
+    big = 200 * hidden.detach()
+    out = token_logprobs(big, weight, tokens, cu_seqlens, needed, chunk_size=3, with_entropy=True)
+    exact = token_logprobs(big.double(), weight.double(), tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    torch.testing.assert_close(out["logprobs"].double(), exact["logprobs"], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(out["entropy"].double(), exact["entropy"], rtol=1e-3, atol=1e-4)
+
+
+def test_the_seed_keys_choose_the_mode():
+    assert head_mode(True, False, False, "cpu") == "fused"
+    assert head_mode(True, True, True, "cuda") == "fused"
+    for chunking, checkpointing in [(False, False), (True, False), (False, True)]:
+        assert head_mode(False, chunking, checkpointing, "cpu") == "chunked"
+
+
+def test_an_unknown_mode_and_a_zero_temperature_are_refused():
+    args = packed()
+    with pytest.raises(ConfigError, match="'liger' is unknown; use one of eager, chunked, fused"):
+        token_logprobs(*args, mode="liger")
+    with pytest.raises(ConfigError, match="temperature must be above 0"):
+        token_logprobs(*args, temperature=0.0)

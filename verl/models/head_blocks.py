@@ -1,0 +1,258 @@
+"""Log-prob, entropy and their gradients from hidden states, one block of logits at a time.
+
+Shapes: M rows go through the head, R of them in one block, V vocabulary, C columns of it in one block, D hidden.
+Two blockings share this file. Narrow blocks (many rows, few columns) run at the full matmul rate and forget the logits,
+so gradients compute them again. Full-width blocks (few rows, every column) keep them until their gradient is known.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows and columns of the logits that exist at one time."""
+
+    rows: int
+    columns: int
+    scratch_columns: int
+
+    def row_slices(self, num_rows: int) -> Iterator[slice]:
+        """At least one slice, an empty one for no rows, so that a per-token loss can always name its metrics."""
+        return _slices(num_rows, self.rows) if num_rows else iter([slice(0, 0)])
+
+    def column_slices(self, vocab_size: int) -> Iterator[slice]:
+        return _slices(vocab_size, self.columns)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a sweep over the vocabulary leaves per row: (R,) each, in nats; entropy None unless asked for."""
+
+    logsumexp: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A block of rows: scaled hidden states (R, D), the token each one predicts (R,), and 1 / temperature or None."""
+
+    scaled_RD: Tensor
+    targets: Tensor
+    inverse_temperature: Tensor | None
+    source: Tensor
+
+    def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """(R, 1) index of each target inside these columns (0 where it is elsewhere), and whether it is inside."""
+        inside = (self.targets >= columns.start) & (self.targets < columns.stop)
+        index = torch.where(inside, self.targets - columns.start, 0)
+        return index.unsqueeze(1), inside.unsqueeze(1)
+
+
+@dataclass
+class Gradients:
+    """Sums over the blocks so far; None where the input needs no gradient. `hidden` is (T, D), rows not used stay 0."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    empty: bool = True  # `weight` holds nothing yet: the first block writes, later ones add
+
+    @property
+    def wanted(self) -> bool:
+        return self.hidden is not None or self.weight is not None or self.bias is not None
+
+    def finish(self, bias_dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(hidden, weight, bias) gradients; zeros when no row was added."""
+        if self.empty and self.weight is not None:
+            self.weight.zero_()
+        return self.hidden, self.weight, None if self.bias is None else self.bias.to(bias_dtype)
+
+
+class Head:
+    """logits = (hidden @ weight.T + bias) / temperature, of which one block exists at a time.
+
+    Statistics are float32 (float64 for float64 inputs) whatever the dtype of the matmul. The temperature
+    divides the hidden states in full precision; below it the logits, since a scaled row would be rounded twice.
+    """
+
+    def __init__(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias: Tensor | None,
+        blocks: Blocks,
+    ):
+        self.hidden, self.weight, self.bias, self.blocks = hidden_TD, weight_VD, bias, blocks
+        self.vocab_size = weight_VD.shape[0]
+        self.dtype = statistics_dtype(weight_VD)
+        self.low_precision = self.dtype != weight_VD.dtype
+        self._buffers: dict[str, Tensor] = {}
+        self._kept: tuple[Rows, Tensor] | None = None  # rows whose logits are all in the buffer
+
+    def rows(self, source: Tensor, targets: Tensor, temperature: Tensor | None) -> Rows:
+        """The hidden states at `source`, ready for the matmul."""
+        scaled = self.hidden.index_select(0, source)
+        inverse = None if temperature is None else temperature.to(self.dtype).reciprocal()
+        if inverse is not None and not self.low_precision:
+            scaled.mul_(inverse.unsqueeze(1))
+        return Rows(scaled, targets, inverse, source)
+
+    def statistics(self, rows: Rows, with_entropy: bool) -> Statistics:
+        """One sweep: running maximum m, sum of e^(x-m), and for the entropy sum of (x-m) e^(x-m)."""
+        state = _RunningStatistics(len(rows.targets), self.dtype, self.hidden.device, with_entropy)
+        for columns in self.blocks.column_slices(self.vocab_size):
+            logits = self._logits(rows, columns)
+            index, inside = rows.targets_within(columns)
+            state.target_logits = torch.where(inside, logits.gather(1, index), state.target_logits)
+            for part in _slices(logits.shape[1], self.blocks.scratch_columns):
+                x = logits[:, part]
+                state.add(x, self._buffer("scratch", x.shape[0], x.shape[1], self.dtype))
+            self._kept = (rows, logits) if logits.shape[1] == self.vocab_size else None
+        return state.finish()
+
+    def add_gradients(
+        self,
+        rows: Rows,
+        stats: Statistics,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        out: Gradients,
+    ) -> None:
+        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,); logits are overwritten.
+
+        Computes the logits again unless `statistics` of the same rows just left all of them in the buffer.
+        """
+        kept, self._kept = self._kept, None
+        grad_rows = torch.zeros_like(rows.scaled_RD, dtype=self.dtype) if out.hidden is not None else None
+        for columns in self.blocks.column_slices(self.vocab_size):
+            logits = kept[1] if kept is not None and kept[0] is rows else self._logits(rows, columns)
+            self._logits_to_gradient(logits, rows, columns, stats, grad_logprobs, grad_entropy)
+            self._accumulate(logits, rows, columns, grad_rows, out)
+        out.empty = False
+        if grad_rows is not None:
+            if rows.inverse_temperature is not None and not self.low_precision:
+                grad_rows.mul_(rows.inverse_temperature.unsqueeze(1))
+            out.hidden.index_copy_(0, rows.source, grad_rows.to(out.hidden.dtype))
+
+    def _logits(self, rows: Rows, columns: slice) -> Tensor:
+        num_rows, num_columns = len(rows.targets), columns.stop - columns.start
+        logits = self._buffer("logits", num_rows, num_columns, self.dtype)
+        product = self._buffer("product", num_rows, num_columns, self.weight.dtype) if self.low_precision else logits
+        torch.mm(rows.scaled_RD, self.weight[columns].T, out=product)
+        if self.low_precision:
+            logits.copy_(product)
+        if self.bias is not None:
+            bias = self.bias[columns].to(self.dtype)
+            scale = None if self.low_precision else rows.inverse_temperature
+            logits.add_(bias if scale is None else torch.outer(scale, bias))
+        if self.low_precision and rows.inverse_temperature is not None:
+            logits.mul_(rows.inverse_temperature.unsqueeze(1))
+        return logits
+
+    def _logits_to_gradient(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        columns: slice,
+        stats: Statistics,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        """In place: x -> d loss / d x = a (onehot - p) - b p (log p + H); a, b: gradients of logprob and entropy."""
+        for part in _slices(logits.shape[1], self.blocks.scratch_columns):
+            x = logits[:, part].sub_(stats.logsumexp.unsqueeze(1))
+            if grad_entropy is None:
+                x.exp_().mul_(grad_logprobs.neg().unsqueeze(1))
+                continue
+            p = torch.exp(x, out=self._buffer("scratch", x.shape[0], x.shape[1], self.dtype))
+            constant = grad_entropy * stats.entropy
+            if grad_logprobs is not None:
+                constant = constant + grad_logprobs
+            x.mul_(grad_entropy.unsqueeze(1)).add_(constant.unsqueeze(1)).neg_().mul_(p)
+        if grad_logprobs is not None:
+            index, inside = rows.targets_within(columns)
+            logits.scatter_add_(1, index, torch.where(inside, grad_logprobs.unsqueeze(1), 0))
+
+    def _accumulate(self, grad_logits: Tensor, rows: Rows, columns: slice, grad_rows: Tensor | None, out: Gradients):
+        if self.low_precision and rows.inverse_temperature is not None:
+            grad_logits.mul_(rows.inverse_temperature.unsqueeze(1))
+        if out.bias is not None:
+            scale = None if self.low_precision else rows.inverse_temperature
+            per_column = grad_logits.sum(0) if scale is None else grad_logits.T @ scale
+            out.bias[columns] += per_column
+        if self.low_precision:
+            product = self._buffer("product", *grad_logits.shape, self.weight.dtype)
+            grad_logits = product.copy_(grad_logits)
+        if grad_rows is not None:
+            if self.low_precision:
+                grad_rows.add_(grad_logits @ self.weight[columns])
+            else:
+                grad_rows.addmm_(grad_logits, self.weight[columns])
+        if out.weight is not None:
+            torch.addmm(
+                out.weight[columns],
+                grad_logits.T,
+                rows.scaled_RD,
+                beta=0 if out.empty else 1,
+                out=out.weight[columns],
+            )
+
+    def _buffer(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+        """A (num_rows, num_columns) tensor without content that reuses the memory of the last one of this name."""
+        size = num_rows * num_columns
+        flat = self._buffers.get(name)
+        if flat is None or flat.numel() < size:
+            flat = self._buffers[name] = torch.empty(size, dtype=dtype, device=self.hidden.device)
+        return flat[:size].view(num_rows, num_columns)
+
+    def new_gradients(self, hidden: bool, weight: bool, bias: bool) -> Gradients:
+        return Gradients(
+            torch.zeros_like(self.hidden) if hidden else None,
+            torch.empty_like(self.weight) if weight else None,
+            torch.zeros(self.vocab_size, dtype=self.dtype, device=self.hidden.device) if bias else None,
+        )
+
+
+class _RunningStatistics:
+    """Online log-sum-exp and entropy over blocks of columns, (R, 1) each while running."""
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device, with_entropy: bool):
+        self.maximum = torch.full((num_rows, 1), float("-inf"), dtype=dtype, device=device)
+        self.total = torch.zeros(num_rows, 1, dtype=dtype, device=device)
+        self.weighted = torch.zeros_like(self.total) if with_entropy else None
+        self.target_logits = torch.zeros_like(self.total)
+
+    def add(self, x: Tensor, scratch: Tensor) -> None:
+        """Take in the logits x (R, C); scratch of the same shape is overwritten."""
+        maximum = torch.maximum(self.maximum, x.amax(1, keepdim=True))
+        shift = self.maximum - maximum
+        rescale = shift.exp()
+        torch.sub(x, maximum, out=scratch)
+        if self.weighted is None:
+            self.total = self.total * rescale + scratch.exp_().sum(1, keepdim=True)
+        else:
+            exponentials = scratch.exp()
+            shift = torch.where(self.total > 0, shift, 0)  # -inf before the first block
+            self.weighted = (self.weighted + shift * self.total) * rescale + scratch.mul_(exponentials).sum(1, True)
+            self.total = self.total * rescale + exponentials.sum(1, keepdim=True)
+        self.maximum = maximum
+
+    def finish(self) -> Statistics:
+        log_total = self.total.log()
+        entropy = None if self.weighted is None else (log_total - self.weighted / self.total).squeeze(1)
+        logsumexp = self.maximum + log_total
+        return Statistics(logsumexp.squeeze(1), (self.target_logits - logsumexp).squeeze(1), entropy)
+
+
+def statistics_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 for float64 inputs, float32 for everything narrower."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

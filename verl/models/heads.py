@@ -1,0 +1,177 @@
+"""The language-model head: log-prob and entropy of tokens from hidden states, without a (T, V) matrix of logits.
+
+Shapes: T packed tokens, M of them needed, V vocabulary, D hidden. This is the only file that shifts: row t of the
+hidden states predicts token t+1 of the same sequence; everything that comes out is indexed by the token it is about.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl.models.head_blocks import Statistics, statistics_dtype
+from verl.models.head_chunked import ChunkedHead, OnePassHead
+from verl.utils.errors import ConfigError
+
+MODES = ("eager", "chunked", "fused")
+
+# (outputs, columns, None) -> (weighted losses (M,), token metrics by name (M,)), all about the same M tokens
+PerTokenLoss = Callable[[dict[str, Tensor], dict[str, Tensor], None], tuple[Tensor, dict[str, Tensor]]]
+
+
+def head_mode(use_fused_kernels: bool, chunking: bool, checkpointing: bool, device: torch.device | str) -> str:
+    """The mode the seed keys ask for.
+
+    `use_fused_kernels` is "fused". `entropy_from_logits_with_chunking` and `entropy_checkpointing` ask for at least
+    "chunked", which is also the default on every device: it never holds the logits and recomputes them in backward.
+    """
+    del chunking, checkpointing, device  # met by every mode this returns
+    return "fused" if use_fused_kernels else "chunked"
+
+
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    tokens_T: Tensor,
+    cu_seqlens: Tensor,
+    needed_T: Tensor | None,
+    temperature: float | Tensor = 1.0,
+    mode: str = "chunked",
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+    bias: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """`logprobs` (T,), and `entropy` (T,) if asked, in nats: entry t is about token t given those before it.
+
+    Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
+    Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
+    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB).
+    """
+    positions = needed_positions(cu_seqlens, needed_T, tokens_T)
+    temperature_M = _temperature_column(temperature, positions)
+    compute = _head_function(mode)
+    hidden_TD = hidden_TD.to(weight_VD.dtype)
+    logprobs_M, entropy_M = compute(
+        hidden_TD, weight_VD, bias, positions - 1, tokens_T[positions], temperature_M, chunk_size, with_entropy
+    )
+    out = {"logprobs": _spread(logprobs_M, positions, len(tokens_T))}
+    if with_entropy:
+        out["entropy"] = _spread(entropy_M, positions, len(tokens_T))
+    return out
+
+
+def token_loss_one_pass(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    tokens_T: Tensor,
+    cu_seqlens: Tensor,
+    needed_T: Tensor | None,
+    token_loss: PerTokenLoss,
+    columns: dict[str, Tensor],
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    chunk_size: int | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """(sum of the weighted losses, outputs (T,), token metrics (T,)), the gradient already taken block by block.
+
+    For losses that are per token: `token_loss` sees a few tokens at a time (`outputs` and `columns` of those tokens),
+    and its derivatives by log-prob and entropy become the gradient of hidden states and weight while the logits exist.
+    `backward` on the sum scales what is there, once. Outputs and metrics are detached, zero where not needed.
+    """
+    positions = needed_positions(cu_seqlens, needed_T, tokens_T)
+    collected = _Collected(positions, len(tokens_T), statistics_dtype(weight_VD))
+
+    def loss_of_rows(part: slice, stats: Statistics) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        where = positions[part]
+        leaves = {"logprobs": stats.logprobs.detach().requires_grad_()}
+        if stats.entropy is not None:
+            leaves["entropy"] = stats.entropy.detach().requires_grad_()
+        with torch.enable_grad():
+            losses, metrics = token_loss(leaves, {name: column[where] for name, column in columns.items()}, None)
+            loss = losses.sum()
+        gradients = (None, None)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        collected.add(part, leaves, metrics)
+        return loss.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
+
+    loss_sum = OnePassHead.apply(
+        hidden_TD.to(weight_VD.dtype),
+        weight_VD,
+        bias,
+        positions - 1,
+        tokens_T[positions],
+        _temperature_column(temperature, positions),
+        chunk_size,
+        with_entropy,
+        loss_of_rows,
+    )
+    return loss_sum, collected.outputs, collected.metrics
+
+
+def needed_positions(cu_seqlens: Tensor, needed_T: Tensor | None, tokens_T: Tensor) -> Tensor:
+    """(M,) ascending positions of the needed tokens that have a token before them in their sequence."""
+    wanted = torch.ones_like(tokens_T, dtype=torch.bool) if needed_T is None else needed_T.to(torch.bool).clone()
+    starts = cu_seqlens[:-1].to(wanted.device, torch.int64)
+    wanted[starts[starts < len(wanted)]] = False  # an empty last sequence starts at T
+    return wanted.nonzero().squeeze(1)
+
+
+class _Collected:
+    """Outputs and metrics of blocks of tokens, put where they belong among T."""
+
+    def __init__(self, positions: Tensor, num_tokens: int, dtype: torch.dtype):
+        self.positions, self.num_tokens, self.dtype = positions, num_tokens, dtype
+        self.outputs: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
+
+    def add(self, part: slice, outputs: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+        for into, values in ((self.outputs, outputs), (self.metrics, metrics)):
+            for name, column in values.items():
+                if name not in into:
+                    into[name] = torch.zeros(self.num_tokens, dtype=self.dtype, device=self.positions.device)
+                into[name][self.positions[part]] = column.detach().to(self.dtype)
+
+
+def _head_function(mode: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The implementation of a mode. "fused" is the best kernel the device has: on a CPU the chunked one."""
+    if mode == "eager":
+        return eager_head
+    if mode in ("chunked", "fused"):
+        return ChunkedHead.apply
+    raise ConfigError(f"head mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+
+
+def eager_head(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias: Tensor | None,
+    source: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    chunk_size: int | None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The oracle: all logits of the needed rows at once, differentiated by autograd; `chunk_size` changes nothing."""
+    logits_MV = torch.nn.functional.linear(hidden_TD[source], weight_VD, bias).to(statistics_dtype(weight_VD))
+    if temperature is not None:
+        logits_MV = logits_MV / temperature.to(logits_MV.dtype).unsqueeze(1)
+    logp_MV = logits_MV.log_softmax(1)
+    entropy = -(logp_MV.exp() * logp_MV).sum(1) if with_entropy else None
+    return logp_MV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def _temperature_column(temperature: float | Tensor, positions: Tensor) -> Tensor | None:
+    """(M,) temperatures of the needed tokens; None when all are 1."""
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        return temperature.to(positions.device)[positions]
+    value = float(temperature)
+    if not value > 0:
+        raise ConfigError(f"the head's temperature must be above 0, got {value}; greedy decoding trains at 1.0")
+    return None if value == 1.0 else torch.full(positions.shape, value, dtype=torch.float64, device=positions.device)
+
+
+def _spread(values_M: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """(M,) values at their positions among T, zero elsewhere."""
+    return values_M.new_zeros(num_tokens).index_copy(0, positions, values_M)
