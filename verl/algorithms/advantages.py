@@ -1,0 +1,159 @@
+"""Advantage estimators: from token rewards to how much better than expected each sampled token was.
+
+Shapes: N sequences, T packed tokens, M sampled tokens (loss_mask True). An estimator is a plain function
+`fn(batch, config) -> (advantages (T,), returns (T,))`, zero where loss_mask is False. It sees the whole batch of a
+step, so group and batch statistics need no collectives.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl.config import AlgorithmConfig
+from verl.data.batch import Batch
+from verl.utils.errors import ConfigError, RewardError
+from verl.utils.registry import Registry
+
+Advantage = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
+
+ADVANTAGES: Registry[Advantage] = Registry("advantage estimator")
+PLANNED = (
+    "grpo_passk",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "remax",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+EPSILON = 1e-6  # keeps a group of (nearly) equal scores at advantages of (nearly) 0
+
+
+def register_advantage(name: str) -> Callable[[Advantage], Advantage]:
+    """Decorator that makes an estimator selectable as `algorithm.adv_estimator=<name>`."""
+    return ADVANTAGES.register(name)
+
+
+def get_advantage(name: str) -> Advantage:
+    """The estimator filed under `name`; ConfigError for an unknown one."""
+    if name in PLANNED and name not in ADVANTAGES:
+        known = ", ".join(ADVANTAGES.names())
+        raise ConfigError(f"algorithm.adv_estimator={name} is still to come; available now: {known}")
+    return ADVANTAGES.get(name)
+
+
+def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """The batch with `advantages` and `returns` (T,) of `config.adv_estimator`."""
+    advantages, returns = get_advantage(config.adv_estimator)(batch, config)
+    return batch.with_columns(advantages=advantages, returns=returns)
+
+
+def with_token_rewards(batch: Batch) -> Batch:
+    """The batch with `token_rewards` (T,): the reward of a sequence on its last sampled token, 0 elsewhere.
+
+    A sequence without a sampled token carries its reward on its last token: it counts in its group, and trains nothing.
+    """
+    rewards = batch.require("rewards", "Reward.score")
+    missing = torch.nonzero(rewards.isnan()).flatten().tolist()
+    if missing:
+        raise RewardError(
+            f"{len(missing)} of {batch.num_sequences} sequences have no reward (the first is number {missing[0]}); "
+            f"drop sequences that were not judged before advantages are computed"
+        )
+    token_rewards = rewards.new_zeros(batch.num_tokens)
+    token_rewards[last_sampled(batch)] = rewards
+    return batch.with_columns(token_rewards=token_rewards)
+
+
+def last_sampled(batch: Batch) -> Tensor:
+    """(N,) packed position of each sequence's last sampled token (of its last token when it has none)."""
+    mask = batch.require("loss_mask", "Batch.pack")
+    index = torch.arange(batch.num_tokens, device=mask.device)
+    last = (batch.cu_seqlens[1:] - 1).to(mask.device)
+    sampled = torch.full_like(last, -1)
+    sampled.scatter_reduce_(0, batch.sequence_ids().to(mask.device), torch.where(mask, index, -1), reduce="amax")
+    return torch.where(sampled >= 0, sampled, last)
+
+
+@register_advantage("gae")
+def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over sampled tokens, whitened; returns = raw advantages + values.
+
+    Tokens that were not sampled are skipped: the successor of a sampled token is the next *sampled* token of its
+    sequence, across tool turns too. Source: arXiv 1506.02438, eq. 16.
+    """
+    rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
+    values = batch.require("values", "Critic.values")
+    mask = batch["loss_mask"]
+    sequence_M = batch.sequence_ids().to(mask.device)[mask]
+    rewards_M, values_M = rewards[mask].double(), values[mask].double()
+    next_values = torch.zeros_like(values_M)
+    next_values[:-1] = torch.where(sequence_M[1:] == sequence_M[:-1], values_M[1:], 0.0)
+    deltas = rewards_M + config.gamma * next_values - values_M
+    raw = discounted_suffix_sums(deltas, sequence_M, config.gamma * config.lam)
+    return _scatter(whiten(raw), mask, rewards.dtype), _scatter(raw + values_M, mask, rewards.dtype)
+
+
+def discounted_suffix_sums(x: Tensor, sequence: Tensor, discount: float) -> Tensor:
+    """y[t] = x[t] + discount * y[t+1] inside each run of equal `sequence`, (M,) -> (M,).
+
+    By doubling: after round k, y[t] covers 2^k terms. log2(longest) passes over M numbers instead of one Python step
+    per token.
+    """
+    y, reach, factor = x.clone(), 1, discount
+    while reach < len(y) and factor != 0.0:
+        same = sequence[reach:] == sequence[:-reach]
+        if not bool(same.any()):
+            break
+        y[:-reach] = y[:-reach] + factor * torch.where(same, y[reach:], 0.0)
+        reach, factor = 2 * reach, factor * factor
+    return y
+
+
+def whiten(x: Tensor) -> Tensor:
+    """(M,) shifted to mean 0 and scaled to unbiased variance 1."""
+    if len(x) < 2:
+        return torch.zeros_like(x)
+    return (x - x.mean()) * torch.rsqrt(x.var() + 1e-8)
+
+
+@register_advantage("grpo_vectorized")
+@register_advantage("grpo")
+def grpo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Score of a sequence against its group, the same number on every sampled token; returns are the advantages.
+
+    (score - mean) / (std + 1e-6) with the unbiased std of the group, or the plain difference when
+    `norm_adv_by_std_in_grpo` is false (Dr.GRPO). A group of one has mean 0 and std 1. Source: arXiv 2402.03300, §4.1.2.
+    """
+    rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
+    # float64: in float32 the rounding of the mean of equal scores, divided by 1e-6, would be a real advantage
+    scores = batch.sum_per_sequence(rewards.double())
+    means, stds = group_statistics(scores, batch.require("group_ids", "Batch.pack").to(scores.device))
+    advantages_N = scores - means
+    if config.norm_adv_by_std_in_grpo:
+        advantages_N = advantages_N / (stds + EPSILON)
+    mask = batch["loss_mask"]
+    advantages = (advantages_N[batch.sequence_ids().to(mask.device)] * mask).to(rewards.dtype)
+    return advantages, advantages
+
+
+def group_statistics(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) mean and unbiased std of each score's group; 0 and 1 for a group of one."""
+    _, group = torch.unique(group_ids, return_inverse=True)
+    size = torch.bincount(group).to(scores.dtype)
+    mean = torch.zeros_like(size).index_add_(0, group, scores) / size
+    squares = torch.zeros_like(size).index_add_(0, group, (scores - mean[group]) ** 2)
+    std = torch.sqrt(squares / (size - 1).clamp(min=1))
+    alone = size == 1
+    return torch.where(alone, 0.0, mean)[group], torch.where(alone, 1.0, std)[group]
+
+
+def _scatter(values_M: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.zeros(mask.shape[0], dtype=dtype, device=mask.device)
+    out[mask] = values_M.to(dtype)
+    return out

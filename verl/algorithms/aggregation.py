@@ -1,0 +1,57 @@
+"""How much each token's loss counts: `loss_agg_mode` as one weight per token.
+
+The weights are computed once per mini-batch from *all* its sequences. After that every loss is a plain sum
+Σ w·ℓ, so micro-batch size, packing, accumulation and data-parallel degree cannot change it.
+"""
+
+import torch
+from torch import Tensor
+
+from verl.data.batch import Batch
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
+
+LOSS_AGG_MODES = (
+    "token-mean",  # every sampled token counts the same
+    "token-sum",  # no normalisation
+    "seq-mean-token-sum",  # sum over a sequence, mean over sequences
+    "seq-mean-token-mean",  # mean over a sequence, mean over sequences
+    "seq-mean-token-sum-norm",  # seq-mean-token-sum divided by a constant length (Dr.GRPO, arXiv 2503.20783)
+)
+
+
+def loss_weights(
+    batch: Batch, mode: str, loss_scale_factor: float | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """(T,) weights of `mode` over `loss_mask`, 0 on tokens that were not sampled; `batch` is the whole mini-batch.
+
+    Sequences without a sampled token do not count as sequences. `loss_scale_factor` is the constant length of
+    seq-mean-token-sum-norm: `actor.loss_scale_factor`, or else the configured max response length. It never is the
+    width of some padded tensor, which would change with the packing. Computed in float64, returned as `dtype`.
+    """
+    mask = batch.require("loss_mask", "Batch.pack").double()
+    tokens_per_sequence = batch.sum_per_sequence(mask)  # (N,)
+    num_sequences = (tokens_per_sequence > 0).sum().clamp(min=1)
+    if mode == "token-mean":
+        weights = mask / mask.sum().clamp(min=1)
+    elif mode == "token-sum":
+        weights = mask
+    elif mode == "seq-mean-token-sum":
+        weights = mask / num_sequences
+    elif mode == "seq-mean-token-mean":
+        lengths = tokens_per_sequence.clamp(min=1)[batch.sequence_ids().to(mask.device)]
+        weights = mask / lengths / num_sequences
+    elif mode == "seq-mean-token-sum-norm":
+        weights = mask / num_sequences / _positive(loss_scale_factor)
+    else:
+        raise ConfigError(f"unknown loss_agg_mode {mode!r}; {did_you_mean(mode, LOSS_AGG_MODES)}")
+    return weights.to(dtype)
+
+
+def _positive(loss_scale_factor: float | None) -> float:
+    if loss_scale_factor is None or loss_scale_factor <= 0:
+        raise ConfigError(
+            f"loss_agg_mode=seq-mean-token-sum-norm divides by loss_scale_factor, which is {loss_scale_factor}; "
+            f"set it to a positive number (usually data.max_response_length)"
+        )
+    return loss_scale_factor
