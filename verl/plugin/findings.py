@@ -1,0 +1,32 @@
+"""What a check of the machine says: a status, the reason, and the next move."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Status(Enum):
+    """How well something works here; the value is the sign in the table."""
+
+    GOOD = "✅"
+    WARN = "⚠"
+    BAD = "✖"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table."""
+
+    name: str
+    status: Status
+    detail: str
+    next_move: str = ""
+
+
+@dataclass(frozen=True)
+class BackendSupport:
+    """One line of a vendor's support table: `promised` on the chip, given that every module in `requires` is there."""
+
+    backend: str
+    promised: Status
+    note: str
+    requires: tuple[str, ...] = ()
