@@ -1,0 +1,230 @@
+"""A whole run: the step again and again, with validation, checkpoints, the ledger and logging wrapped around it."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config import RunConfig
+from verl.config.load import unread_keys
+from verl.data.prompts import PromptDataset
+from verl.observe.dumps import dump_rollouts, remove_dumps_after
+from verl.observe.ledger import Ledger
+from verl.observe.memory import memory_metrics
+from verl.observe.progress import Progress
+from verl.observe.timers import StageTimer, throughput_metrics
+from verl.observe.tracking import Tracking
+from verl.trainer.metrics import prompt_and_response_lengths
+from verl.trainer.ppo.sources import Collected, Sampler
+from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
+from verl.trainer.resume import find_resume, prune, read_state, save_checkpoint
+from verl.trainer.validation import process_validation_metrics
+from verl.workers.rollout.base import SamplingParams
+
+VALIDATION_REQUESTS = 1 << 40  # request ids from here on: validation never shares a random stream with training
+
+
+@dataclass
+class Validation:
+    """Prompts held out from training, and how their answers are sampled."""
+
+    prompts: PromptDataset
+    sampler: Sampler
+    sampling: SamplingParams
+
+    async def run(self) -> tuple[dict[str, float], Collected]:
+        """val-core/… and val-aux/… over all held-out prompts."""
+        rows = list(self.prompts)
+        request_ids = [VALIDATION_REQUESTS + i for i in range(len(rows))]
+        collected = await self.sampler.collect(rows, request_ids, self.sampling)
+        return validation_metrics(collected), collected
+
+
+def validation_metrics(collected: Collected) -> dict[str, float]:
+    """Metrics of judged answers; answers without a reward are counted, not scored as zero."""
+    judged = [t for t in collected.trajectories if t.reward is not None]
+    if not judged:
+        return {"val-aux/reward_errors": float(collected.num_reward_errors)}
+    parts = set.intersection(*(numeric_parts(t.extra) for t in judged))
+    infos: dict[str, list[Any]] = {"reward": [t.reward for t in judged]}
+    infos.update({name: [t.extra[name] for t in judged] for name in sorted(parts)})
+    sources = [t.extra["data_source"] for t in judged]
+    out = process_validation_metrics(sources, [str(t.group_id) for t in judged], infos)
+    turns = [t.extra.get("num_turns", 2) for t in judged]
+    out.update({"val-aux/num_turns/min": min(turns), "val-aux/num_turns/max": max(turns)})
+    out["val-aux/num_turns/mean"] = sum(turns) / len(turns)
+    if collected.num_reward_errors:
+        out["val-aux/reward_errors"] = float(collected.num_reward_errors)
+    return out
+
+
+def numeric_parts(extra: dict[str, Any]) -> set[str]:
+    """Parts of a score that can be averaged, and the prediction that maj@k votes on."""
+    return {
+        name
+        for name, value in extra.items()
+        if name not in ("num_turns", "data_source") and (isinstance(value, int | float) or name == "pred")
+    }
+
+
+class Run:
+    """Drives a trainer from its start, or from a checkpoint, to the last step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: PPOTrainer,
+        validation: Validation | None,
+        total_steps: int,
+        tracking: Tracking,
+        note: Callable[[str], None] = print,
+    ):
+        self.config, self.trainer, self.validation = config, trainer, validation
+        self.total_steps, self.tracking, self.note = total_steps, tracking, note
+        self.root = Path(config.trainer.default_local_dir)
+        self.ledger = Ledger(self.root / "ledger")
+        self.stop_requested = False
+        self.last_validation: dict[str, float] = {}
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step; returns the last validation's metrics. Ctrl-C saves after the step in progress."""
+        self.resume()
+        self.trainer.publish()
+        settings = self.config.trainer
+        if self.validation and (settings.val_only or (settings.val_before_train and self.trainer.global_step == 0)):
+            self.tracking.log(self.validate(), self.trainer.global_step)
+        if settings.val_only:
+            return self.last_validation
+        with Progress(self.total_steps, self.trainer.global_step) as progress, self.interruptible():
+            while self.trainer.global_step < self.total_steps and not self.stop_requested:
+                self.one_step(progress)
+        return self.last_validation
+
+    def one_step(self, progress: Progress) -> None:
+        """One training step with everything that is recorded about it."""
+        timer = StageTimer(on_enter=progress.stage)
+        with timer("step"):
+            record = self.trainer.step(timer)
+            self.record(record, timer)
+            metrics = record.metrics
+            last = record.step >= self.total_steps or self.stop_requested
+            if self.validation and due(record.step, self.config.trainer.test_freq, last):
+                with timer("testing"):
+                    metrics.update(self.validate())
+            if due(record.step, self.config.trainer.save_freq, last):
+                with timer("save_checkpoint"):
+                    self.save()
+        metrics.update(timer.metrics())
+        _, response = prompt_and_response_lengths(record.batch)
+        metrics.update(throughput_metrics(timer.seconds, record.batch.num_tokens, int(response.sum())))
+        metrics.update(memory_metrics())
+        self.tracking.log(metrics, record.step)
+        progress.step(record.step, metrics)
+        if record.step == self.trainer.first_step:
+            self.report_unread_keys()
+
+    def record(self, record: StepRecord, timer: StageTimer) -> None:
+        """The ledger always; a readable dump when `trainer.rollout_data_dir` is set."""
+        with timer("ledger"):
+            self.ledger.append(record.step, record.batch, [t.stop_reason for t in judged_only(record.collected)])
+        if self.config.trainer.rollout_data_dir:
+            with timer("dump_rollout_generations"):
+                dump_collected(self.config.trainer.rollout_data_dir, record.step, record.collected)
+
+    def validate(self) -> dict[str, float]:
+        """Sample the held-out prompts with the published weights and judge them."""
+        assert self.validation is not None
+        metrics, collected = self.trainer.runner.run(self.validation.run())
+        if self.config.trainer.validation_data_dir:
+            dump_collected(self.config.trainer.validation_data_dir, self.trainer.global_step, collected)
+        self.last_validation = metrics
+        self.last_collected = collected
+        return metrics
+
+    def save(self) -> None:
+        """Write global_step_N, then drop what retention no longer wants."""
+        trainer, settings = self.trainer, self.config.trainer
+        roles = {"actor": trainer.actor.save}
+        if trainer.critic is not None:
+            roles["critic"] = trainer.critic.save
+        folder = save_checkpoint(self.root, trainer.global_step, trainer.state_dict(), roles)
+        prune(self.root, {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep})
+        self.note(f"saved {folder}")
+
+    def resume(self) -> None:
+        """Restore the newest checkpoint where one is wanted and there; drop records of steps that will be run again."""
+        folder = find_resume(self.config.trainer)
+        if folder is not None:
+            self.trainer.actor.load(folder / "actor")
+            if self.trainer.critic is not None:
+                self.trainer.critic.load(folder / "critic")
+            self.trainer.load_state_dict(read_state(folder))
+            self.trainer.version -= 1  # fit() publishes this version anew
+            self.note(f"resumed from {folder}: step {self.trainer.global_step} of {self.total_steps} is done")
+            if self.trainer.global_step >= self.total_steps:
+                self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
+        step = self.trainer.global_step
+        self.trainer.first_step = step + 1
+        self.ledger.rewind(step)
+        self.tracking.rewind(step)
+        for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir):
+            if dumps:
+                remove_dumps_after(dumps, step)
+
+    def report_unread_keys(self) -> None:
+        """Name the keys that were set but that nothing has read in this mode."""
+        for key in unread_keys(self.config):
+            self.note(f"warning: {key} was set, but nothing reads it in this run")
+
+    def interruptible(self) -> "Interrupt":
+        return Interrupt(self)
+
+
+class Interrupt:
+    """First Ctrl-C: finish the step, save, stop. Second: the usual KeyboardInterrupt."""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def __enter__(self) -> None:
+        try:
+            self.previous = signal.signal(signal.SIGINT, self.request_stop)
+        except ValueError:  # not the main thread: its caller decides about signals
+            self.previous = None
+
+    def request_stop(self, *_: object) -> None:
+        self.run.stop_requested = True
+        self.run.note("stopping after this step (press Ctrl-C again to stop at once)")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+
+
+def due(step: int, frequency: int, last: bool) -> bool:
+    """Every `frequency` steps and at the last one; never for 0 or less."""
+    return frequency > 0 and (last or step % frequency == 0)
+
+
+def judged_only(collected: Collected) -> list[Any]:
+    """The trajectories a batch was packed from."""
+    return [t for t in collected.trajectories if t.reward is not None]
+
+
+def dump_collected(folder: str, step: int, collected: Collected) -> None:
+    """Prompts, answers, ground truths, scores and the parts of the scores, as JSONL."""
+    by_row = {row.index: row for row in collected.rows}
+    rows = [by_row[t.row] for t in collected.trajectories]
+    texts = [t.extra.get("response_text", "") for t in collected.trajectories]
+    names = sorted({name for t in collected.trajectories for name in t.extra} - {"response_text"})
+    dump_rollouts(
+        folder,
+        step,
+        inputs=[row.text for row in rows],
+        outputs=texts,
+        ground_truths=[row.ground_truth for row in rows],
+        scores=[t.reward for t in collected.trajectories],
+        extras={name: [t.extra.get(name) for t in collected.trajectories] for name in names},
+    )

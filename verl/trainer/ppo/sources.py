@@ -1,0 +1,101 @@
+"""Where judged trajectories come from. Synchronous here; asynchronous sources fill the same `Collected`."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.agent.single_turn import single_turn
+from verl.data.prompts import PromptRow
+from verl.data.sampler import PromptSampler
+from verl.data.trajectory import Trajectory
+from verl.rewards.base import Reward, RewardInput, Score
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+
+@dataclass
+class Collected:
+    """Judged trajectories, grouped prompt by prompt, and the prompts they answer."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)  # one per prompt, in order
+    generate_s: float = 0.0  # until the last answer was complete
+    reward_s: float = 0.0  # from then until the last was judged
+    num_reward_errors: int = 0
+    num_abstained: int = 0
+    scores: list[Score] = field(default_factory=list)  # one per trajectory
+
+
+class Sampler:
+    """Answers prompts and has the answers judged: many prompts at once, each judged as soon as it is answered."""
+
+    def __init__(self, engine: RolloutEngine, reward: Reward, tokenizer: PreTrainedTokenizerBase):
+        self.engine, self.reward, self.tokenizer = engine, reward, tokenizer
+
+    async def collect(
+        self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
+    ) -> Collected:
+        """Trajectories of all rows, in order. Those whose reward failed or abstained carry no reward."""
+        start = time.perf_counter()
+        out = Collected(rows=list(rows))
+
+        async def answer(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
+            trajectories = await single_turn(row, request_id, sampling, self.engine)
+            out.generate_s = time.perf_counter() - start
+            texts = [self.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
+            inputs = [reward_input(row, t, text) for t, text in zip(trajectories, texts, strict=True)]
+            scores = await self.reward.score(inputs)
+            return [(judged(t, s, row, x), s) for t, s, x in zip(trajectories, scores, texts, strict=True)]
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(row, i)) for row, i in zip(rows, request_ids, strict=True)]
+        for trajectory, score in (pair for task in tasks for pair in task.result()):
+            out.trajectories.append(trajectory)
+            out.scores.append(score)
+            out.num_reward_errors += score.error is not None
+            out.num_abstained += score.value is None and score.error is None
+        out.reward_s = time.perf_counter() - start - out.generate_s
+        return out
+
+
+def reward_input(row: PromptRow, trajectory: Trajectory, text: str) -> RewardInput:
+    """What a reward function is told about one answer."""
+    return RewardInput(
+        data_source=row.data_source,
+        solution_str=text,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+        prompt_str=row.text,
+        num_turns=trajectory.extra.get("num_turns", 2),
+    )
+
+
+def judged(trajectory: Trajectory, score: Score, row: PromptRow, text: str) -> Trajectory:
+    """The trajectory with its reward (None where the judge failed or abstained) and the parts of the score."""
+    extra: dict[str, Any] = {**trajectory.extra, **score.extra, "data_source": row.data_source, "response_text": text}
+    return replace(trajectory, reward=score.value, extra=extra)
+
+
+class SyncSource:
+    """Consumes prompts in data order; waits for all answers of a batch; unblocks the step. Staleness is 0."""
+
+    def __init__(self, prompts: PromptSampler, sampler: Sampler, sampling: SamplingParams):
+        self.prompts, self.sampler, self.sampling = prompts, sampler, sampling
+        self._next_request = 0
+
+    async def take(self, num_prompts: int) -> Collected:
+        """The next `num_prompts` prompts, each answered `sampling.n` times by the published weights."""
+        rows = self.prompts.take(num_prompts)
+        request_ids = range(self._next_request, self._next_request + num_prompts)
+        self._next_request += num_prompts
+        return await self.sampler.collect(rows, list(request_ids), self.sampling)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state_dict(), "next_request": self._next_request}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self._next_request = state["next_request"]

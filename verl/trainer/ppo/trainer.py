@@ -1,0 +1,193 @@
+"""The step: collect, pack, judge, weigh, learn, publish.
+
+Synchronous and asynchronous training are this step over another source; timing, dumping and logging wrap it from
+outside (see loop.py).
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.algorithms.advantages import compute_advantages, with_token_rewards
+from verl.algorithms.kl import KLController, apply_kl_in_reward
+from verl.config import RunConfig
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.observe.timers import StageTimer
+from verl.trainer.metrics import data_metrics, mismatch_metrics, turn_metrics
+from verl.trainer.ppo.sources import Collected, SyncSource
+from verl.utils.errors import RewardError, VerlError
+from verl.weight_sync.base import Receipt, WeightSync
+from verl.workers.actor import Actor
+from verl.workers.critic import Critic
+from verl.workers.reference import Reference
+
+
+@dataclass
+class StepRecord:
+    """What one step saw and did, for whoever logs it."""
+
+    step: int
+    epoch: int
+    collected: Collected
+    batch: Batch
+    metrics: dict[str, float]
+    receipt: Receipt
+
+
+class PPOTrainer:
+    """Trains `actor` (and `critic`) on what `source` collects. `version` counts published weights."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: SyncSource,
+        actor: Actor,
+        weight_sync: WeightSync,
+        kl_controller: KLController,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+    ):
+        self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
+        self.kl_controller, self.reference, self.critic = kl_controller, reference, critic
+        self.global_step = 0
+        self.first_step = 1  # of this process
+        self.version = -1
+        self.runner = asyncio.Runner()
+
+    def step(self, timer: StageTimer) -> StepRecord:
+        """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
+        collected = self.collect(timer)
+        batch = Batch.pack([t for t in collected.trajectories if t.reward is not None])
+        batch = self.judge(batch, timer)
+        with timer("adv"):
+            batch, metrics = self.weigh(batch)
+        batch, learnt = self.learn(batch, timer)
+        metrics.merge(learnt)
+        self.global_step += 1
+        with timer("update_weights"):
+            receipt = self.publish()
+        return StepRecord(
+            self.global_step,
+            self.source.prompts.epoch,
+            collected,
+            batch,
+            self.report(batch, collected, metrics),
+            receipt,
+        )
+
+    def collect(self, timer: StageTimer) -> Collected:
+        """Judged trajectories of the next prompts."""
+        collected = self.runner.run(self.source.take(self.config.data.train_batch_size))
+        timer.add("gen", collected.generate_s)
+        timer.add("reward", collected.reward_s)
+        if all(t.reward is None for t in collected.trajectories):
+            errors = sorted({s.error for s in collected.scores if s.error})
+            raise RewardError(
+                f"step {self.global_step + 1}: none of {len(collected.trajectories)} answers got a reward "
+                f"({collected.num_reward_errors} errors, {collected.num_abstained} abstentions); there is nothing to "
+                f"learn from. First error: {errors[0] if errors else 'none'}"
+            )
+        return collected
+
+    def judge(self, batch: Batch, timer: StageTimer) -> Batch:
+        """Adds old_logprobs (unless this step cannot need them), ref_logprobs and values."""
+        if not self.old_logprobs_are_redundant:
+            with timer("old_log_prob"):
+                batch = batch.with_columns(old_logprobs=self.actor.logprobs(batch))
+        if self.reference is not None:
+            with timer("ref"):
+                batch = batch.with_columns(ref_logprobs=self.reference.logprobs(batch))
+        if self.critic is not None:
+            with timer("values"):
+                batch = batch.with_columns(values=self.critic.values(batch))
+        return batch
+
+    def weigh(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Adds token_rewards, advantages and returns."""
+        algorithm, metrics = self.config.algorithm, Metrics()
+        if algorithm.use_kl_in_reward:
+            batch, metrics = apply_kl_in_reward(batch, self.kl_controller, algorithm.kl_penalty)
+        else:
+            batch = with_token_rewards(batch)
+        return compute_advantages(batch, algorithm), metrics
+
+    def learn(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
+        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs where they were left out."""
+        metrics = Metrics()
+        if self.critic is not None:
+            with timer("update_critic"):
+                metrics.merge(self.critic.update(batch).prefixed("critic/"))
+        if self.global_step >= self.config.trainer.critic_warmup:
+            with timer("update_actor"):
+                learnt, logprobs = self.actor.update(batch)
+                metrics.merge(learnt.prefixed("actor/"))
+            if "old_logprobs" not in batch:
+                batch = batch.with_columns(old_logprobs=logprobs)
+        return batch, metrics
+
+    def publish(self) -> Receipt:
+        """Makes the rollout engine sample from the trainer's weights as the next version."""
+        self.version += 1
+        return self.runner.run(self.weight_sync.publish(self.version))
+
+    @property
+    def old_logprobs_are_redundant(self) -> bool:
+        """True where the update's own forward gives the same numbers: one optimiser step on these very weights.
+
+        That is: one mini-batch and one epoch, no KL in the reward, no rollout correction, and the actor does train.
+        """
+        algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
+        corrected = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
+        return (
+            actor.ppo_epochs == 1
+            and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
+            and not algorithm.use_kl_in_reward
+            and not corrected
+            and self.global_step >= self.config.trainer.critic_warmup
+            and not self.actor.has_dropout
+        )
+
+    def report(self, batch: Batch, collected: Collected, metrics: Metrics) -> dict[str, float]:
+        """Every metric of the step except timings."""
+        config = self.config
+        out = metrics.values()
+        out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
+        out.update(turn_metrics(collected.trajectories))
+        if "old_logprobs" in batch:
+            out.update(mismatch_metrics(batch, batch["old_logprobs"]))
+        versions = batch["policy_versions"].double()
+        staleness = self.version - 1 - versions[:, 0]
+        out["training/off_policy/trajectory_staleness/mean"] = float(staleness.mean())
+        out["training/off_policy/trajectory_staleness/max"] = float(staleness.max())
+        out["reward/errors"], out["reward/abstained"] = collected.num_reward_errors, collected.num_abstained
+        out["training/global_step"], out["training/epoch"] = self.global_step, self.source.prompts.epoch
+        unhealthy = [
+            name for name, value in out.items() if name.endswith("_loss") and not torch.isfinite(torch.tensor(value))
+        ]
+        if unhealthy:
+            raise VerlError(
+                f"step {self.global_step}: {', '.join(unhealthy)} is not finite; see the ledger of this step"
+            )
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the engines' own checkpoints; JSON values only."""
+        return {
+            "global_step": self.global_step,
+            "version": self.version,
+            "source": self.source.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; the caller then publishes `version` once more."""
+        self.global_step = state["global_step"]
+        self.version = state["version"]
+        self.source.load_state_dict(state["source"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+
+    def close(self) -> None:
+        self.runner.close()

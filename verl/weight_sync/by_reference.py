@@ -1,0 +1,30 @@
+"""The native engine shares the trainer's process and tensors: publishing is a version number, nothing is moved."""
+
+import time
+
+from torch import nn
+
+from verl.utils.errors import VerlError
+from verl.weight_sync.base import Receipt
+from verl.workers.rollout.base import RolloutEngine
+
+
+class StaleWeightsError(VerlError):
+    """A rollout engine that does not hold the weights it was sent."""
+
+
+class ByReference:
+    """Hands the actor's own module to an engine of the same process."""
+
+    def __init__(self, model: nn.Module, engine: RolloutEngine):
+        self.model, self.engine = model, engine
+
+    async def publish(self, version: int) -> Receipt:
+        """Make the engine sample from the module's present values as `version`."""
+        start = time.perf_counter()
+        await self.engine.update_weights(self.model, version)
+        if self.engine.version != version:
+            raise StaleWeightsError(
+                f"published version {version}, but the rollout engine says it samples from {self.engine.version}"
+            )
+        return Receipt(version, num_replicas=1, seconds=time.perf_counter() - start, bytes_moved=0)
