@@ -1,0 +1,71 @@
+"""The typed configuration: one frozen dataclass per section. Importing it needs neither torch nor transformers."""
+
+from verl.config.actor import ActorConfig, FSDPActorConfig, PolicyLossConfig, RefConfig, RouterReplayConfig
+from verl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from verl.config.base import Section
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.critic import CriticConfig, FSDPCriticConfig
+from verl.config.data import CustomClassConfig, DataConfig, SFTDataConfig
+from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig, WrapPolicyConfig
+from verl.config.model import FusedKernelConfig, HFModelConfig, LoraConfig
+from verl.config.optim import FSDPOptimizerConfig
+from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
+from verl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig
+from verl.config.rollout import (
+    AgentLoopConfig,
+    CheckpointEngineConfig,
+    EngineKwargsConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ServerConfig,
+)
+from verl.config.run import ActorRolloutRefConfig, RayKwargsConfig, RunConfig
+from verl.config.sft import SFTConfig
+from verl.config.trainer import SFTTrainerConfig, TrainerConfig
+from verl.utils.errors import ConfigError
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentLoopConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "CheckpointEngineConfig",
+    "ConfigError",
+    "CriticConfig",
+    "CustomClassConfig",
+    "CustomRewardConfig",
+    "DataConfig",
+    "EngineKwargsConfig",
+    "FSDPActorConfig",
+    "FSDPCriticConfig",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "FilterGroupsConfig",
+    "FusedKernelConfig",
+    "GlobalProfilerConfig",
+    "HFModelConfig",
+    "KLControlConfig",
+    "LoraConfig",
+    "MultiTurnConfig",
+    "PolicyLossConfig",
+    "ProfilerConfig",
+    "RayKwargsConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RewardManagerConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "RouterReplayConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "SamplingConfig",
+    "Section",
+    "ServerConfig",
+    "TrainerConfig",
+    "VeOmniEngineConfig",
+    "WrapPolicyConfig",
+]

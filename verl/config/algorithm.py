@@ -1,0 +1,59 @@
+"""The algorithm: advantages, KL, filtering, and the correction for a sampler that differs from the trainer."""
+
+from dataclasses import dataclass
+
+from verl.config.base import Section, key, section
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_CHOICES = KL_NAMES + tuple(name + "+" for name in KL_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig(Section):
+    """Coefficient of the KL penalty in the reward."""
+
+    type: str = key(
+        "fixed", "Constant coefficient, or one that steers the KL to target_kl.", choices=("fixed", "adaptive")
+    )
+    kl_coef: float = key(0.001, "Coefficient, or its start when adaptive.")
+    horizon: int = key(10000, "Sequences over which an adaptive coefficient moves.")
+    target_kl: float = key(0.1, "KL (nats) an adaptive coefficient steers to.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: groups whose metric is constant are replaced."""
+
+    enable: bool = key(False, "Drop groups without a learning signal and sample others.")
+    metric: str | None = key(None, "acc, score, seq_reward, seq_final_reward or any extra key of the reward.")
+    max_num_gen_batches: int = key(0, "Most batches sampled for one step; 0 is no limit.")
+    max_inflight_gen_batches: int = key(1, "Prompts in flight, in units of train_batch_size.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig(Section):
+    """Importance weights and rejection for the gap between rollout and training log-probs."""
+
+    rollout_is: str | None = key(None, "Importance weights; null is off.", choices=("token", "sequence"))
+    rollout_is_threshold: float | str = key(2.0, "Weights are cut off here; 'lo_hi' zeroes weights outside.")
+    rollout_rs: str | None = key(None, "Comma list of rejection rules; null is off.")
+    rollout_rs_threshold: float | str | None = key(None, "Bound of the rejection, one or one per rule.")
+    bypass_mode: bool = key(False, "Use the rollout's log-probs as the old ones.")
+    loss_type: str = key("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
+    rollout_is_batch_normalize: bool = key(False, "Scale the weights of a batch to mean 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(Section):
+    """From rewards to advantages."""
+
+    adv_estimator: str = key("gae", "Advantage estimator: gae, grpo, or one registered by name.")
+    gamma: float = key(1.0, "Discount per token.")
+    lam: float = key(1.0, "Lambda of generalised advantage estimation.")
+    norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO advantages by the group's standard deviation.")
+    use_kl_in_reward: bool = key(False, "Subtract kl_coef x KL(policy, reference) from each token's reward.")
+    kl_penalty: str = key("kl", "KL estimator used in the reward.", choices=KL_CHOICES)
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -1,0 +1,45 @@
+"""The value model."""
+
+from dataclasses import dataclass
+
+from verl.config.algorithm import LOSS_AGG_MODES
+from verl.config.base import Section, key, section
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optim import FSDPOptimizerConfig
+from verl.config.profiler import ProfilerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(Section):
+    """Training of the value model."""
+
+    enable: bool | None = key(None, "Train a critic; null is yes exactly when adv_estimator is gae.")
+    strategy: str = key("fsdp2", "Training engine of the critic.")
+    ppo_mini_batch_size: int = key(256, "Prompts per optimiser step, over all devices.")
+    ppo_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward and backward pass on one device.")
+    use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")
+    ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and backward pass on one device.")
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None, "Sequences per forward pass without gradient.", sibling="ppo_micro_batch_size_per_gpu"
+    )
+    forward_max_token_len_per_gpu: int = key(
+        None, "Tokens per forward pass without gradient.", sibling="ppo_max_token_len_per_gpu"
+    )
+    ppo_epochs: int = key(1, "Passes over each batch.")
+    shuffle: bool = key(False, "Shuffle sequences before they are cut into mini-batches.")
+    data_loader_seed: int = key(42, "Seed of that shuffle.")
+    cliprange_value: float = key(0.5, "Clip range of the value loss.")
+    loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
+    loss_scale_factor: float | None = key(None, "Divisor of seq-mean-token-sum-norm; null is the response width.")
+    ulysses_sequence_parallel_size: int = key(1, "Short spelling of fsdp.ulysses_sequence_parallel_size.")
+    model: HFModelConfig = section(HFModelConfig)
+    optim: FSDPOptimizerConfig = section(FSDPOptimizerConfig, lr=1e-5)
+    fsdp: FSDPEngineConfig = section(FSDPEngineConfig)
+    veomni: VeOmniEngineConfig = section(VeOmniEngineConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
+
+
+FSDPCriticConfig = CriticConfig

@@ -1,0 +1,74 @@
+"""Prompts: files, columns, lengths, order."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, key, section
+
+TRUNCATION = ("error", "left", "right", "middle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomClassConfig(Section):
+    """A dataset class of your own."""
+
+    path: str | None = key(None, "Python file of the class.")
+    name: str | None = key(None, "Name of the class.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Where prompts come from and how many are used per step."""
+
+    train_files: str | list[str] = key(
+        "~/data/rlhf/gsm8k/train.parquet", "Training rows: parquet, json or jsonl files."
+    )
+    val_files: str | list[str] | None = key("~/data/rlhf/gsm8k/test.parquet", "Validation rows; null validates never.")
+    train_max_samples: int = key(-1, "Rows used for training; -1 is all.")
+    val_max_samples: int = key(-1, "Rows used for validation; -1 is all.")
+    tokenizer: str | None = key(None, "Folder of another tokenizer; null is the model's.")
+    prompt_key: str = key("prompt", "Column with the chat messages.")
+    reward_fn_key: str = key("data_source", "Column that selects the scorer and groups validation metrics.")
+    image_key: str = key("images", "Column with images (rows that have some are refused so far).")
+    video_key: str = key("videos", "Column with videos (rows that have some are refused so far).")
+    audio_key: str = key("audios", "Column with audio (rows that have some are refused so far).")
+    max_prompt_length: int = key(512, "Longest prompt in tokens.")
+    max_response_length: int = key(512, "Longest answer in tokens.")
+    truncation: str = key("error", "What happens to longer prompts.", choices=TRUNCATION)
+    filter_overlong_prompts: bool = key(False, "Leave rows with longer prompts out, and count them.")
+    filter_overlong_prompts_workers: int = key(1, "Processes for that filter.")
+    train_batch_size: int = key(1024, "Prompts per training step, over all devices.")
+    gen_batch_size: int | None = key(None, "Prompts taken at once from the data; null is train_batch_size.")
+    shuffle: bool = key(True, "Shuffle training rows each epoch.")
+    validation_shuffle: bool = key(False, "Shuffle validation rows.")
+    seed: int | None = key(None, "Seed of the shuffle; null is 1.")
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments of the chat template.")
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    tool_config_path: str | None = key(None, "Tools that count towards prompt length.")
+    function_tool_path: str | None = key(None, "Function tools that count towards prompt length.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDataConfig(Section):
+    """Conversations for supervised fine-tuning."""
+
+    train_files: str | list[str] = key("~/data/gsm8k/train.parquet", "Training rows: parquet, json or jsonl files.")
+    val_files: str | list[str] | None = key(None, "Validation rows.")
+    train_max_samples: int = key(-1, "Rows used for training; -1 is all.")
+    val_max_samples: int = key(-1, "Rows used for validation; -1 is all.")
+    train_batch_size: int = key(256, "Sequences per optimiser step, over all devices.")
+    micro_batch_size_per_gpu: int = key(4, "Sequences per forward and backward pass on one device.")
+    use_dynamic_bsz: bool = key(True, "Fill micro-batches up to a token budget.")
+    max_token_len_per_gpu: int = key(8192, "Tokens per forward and backward pass on one device.")
+    messages_key: str = key("messages", "Column with the conversation.")
+    tools_key: str = key("tools", "Column with tool schemas.")
+    enable_thinking_key: str = key("enable_thinking", "Column with the chat template's thinking switch.")
+    enable_thinking_default: bool | None = key(None, "Its value in rows without that column; null passes none.")
+    pad_mode: str = key("no_padding", "Packed, or padded on the right.", choices=("no_padding", "right"))
+    max_length: int = key(1024, "Longest sequence in tokens.")
+    truncation: str = key("error", "What happens to longer sequences.", choices=TRUNCATION)
+    shuffle: bool = key(True, "Shuffle training rows each epoch.")
+    seed: int | None = key(None, "Seed of the shuffle; null is trainer.seed.")
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments of the chat template.")
+    ignore_input_ids_mismatch: bool = key(False, "Accept rows whose turns tokenise differently alone and together.")

@@ -1,0 +1,65 @@
+"""Training engines: how one model is held, sharded and computed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, key, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapPolicyConfig(Section):
+    """Which modules become one sharding unit."""
+
+    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by decoder layer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPEngineConfig(Section):
+    """The FSDP engine, from one device to many."""
+
+    strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP.")
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
+    param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
+    optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")
+    offload_policy: bool = key(False, "FSDP2's own CPU offload, during training too.")
+    reshard_after_forward: bool = key(
+        True, "Free gathered parameters after the forward pass (ZeRO-3); false is ZeRO-2."
+    )
+    fsdp_size: int = key(-1, "Ranks that share one copy of the parameters; -1 is all of them, fewer is HSDP.")
+    forward_prefetch: bool = key(False, "Gather the next layer's parameters while the current one computes.")
+    use_orig_params: bool = key(False, "FSDP1's use_orig_params.")
+    model_dtype: str = key("fp32", "Type the parameters are held in.")
+    dtype: str = key("bfloat16", "Type the forward and backward passes compute in.")
+    mixed_precision: dict[str, Any] | None = key(
+        None, "param_dtype, reduce_dtype, buffer_dtype of FSDP; null follows dtype."
+    )
+    seed: int = key(42, "Seed of the engine's random numbers.")
+    full_determinism: bool = key(False, "Only deterministic kernels; slower.")
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share one sequence in attention; needs use_remove_padding."
+    )
+    use_torch_compile: bool = key(True, "Compile the head's helpers on devices where that pays.")
+    head_mode: str = key(
+        "auto",
+        "How log-probs are taken from hidden states: eager holds all logits, chunked and fused never do, auto picks.",
+        choices=("auto", "eager", "chunked", "fused"),
+    )
+    entropy_from_logits_with_chunking: bool = key(
+        False, "Take log-prob and entropy in chunks of rows (head at least chunked)."
+    )
+    entropy_from_logits_chunk_size: int = key(2048, "Rows of logits that exist at once in the chunked head.")
+    entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head at least chunked).")
+    forward_only: bool = key(False, "No optimiser and no gradients.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VeOmniEngineConfig(Section):
+    """The VeOmni engine (accepted and checked; the engine itself is still to come)."""
+
+    param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
+    optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")
+    fsdp_size: int = key(-1, "Ranks that share one copy of the parameters; -1 is all of them.")
+    ulysses_parallel_size: int = key(1, "Ranks that share one sequence in attention.")
+    expert_parallel_size: int = key(1, "Ranks that share one set of experts.")
+    attn_implementation: str = key("flash_attention_2", "Attention kernel by VeOmni's name.")
+    moe_implementation: str = key("fused", "Expert kernel.", choices=("eager", "fused"))

@@ -1,0 +1,45 @@
+"""The model, its tokenizer and its adapters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, key, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedKernelConfig(Section):
+    """Kernels of the fused head."""
+
+    impl_backend: str = key("torch", "Kernel language of the fused head.", choices=("torch", "triton"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Section):
+    """Adapter settings that do not depend on the engine."""
+
+    merge: bool = key(False, "Send merged weights to the rollout engine instead of adapters.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFModelConfig(Section):
+    """A Hugging Face model folder and how it is run."""
+
+    path: str | None = key(None, "Folder of the model (config.json, safetensors, tokenizer). Required.")
+    model_type: str = key("language_model", "Head of the model.", choices=("language_model", "value_model"))
+    hf_config_path: str | None = key(None, "Folder of another config.json; null is path.")
+    tokenizer_path: str | None = key(None, "Folder of another tokenizer; null is path.")
+    custom_chat_template: str | None = key(None, "Jinja chat template that replaces the tokenizer's.")
+    external_lib: str | list[str] | None = key(None, "Module or modules imported before the model is built.")
+    override_config: dict[str, Any] = key({}, "Values that replace those of config.json, e.g. attn_implementation.")
+    enable_gradient_checkpointing: bool = key(True, "Recompute activations in the backward pass.")
+    enable_activation_offload: bool = key(False, "Keep saved activations in CPU memory.")
+    use_remove_padding: bool = key(True, "Run sequences packed; false runs them padded.")
+    use_liger: bool = key(False, "Liger kernels for norm, MLP and rotary embedding (GPU).")
+    use_fused_kernels: bool = key(False, "Ask for the fused head.")
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
+    lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains the whole model.")
+    lora_alpha: int = key(16, "LoRA scale: updates are multiplied by lora_alpha / lora_rank.")
+    target_modules: str | list[str] = key("all-linear", "Modules that get adapters: all-linear, a pattern, or names.")
+    exclude_modules: str | list[str] | None = key(None, "Modules that get none: a pattern or names.")
+    lora_adapter_path: str | None = key(None, "Folder of adapters to start from.")
+    lora: LoraConfig = section(LoraConfig)

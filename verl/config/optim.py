@@ -1,0 +1,26 @@
+"""Optimiser and learning-rate schedule."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPOptimizerConfig(Section):
+    """Optimiser, schedule and gradient clipping of one model."""
+
+    optimizer: str = key("AdamW", "Class name inside optimizer_impl.")
+    optimizer_impl: str = key("torch.optim", "Module the optimiser class is imported from.")
+    lr: float = key(1e-3, "Peak learning rate.")
+    lr_warmup_steps: int = key(-1, "Optimiser steps of linear warm-up; <= 0 uses lr_warmup_steps_ratio.")
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimiser steps.")
+    total_training_steps: int = key(-1, "Length of the schedule in optimiser steps; -1 is filled in from the run.")
+    weight_decay: float = key(0.01, "Decoupled weight decay.")
+    betas: list[float] = key([0.9, 0.999], "Adam's two decay rates.")
+    clip_grad: float = key(1.0, "Largest gradient norm; larger gradients are scaled down to it.")
+    lr_scheduler_type: str = key("constant", "Shape after warm-up.", choices=("constant", "cosine"))
+    min_lr_ratio: float = key(0.0, "Floor of the cosine schedule as a share of lr.")
+    num_cycles: float = key(0.5, "Cosine cycles over the schedule.")
+    zero_indexed_step: bool = key(True, "The first optimiser step has schedule index 0 (false: 1).")
+    override_optimizer_config: dict[str, Any] | None = key(None, "Extra keyword arguments for the optimiser.")

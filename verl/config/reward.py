@@ -1,0 +1,36 @@
+"""Rewards: a function of your own or a built-in scorer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, key, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomRewardConfig(Section):
+    """A reward function of your own."""
+
+    path: str | None = key(
+        None, "Python file, file://... or pkg://module that holds the function; null is built-in scorers."
+    )
+    name: str = key("compute_score", "Name of the function.")
+    reward_kwargs: dict[str, Any] = key({}, "Arguments added to every call.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardManagerConfig(Section):
+    """What is done around the scorer."""
+
+    name: str = key("naive", "Reward manager by name; naive puts the score on the last token.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Section):
+    """Judging of answers."""
+
+    num_workers: int = key(8, "Scorer calls that run at once.")
+    on_error: str = key(
+        "stop", "A scorer that fails stops the run, or is counted and left out.", choices=("stop", "count")
+    )
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig)

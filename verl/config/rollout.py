@@ -1,0 +1,126 @@
+"""Sampling answers: the engine, its memory, its sampling rules, agents."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, key, section
+from verl.config.profiler import ProfilerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Section):
+    """Sampling during validation."""
+
+    temperature: float = key(0.0, "Softmax temperature; 0 is greedy.")
+    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.")
+    top_k: int = key(-1, "Most likely tokens kept; -1 keeps all.")
+    n: int = key(1, "Answers per prompt.")
+    do_sample: bool = key(False, "False is greedy.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKwargsConfig(Section):
+    """Arguments passed to an engine as they are."""
+
+    vllm: dict[str, Any] = key({}, "Arguments of vLLM.")
+    sglang: dict[str, Any] = key({}, "Arguments of SGLang.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Section):
+    """Client of an engine that runs as a server."""
+
+    timeout: float = key(60.0, "Seconds one request may take.")
+    max_attempts: int = key(3, "Attempts per request.")
+    retry_delay: float = key(2.0, "Seconds between attempts.")
+    max_connections: int = key(1000, "Connections open at once.")
+    max_start_wait_time: float = key(300.0, "Seconds a server may take to start.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig(Section):
+    """Conversations with tools."""
+
+    enable: bool = key(False, "Multi-turn rollout; agents also run when a row or agent.default_agent_loop names one.")
+    max_assistant_turns: int | None = key(None, "Most turns of the model; null is no limit.")
+    max_user_turns: int | None = key(None, "Most turns of tools or users; null is no limit.")
+    max_parallel_calls: int = key(1, "Tool calls carried out per turn.")
+    tool_config_path: str | None = key(None, "YAML file that lists tools.")
+    function_tool_path: str | None = key(None, "Python file with @function_tool functions.")
+    max_tool_response_length: int = key(256, "Characters kept of a tool's text.")
+    tool_response_truncate_side: str = key("middle", "Which part is cut.", choices=("left", "middle", "right"))
+    format: str = key("hermes", "Tool-call parser.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLoopConfig(Section):
+    """Agent loops."""
+
+    num_workers: int = key(8, "Workers that run agent loops.")
+    default_agent_loop: str = key("single_turn_agent", "Loop of rows without agent_name.")
+    agent_loop_config_path: str | None = key(None, "YAML file that lists further loops.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEngineConfig(Section):
+    """How weights travel from the trainer to the rollout engine."""
+
+    backend: str = key("naive", "Transport; naive is the direct way between colocated processes.")
+    update_weights_bucket_megabytes: int = key(2048, "Size of one transfer in MiB; must exceed the largest tensor.")
+    engine_kwargs: dict[str, Any] = key({}, "Constructor arguments per transport.")
+    custom_backend_module: str | None = key(None, "Module imported to register a transport.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Section):
+    """The rollout engine and training-time sampling."""
+
+    name: str = key("native", "Rollout engine: native, or one registered by name.")
+    temperature: float = key(1.0, "Softmax temperature; 0 is greedy.")
+    top_k: int = key(-1, "Most likely tokens kept; -1 keeps all.")
+    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.")
+    n: int = key(1, "Answers per prompt.")
+    do_sample: bool = key(True, "False is greedy.")
+    min_tokens: int = key(0, "Tokens before an answer may end.")
+    stop: list[str] = key([], "Texts that end an answer.")
+    stop_token_ids: list[int] = key([], "Tokens that end an answer, beside the model's own.")
+    ignore_eos: bool = key(False, "Go on past the end-of-sequence token.")
+    seed: int = key(42, "Seed of sampling.")
+    prompt_length: int = key(512, "Longest prompt in tokens.")
+    response_length: int = key(512, "Longest answer in tokens.")
+    max_model_len: int | None = key(None, "Longest prompt + answer in tokens; null is prompt_length + response_length.")
+    dtype: str = key("bfloat16", "Type the rollout computes in.")
+    gpu_memory_utilization: float = key(0.5, "Share of device memory for weights and cache, in (0, 1].")
+    kv_cache_bytes: int | None = key(None, "native: memory for keys and values in bytes; null picks by device.")
+    enforce_eager: bool = key(False, "No CUDA graphs.")
+    cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null picks.")
+    free_cache_engine: bool = key(True, "Free the cache while the trainer works.")
+    enable_sleep_mode: bool = key(True, "vllm: its sleep mode frees memory between rollouts.")
+    tensor_model_parallel_size: int = key(1, "Devices that share one replica.")
+    data_parallel_size: int = key(1, "Replicas inside one engine.")
+    expert_parallel_size: int = key(1, "1, or tensor_model_parallel_size x data_parallel_size.")
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages; only 1.")
+    max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.")
+    max_num_seqs: int = key(256, "Sequences decoded at once.")
+    enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
+    enable_prefix_caching: bool = key(True, "Share the cache of common prefixes.")
+    logprobs_mode: str = key("processed_logprobs", "vllm: which log-probs it returns.")
+    scheduling_policy: str = key("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
+    load_format: str = key("dummy", "Where a separate engine's first weights come from; dummy is from the trainer.")
+    layered_summon: bool = key(False, "Gather LoRA weights layer by layer when sending them.")
+    skip_tokenizer_init: bool = key(True, "Token ids in and out; the engine needs no tokenizer.")
+    disable_log_stats: bool = key(True, "Hide the engine's statistics.")
+    calculate_log_probs: bool = key(True, "Return log-probs of sampled tokens.")
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Old log-probs: sequences per forward pass on one device."
+    )
+    log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: fill micro-batches up to a token budget.")
+    log_prob_max_token_len_per_gpu: int = key(16384, "Old log-probs: tokens per forward pass on one device.")
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
+    val_kwargs: SamplingConfig = section(SamplingConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    agent: AgentLoopConfig = section(AgentLoopConfig)
+    checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
+    server: ServerConfig = section(ServerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
+    custom: dict[str, Any] | None = key(None, "Free slot for engines of your own.")

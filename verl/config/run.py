@@ -1,0 +1,103 @@
+"""The whole configuration of a run, and which keys follow which."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.actor import ActorConfig, RefConfig
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.base import Section, key, section
+from verl.config.critic import CriticConfig
+from verl.config.data import DataConfig
+from verl.config.model import HFModelConfig
+from verl.config.profiler import GlobalProfilerConfig
+from verl.config.reward import RewardConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.trainer import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorRolloutRefConfig(Section):
+    """Policy, rollout engine and reference."""
+
+    model: HFModelConfig = section(HFModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayKwargsConfig(Section):
+    """Arguments for Ray."""
+
+    ray_init: dict[str, Any] = key({}, "Arguments of ray.init.")
+    timeline_json_file: str | None = key(None, "File for Ray's timeline.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """Configuration of `python3 -m verl.trainer.main_ppo`."""
+
+    model_engine: str = key("dp", "Family of training engines.", choices=("dp", "megatron", "veomni", "torchtitan"))
+    trainer: TrainerConfig = section(TrainerConfig)
+    data: DataConfig = section(DataConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
+    reward: RewardConfig = section(RewardConfig)
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+
+
+def _follows() -> dict[str, str]:
+    arr = "actor_rollout_ref"
+    table = {
+        f"{arr}.ref.strategy": f"{arr}.actor.strategy",
+        "critic.strategy": f"{arr}.actor.strategy",
+        f"{arr}.ref.use_torch_compile": f"{arr}.actor.use_torch_compile",
+        f"{arr}.ref.ulysses_sequence_parallel_size": f"{arr}.actor.ulysses_sequence_parallel_size",
+        f"{arr}.rollout.prompt_length": "data.max_prompt_length",
+        f"{arr}.rollout.response_length": "data.max_response_length",
+        "data.tool_config_path": f"{arr}.rollout.multi_turn.tool_config_path",
+        "data.function_tool_path": f"{arr}.rollout.multi_turn.function_tool_path",
+        "critic.model.path": f"{arr}.model.path",
+        "critic.fsdp.strategy": "critic.strategy",
+        "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
+    }
+    for name in ("use_dynamic_bsz", "max_token_len_per_gpu"):
+        source = f"{arr}.actor.{name}" if name == "use_dynamic_bsz" else f"{arr}.actor.ppo_{name}"
+        for role in ("ref", "rollout"):
+            table[f"{arr}.{role}.log_prob_{name}"] = source
+    for name in (
+        "ppo_mini_batch_size",
+        "use_dynamic_bsz",
+        "ppo_epochs",
+        "shuffle",
+        "loss_agg_mode",
+        "loss_scale_factor",
+    ):
+        table[f"critic.{name}"] = f"{arr}.actor.{name}"
+    for role in ("actor", "ref"):
+        engine = f"{arr}.{role}.fsdp_config"
+        for name in (
+            "strategy",
+            "ulysses_sequence_parallel_size",
+            "use_torch_compile",
+            "entropy_from_logits_with_chunking",
+            "entropy_from_logits_chunk_size",
+            "entropy_checkpointing",
+        ):
+            table[f"{engine}.{name}"] = f"{arr}.{role}.{name}"
+    for name in ("param_offload", "fsdp_size", "ulysses_parallel_size", "expert_parallel_size"):
+        table[f"{arr}.ref.veomni.{name}"] = f"{arr}.actor.veomni.{name}"
+    for name in ("attn_implementation", "moe_implementation"):
+        table[f"{arr}.ref.veomni.{name}"] = f"{arr}.actor.veomni.{name}"
+    for role in (f"{arr}.actor", f"{arr}.ref", f"{arr}.rollout", "critic"):
+        for name in ("tool", "save_path"):
+            table[f"{role}.profiler.{name}"] = f"global_profiler.{name}"
+    for name in ("enable", "all_ranks", "ranks"):
+        table[f"{arr}.rollout.profiler.{name}"] = f"{arr}.actor.profiler.{name}"
+    return table
+
+
+FOLLOWS: dict[str, str] = _follows()
+"""Key -> the key whose value it takes when it is not set. Keys that follow a neighbour say so in their own section."""

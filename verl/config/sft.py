@@ -1,0 +1,29 @@
+"""The whole configuration of supervised fine-tuning."""
+
+from dataclasses import dataclass
+
+from verl.config.base import Section, section
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.data import SFTDataConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optim import FSDPOptimizerConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.trainer import SFTTrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(Section):
+    """Configuration of `python3 -m verl.trainer.sft_trainer`."""
+
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig)
+    data: SFTDataConfig = section(SFTDataConfig)
+    model: HFModelConfig = section(HFModelConfig)
+    engine: FSDPEngineConfig = section(FSDPEngineConfig)
+    optim: FSDPOptimizerConfig = section(FSDPOptimizerConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig, tool="torch")
+
+
+SFT_FOLLOWS: dict[str, str] = {"data.seed": "trainer.seed"}
+"""As FOLLOWS of run.py."""

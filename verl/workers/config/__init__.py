@@ -1,0 +1,41 @@
+"""Configuration classes at the path other people's code imports them from."""
+
+from verl.config import (
+    ActorConfig,
+    AgentLoopConfig,
+    CheckpointEngineConfig,
+    CriticConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    MultiTurnConfig,
+    PolicyLossConfig,
+    RewardConfig,
+    RolloutConfig,
+    RouterReplayConfig,
+    SamplingConfig,
+    ServerConfig,
+    VeOmniEngineConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AgentLoopConfig",
+    "CheckpointEngineConfig",
+    "CriticConfig",
+    "FSDPActorConfig",
+    "FSDPCriticConfig",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "HFModelConfig",
+    "MultiTurnConfig",
+    "PolicyLossConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RouterReplayConfig",
+    "SamplingConfig",
+    "ServerConfig",
+    "VeOmniEngineConfig",
+]
