@@ -90,9 +90,10 @@ def test_grpo_equals_the_naive_loop_over_groups(name, by_std):
     torch.testing.assert_close(out["returns"], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_grpo_of_equal_scores_is_zero_in_float32():
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, 0.9])
+def test_grpo_of_equal_scores_is_zero_in_float32(score):
     batch = random_batch(dtype=torch.float32).with_columns(
-        rewards=torch.full((6,), 0.1), group_ids=torch.zeros(6, dtype=torch.int64)
+        rewards=torch.full((6,), score), group_ids=torch.zeros(6, dtype=torch.int64)
     )
     out = compute_advantages(with_token_rewards(batch), AlgorithmConfig(adv_estimator="grpo"))
     assert out["advantages"].dtype == torch.float32

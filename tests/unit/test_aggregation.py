@@ -2,7 +2,8 @@ import pytest
 import torch
 from algorithm_cases import random_batch, rows
 
-from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_weights
+from verl.algorithms.aggregation import loss_weights
+from verl.config.algorithm import LOSS_AGG_MODES
 from verl.utils.errors import ConfigError
 
 

@@ -58,8 +58,11 @@ def test_gradient_equals_finite_differences_without_plus_and_that_of_k2_with_it(
 
 
 def test_k3_stays_finite_far_from_the_reference():
-    value = kl_penalty(torch.tensor([-1000.0, 0.0]), torch.tensor([0.0, -1000.0]), "low_var_kl")
+    logprobs = torch.tensor([-1000.0, 0.0], requires_grad=True)
+    value = kl_penalty(logprobs, torch.tensor([0.0, -1000.0]), "low_var_kl")
+    value.sum().backward()
     assert value.tolist() == [10.0, 10.0]
+    assert logprobs.grad.isfinite().all()
 
 
 def test_full_and_unknown_estimators_are_refused_with_the_reason():

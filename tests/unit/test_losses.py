@@ -5,9 +5,10 @@ import pytest
 import torch
 from algorithm_cases import random_batch
 
-from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_weights
+from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import get_policy_loss, make_actor_loss, make_value_loss
 from verl.config import ActorConfig, CriticConfig, PolicyLossConfig
+from verl.config.algorithm import LOSS_AGG_MODES
 from verl.data.packing import MicroBatching, split_micro_batches
 from verl.utils.errors import ConfigError
 
@@ -55,6 +56,14 @@ def test_vanilla_clips_on_all_sides_in_this_test_data(batch, logprobs):
     assert clipped[positive].any() and clipped[negative].any() and metrics["pg_clipfrac_lower"].any()
 
 
+def test_clip_ratio_sets_both_sides_unless_they_are_set(batch, logprobs):
+    both = ActorConfig(clip_ratio=0.05), ActorConfig(clip_ratio_low=0.05, clip_ratio_high=0.05)
+    first, second = (make_actor_loss(c)({"logprobs": logprobs}, batch.token_columns, None)[0] for c in both)
+    wide, _ = make_actor_loss(ActorConfig())({"logprobs": logprobs}, batch.token_columns, None)
+    torch.testing.assert_close(first, second)
+    assert not torch.equal(first, wide)
+
+
 def test_vanilla_gradient_equals_finite_differences(batch, logprobs):
     loss = make_actor_loss(CLIPS)
 
@@ -69,7 +78,7 @@ def test_vanilla_gradient_equals_finite_differences(batch, logprobs):
 
 
 def test_a_huge_log_ratio_gives_a_finite_loss_and_gradient(batch):
-    far = torch.full((batch.num_tokens,), 500.0, dtype=torch.float32, requires_grad=True)
+    far = torch.full((batch.num_tokens,), 1000.0, dtype=torch.float64, requires_grad=True)
     weighted, _ = make_actor_loss(CLIPS)({"logprobs": far}, batch.token_columns, None)
     weighted.sum().backward()
     assert weighted.isfinite().all() and far.grad.isfinite().all()

@@ -7,23 +7,20 @@ The weights are computed once per mini-batch from *all* its sequences. After tha
 import torch
 from torch import Tensor
 
+from verl.config.algorithm import LOSS_AGG_MODES
 from verl.data.batch import Batch
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
-
-LOSS_AGG_MODES = (
-    "token-mean",  # every sampled token counts the same
-    "token-sum",  # no normalisation
-    "seq-mean-token-sum",  # sum over a sequence, mean over sequences
-    "seq-mean-token-mean",  # mean over a sequence, mean over sequences
-    "seq-mean-token-sum-norm",  # seq-mean-token-sum divided by a constant length (Dr.GRPO, arXiv 2503.20783)
-)
 
 
 def loss_weights(
     batch: Batch, mode: str, loss_scale_factor: float | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """(T,) weights of `mode` over `loss_mask`, 0 on tokens that were not sampled; `batch` is the whole mini-batch.
+
+    token-mean: every sampled token counts the same. token-sum: no normalisation. seq-mean-token-sum and
+    seq-mean-token-mean: sum or mean over a sequence, then mean over sequences. seq-mean-token-sum-norm:
+    seq-mean-token-sum divided by a constant length (Dr.GRPO, arXiv 2503.20783).
 
     Sequences without a sampled token do not count as sequences. `loss_scale_factor` is the constant length of
     seq-mean-token-sum-norm: `actor.loss_scale_factor`, or else the configured max response length. It never is the

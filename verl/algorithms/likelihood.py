@@ -1,0 +1,17 @@
+"""The loss of supervised fine-tuning: negative log-likelihood per token."""
+
+from torch import Tensor
+
+
+class LikelihoodLoss:
+    """-log p of each trained token, times its weight."""
+
+    per_token = True
+    outputs = ("logprobs",)
+    columns = ("loss_mask", "loss_weights")
+
+    def __call__(
+        self, outputs: dict[str, Tensor], columns: dict[str, Tensor], cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = -outputs["logprobs"]
+        return losses * columns["loss_weights"], {"nll_loss": losses.detach()}
