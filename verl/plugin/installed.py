@@ -7,7 +7,7 @@ import sys
 
 def has_module(name: str) -> bool:
     """Whether `import name` would find something; a dotted name needs its parents to be importable."""
-    if name in sys.modules:
+    if sys.modules.get(name) is not None:
         return True
     try:
         return importlib.util.find_spec(name) is not None

@@ -1,0 +1,64 @@
+"""A process group beside the default one, for transports between jobs that do not share it. Shim: needs torch."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.plugin.platform import get_platform
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+class StatelessGroup:
+    """Collectives among `world_size` processes that need not be in the same torch.distributed job. All block."""
+
+    def __init__(self, backend: Any, store: dist.Store, rank: int, world_size: int):
+        self.backend, self.store, self.rank, self.world_size = backend, store, rank, world_size
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` everywhere with rank `src`'s."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self.backend.broadcast([tensor], options).wait()
+        return tensor
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Overwrite `tensor` everywhere with the reduction over all ranks."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self.backend.allreduce([tensor], options).wait()
+        return tensor
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send `tensor` to rank `dst`, which calls `recv`."""
+        self.backend.send([tensor], dst, 0).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Overwrite `tensor` with what rank `src` sends."""
+        self.backend.recv([tensor], src, 0).wait()
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.backend.barrier().wait()
+
+
+def stateless_init_process_group(
+    master_address: str, master_port: int, rank: int, world_size: int, device: Any = "cpu"
+) -> StatelessGroup:
+    """A group of `world_size` ranks that meet at `master_address:master_port`, where rank 0 listens.
+
+    Tensors must lie on `device`: gloo for the CPU, NCCL for CUDA; other devices bring their own transport.
+    """
+    store = dist.TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=_TIMEOUT)
+    # A bare number is an index of the platform's device.
+    kind = torch.device(device).type
+    if kind == "cpu":
+        backend = dist.ProcessGroupGloo(dist.PrefixStore("stateless", store), rank, world_size, _TIMEOUT)
+    elif dist.is_nccl_available() and kind == get_platform().device_name == "cuda":
+        backend = dist.ProcessGroupNCCL(dist.PrefixStore("stateless", store), rank, world_size)
+    else:
+        raise NotImplementedError(f"no stateless group for device {kind!r}; known: cpu (gloo), cuda (nccl)")
+    return StatelessGroup(backend, store, rank, world_size)
