@@ -7,6 +7,7 @@ from verl.config.checkpoint import CheckpointConfig
 from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import CustomClassConfig, DataConfig, SFTDataConfig
 from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig, WrapPolicyConfig
+from verl.config.load import ConfigWarning, load_config
 from verl.config.model import FusedKernelConfig, HFModelConfig, LoraConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointEngineConfig",
     "ConfigError",
+    "ConfigWarning",
     "CriticConfig",
     "CustomClassConfig",
     "CustomRewardConfig",
@@ -68,4 +70,5 @@ __all__ = [
     "TrainerConfig",
     "VeOmniEngineConfig",
     "WrapPolicyConfig",
+    "load_config",
 ]

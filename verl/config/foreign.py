@@ -1,0 +1,133 @@
+"""Every key is read, an alias, inert or refused; foreign_keys.yaml holds all but those that are read."""
+
+import fnmatch
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config import schema
+from verl.config.run import RunConfig
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import closest
+
+TABLE = Path(__file__).with_name("foreign_keys.yaml")
+
+
+@dataclass(frozen=True)
+class Class:
+    """What happens to one key. `kind`: read, alias, inert, refused, or unknown."""
+
+    kind: str
+    target: str = ""
+    """alias: the key that is meant."""
+    per_device: bool = False
+    """alias: the value is a sum over devices."""
+    reason: str = ""
+    """inert, refused: why, and what to do."""
+    later: bool = False
+    """refused: only because the feature is still to come."""
+    off: tuple[Any, ...] = ()
+    """refused: values that ask for nothing, and are accepted."""
+
+
+@dataclass
+class Table:
+    """The foreign keys of one root class."""
+
+    exact: dict[str, Class] = field(default_factory=dict)
+    patterns: list[tuple[str, Class]] = field(default_factory=list)
+    values: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    later: dict[str, dict[Any, str]] = field(default_factory=dict)
+
+
+NOTHING = (None, False, "", [], {})
+"""Values of a refused key that ask for nothing."""
+
+
+@functools.cache
+def table(root: type) -> Table:
+    """The foreign keys of a root class, from foreign_keys.yaml."""
+    raw = yaml.safe_load(TABLE.read_text())
+    result = Table()
+    for part in (raw["common"], raw["ppo" if root is RunConfig else "sft"]):
+        for old, new in part.get("alias", {}).items():
+            for path, target in zip(_places(old, raw), _places(new.removesuffix(" / devices"), raw), strict=True):
+                _add(result, path, Class("alias", target=target, per_device=new.endswith(" / devices")))
+        for pattern, reason in part.get("inert", {}).items():
+            for path in _places(pattern, raw):
+                _add(result, path, Class("inert", reason=reason))
+        for group in part.get("refused", []):
+            later = "later" in group
+            reason = group["later"] if later else group["because"]
+            kind = Class("refused", reason=reason, later=later, off=tuple(group.get("off", ())))
+            for pattern in group["keys"]:
+                for path in _places(pattern, raw):
+                    _add(result, path, kind)
+        result.values.update({p: new for pattern, new in part.get("values", {}).items() for p in _places(pattern, raw)})
+        result.later.update({p: new for pattern, new in part.get("later", {}).items() for p in _places(pattern, raw)})
+    return result
+
+
+def _places(pattern: str, raw: dict[str, Any]) -> list[str]:
+    head, _, rest = pattern.partition(".")
+    return [f"{place}.{rest}" for place in raw["places"][head]] if head in raw["places"] else [pattern]
+
+
+def _add(result: Table, path: str, kind: Class) -> None:
+    if "*" in path:
+        result.patterns.append((path, kind))
+    elif path in result.exact:
+        raise AssertionError(f"{path} stands twice in {TABLE.name}")
+    else:
+        result.exact[path] = kind
+
+
+def matching_patterns(path: str, root: type) -> list[str]:
+    """The patterns of the table that match `path`."""
+    return [pattern for pattern, _ in table(root).patterns if _matches(path, pattern)]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    if pattern.endswith(".**"):
+        return path == pattern[:-3] or path.startswith(pattern[:-2])
+    return path.count(".") == pattern.count(".") and fnmatch.fnmatchcase(path, pattern)
+
+
+def classify(path: str, root: type) -> Class:
+    """What becomes of the key `path` in a configuration of class `root`."""
+    if schema.owner(path, root) is not None or path in schema.sections(root):
+        return Class("read")
+    foreign = table(root)
+    if path in foreign.exact:
+        return foreign.exact[path]
+    for pattern, kind in foreign.patterns:
+        if _matches(path, pattern):
+            return kind
+    return Class("unknown")
+
+
+def later_message(what: str, feature: str) -> str:
+    """The one sentence for whatever is refused only because it does not exist yet."""
+    return f"{what} is not supported yet: {feature} is still to come"
+
+
+def unknown_key_message(path: str, root: type) -> str:
+    """Error text for a key that nothing knows, with the nearest keys by last name and by whole path."""
+    table_of_root, leaf = schema.keys(root), path.rsplit(".", 1)[-1]
+    same_leaf = [p for p in table_of_root if p.rsplit(".", 1)[-1] == leaf]
+    near = closest(path, {**table_of_root, **table(root).exact})
+    ranked = list(dict.fromkeys([*closest(path, same_leaf, count=2), *same_leaf[:2], *near]))[:3]
+    if not ranked:
+        return f"unknown key {path!r}; `verl config print` lists all keys"
+    return f"unknown key {path!r}; did you mean " + " or ".join(repr(p) for p in ranked) + "?"
+
+
+def check_key(path: str, root: type) -> Class:
+    """As `classify`, but ConfigError for an unknown key."""
+    kind = classify(path, root)
+    if kind.kind == "unknown":
+        raise ConfigError(unknown_key_message(path, root))
+    return kind

@@ -1,0 +1,161 @@
+"""Presets and overrides -> one typed configuration. The only file that reads presets (YAML, Hydra, OmegaConf)."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config.check import check
+from verl.config.overrides import parse_override
+from verl.config.run import RunConfig
+from verl.config.settings import Settings
+from verl.config.sft import SFTConfig
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
+
+PRESETS = Path(__file__).parent.parent / "trainer" / "config"
+_OPTIONS = {"--config-name": "name", "-cn": "name", "--config-path": "dir", "-cp": "dir"}
+_OPTIONS |= {"--config-dir": "dir", "-cd": "dir"}
+
+
+class ConfigWarning(UserWarning):
+    """An old spelling, or a key without effect."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-6 is a number, as users of OmegaConf expect."""
+
+    yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # noqa: RUF012
+
+
+_FLOAT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    config_name: str = "ppo_trainer",
+    config_dir: str | None = None,
+    root: type | None = None,
+) -> Any:
+    """The configuration (RunConfig, or SFTConfig for presets named sft*) that a preset and overrides ask for.
+
+    `overrides` may contain --config-name, --config-path and --config-dir. Every mistake is a ConfigError; old spellings
+    and keys without effect are warnings.
+    """
+    name, folder, strings = _split_options(list(overrides), config_name, config_dir)
+    file = _find(name, folder)
+    if root is None:
+        root = SFTConfig if file.stem.startswith("sft") else RunConfig
+    settings = Settings(root)
+    for path, value, origin in _read_preset(file):
+        if value != "???":
+            settings.put(path, value, origin)
+    for override in map(parse_override, strings):
+        origin = f"override {override.source!r}"
+        if override.mode == "~":
+            settings.remove(override.path, origin)
+        else:
+            settings.put(override.path, override.value, origin, override.text)
+    config = settings.build(_resolve_with_omegaconf)
+    check(config)
+    for text in settings.warnings:
+        warnings.warn(text, ConfigWarning, stacklevel=2)
+    return config
+
+
+def _split_options(arguments: list[str], name: str, folder: str | None) -> tuple[str, str | None, list[str]]:
+    strings: list[str] = []
+    found: dict[str, str | None] = {"name": name, "dir": folder}
+    while arguments:
+        head, has_value, value = arguments.pop(0).partition("=")
+        if head in _OPTIONS:
+            if not has_value and not arguments:
+                raise ConfigError(f"{head} needs a value")
+            found[_OPTIONS[head]] = value if has_value else arguments.pop(0)
+        elif head.startswith("-"):
+            raise ConfigError(f"unknown option {head!r}; {did_you_mean(head, _OPTIONS)}")
+        else:
+            strings.append(head + has_value + value)
+    return str(found["name"]), found["dir"], strings
+
+
+def _find(name: str, folder: str | None) -> Path:
+    file_name = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
+    folders = [Path(folder).expanduser()] if folder else []
+    for place in (*folders, PRESETS, Path()):
+        if (place / file_name).is_file():
+            return (place / file_name).resolve()
+    known = [file.stem for place in (*folders, PRESETS) for file in place.glob("*.yaml")]
+    raise ConfigError(f"no preset {name!r} in {', '.join(map(str, (*folders, PRESETS)))}; {did_you_mean(name, known)}")
+
+
+def _read_preset(file: Path) -> list[tuple[str, Any, str]]:
+    try:
+        loader = _Loader(file.read_text())
+        tree = loader.get_single_node()
+        if tree is None:
+            return []
+        if not isinstance(tree, yaml.MappingNode):
+            raise ConfigError(f"{file}: a preset is a mapping of keys to values")
+        if any(key.value == "defaults" for key, _ in tree.value):
+            return _compose_with_hydra(file)
+        entries: list[tuple[str, Any, str]] = []
+        _flatten(tree, "", file, loader, entries)
+        return entries
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+
+
+def _flatten(node: yaml.MappingNode, prefix: str, file: Path, loader: Any, entries: list[tuple[str, Any, str]]) -> None:
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        path, where = prefix + str(key_node.value), f"{file}:{key_node.start_mark.line + 1}"
+        if path in seen:
+            raise ConfigError(f"{where}: {path} stands twice")
+        seen.add(path)
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            _flatten(value_node, path + ".", file, loader, entries)
+        else:
+            entries.append((path, loader.construct_object(value_node, deep=True), where))
+
+
+def _compose_with_hydra(file: Path) -> list[tuple[str, Any, str]]:
+    try:
+        import hydra
+        from hydra.errors import HydraException
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise ConfigError(f"{file} uses `defaults:`, which needs Hydra; pip install hydra-core") from error
+    try:
+        with hydra.initialize_config_dir(str(file.parent), version_base=None):
+            composed = hydra.compose(file.stem, overrides=[f"hydra.searchpath=[file://{PRESETS}]"])
+    except HydraException as error:
+        raise ConfigError(f"{file} cannot be composed: {error}") from error
+    content = OmegaConf.to_container(composed, resolve=False)
+    return [(str(name), value, str(file)) for name, value in dict(content).items()]  # type: ignore[arg-type]
+
+
+def _resolve_with_omegaconf(flat: dict[str, Any], path: str) -> Any:
+    """The value at `path`, with every ${...} in it resolved by OmegaConf."""
+    try:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        text = flat[path]
+        raise ConfigError(f"{path}={text!r} needs OmegaConf; pip install hydra-core, or write it out") from error
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *heads, leaf = name.split(".")
+        inner = tree
+        for head in heads:
+            inner = inner.setdefault(head, {})
+        inner[leaf] = value
+    try:
+        found = OmegaConf.select(OmegaConf.create(tree), path)
+        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}={flat[path]!r} cannot be resolved: {error}") from error

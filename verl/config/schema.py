@@ -1,0 +1,152 @@
+"""The schema as a flat table of keys, and conversion of one value to the type of its key."""
+
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.base import Section, default_of
+from verl.config.run import FOLLOWS, RunConfig
+from verl.config.sft import SFT_FOLLOWS, SFTConfig
+from verl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: where it is, what it may hold, what it means."""
+
+    path: str
+    type: Any
+    default: Any
+    doc: str
+    choices: tuple[Any, ...]
+    follows: str
+    section: type
+
+    @property
+    def is_open(self) -> bool:
+        """True for dictionaries, whose own keys are free."""
+        return any((typing.get_origin(member) or member) is dict for member in members(self.type))
+
+
+def members(tp: Any) -> tuple[Any, ...]:
+    """The alternatives of a union type; one for any other."""
+    return typing.get_args(tp) if isinstance(tp, types.UnionType) else (tp,)
+
+
+def type_name(tp: Any) -> str:
+    """A type as users read it: 'int or null', 'list of str'."""
+    names = []
+    for member in members(tp):
+        args = typing.get_args(member)
+        if typing.get_origin(member) is list:
+            names.append(f"list of {args[0].__name__}")
+        elif (typing.get_origin(member) or member) is dict:
+            names.append("dict")
+        else:
+            names.append("null" if member is types.NoneType else member.__name__)
+    return " or ".join(names)
+
+
+@functools.cache
+def keys(root: type) -> dict[str, Key]:
+    """Every key of a root configuration class by its dotted path, in the order of the schema."""
+    table: dict[str, Key] = {}
+    _collect(root(), "", FOLLOWS if root is RunConfig else SFT_FOLLOWS if root is SFTConfig else {}, table)
+    return table
+
+
+def _collect(instance: Section, prefix: str, follows: dict[str, str], table: dict[str, Key]) -> None:
+    hints = typing.get_type_hints(type(instance))
+    for item in dataclasses.fields(instance):  # type: ignore[arg-type]
+        path, value = prefix + item.name, getattr(instance, item.name)
+        if isinstance(value, Section):
+            _collect(value, path + ".", follows, table)
+            continue
+        sibling = item.metadata["sibling"]
+        source = prefix + sibling if sibling else follows.get(path, "")
+        default = default_of(item) if sibling else value
+        meta = item.metadata
+        table[path] = Key(path, hints[item.name], default, meta["doc"], meta["choices"], source, type(instance))
+
+
+@functools.cache
+def sections(root: type) -> dict[str, type]:
+    """Every section of a root class by its dotted path ('' is the root itself)."""
+    found: dict[str, type] = {"": root}
+
+    def visit(instance: Section, prefix: str) -> None:
+        for item in dataclasses.fields(instance):  # type: ignore[arg-type]
+            value = getattr(instance, item.name)
+            if isinstance(value, Section):
+                found[prefix + item.name] = type(value)
+                visit(value, prefix + item.name + ".")
+
+    visit(root(), "")
+    return found
+
+
+def owner(path: str, root: type) -> Key | None:
+    """The key that `path` belongs to: itself, or the open dictionary it lies in; None when the schema has neither."""
+    table = keys(root)
+    if path in table:
+        return table[path]
+    head = path
+    while "." in head:
+        head = head.rsplit(".", 1)[0]
+        if head in table:
+            return table[head] if table[head].is_open else None
+    return None
+
+
+def convert(value: Any, key: Key, text: str | None = None) -> Any:
+    """`value` as the type of `key`, or ConfigError. `text` is how the user wrote it, kept where a string is wanted."""
+    if value is None and key.default is None:
+        return None
+    for member in members(key.type):
+        if _is_exactly(value, member):
+            return _check_choice(value, key)
+    for member in members(key.type):
+        converted = _lossless(value, member, text)
+        if converted is not None:
+            return _check_choice(converted, key)
+    shown = f"{value!r} ({type(value).__name__})" if value is not None else "null"
+    raise ConfigError(f"{key.path} must be {type_name(key.type)}, but it is {shown}; {key.doc}")
+
+
+def _is_exactly(value: Any, member: Any) -> bool:
+    origin = typing.get_origin(member) or member
+    if origin is list and isinstance(value, list):
+        return all(_is_exactly(element, typing.get_args(member)[0]) for element in value)
+    return type(value) is origin or (value is None and member is types.NoneType)
+
+
+def _lossless(value: Any, member: Any, text: str | None) -> Any:
+    if member is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if member is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    if member is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if member is str and isinstance(value, int | float):
+        return text if text is not None else str(value)
+    if typing.get_origin(member) is list:
+        element = typing.get_args(member)[0]
+        if isinstance(value, str) and element is str:
+            return [value]
+        if isinstance(value, list):
+            done = [e if _is_exactly(e, element) else _lossless(e, element, None) for e in value]
+            return None if None in done else done
+    return None
+
+
+def _check_choice(value: Any, key: Key) -> Any:
+    if key.choices and value is not None and value not in key.choices:
+        allowed = ", ".join(str(choice) for choice in key.choices)
+        raise ConfigError(f"{key.path} must be one of {allowed}, but it is {value!r}; {key.doc}")
+    return value
