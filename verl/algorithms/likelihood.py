@@ -9,6 +9,7 @@ class LikelihoodLoss:
     per_token = True
     outputs = ("logprobs",)
     columns = ("loss_mask", "loss_weights")
+    optional_columns = ()
 
     def __call__(
         self, outputs: dict[str, Tensor], columns: dict[str, Tensor], cu_seqlens: Tensor | None = None

@@ -32,7 +32,8 @@ class TokenLoss(Protocol):
     """What the engine trains on: reads model outputs and batch columns, returns weighted losses per token."""
 
     outputs: tuple[str, ...]  # wanted from the model: logprobs, entropy or values
-    columns: tuple[str, ...]  # wanted from the batch
+    columns: tuple[str, ...]  # needed from the batch
+    optional_columns: tuple[str, ...]  # read where the batch has them
     per_token: bool  # True: entry t depends on entry t of the inputs only, so any slice of tokens will do
 
     def __call__(
@@ -119,7 +120,8 @@ class ActorLoss:
         self.per_token = self.policy_loss.per_token
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         self.outputs = ("logprobs", "entropy") if self.with_entropy else ("logprobs",)
-        self.columns = ("old_logprobs", "advantages", "loss_mask", "loss_weights")
+        self.columns = ("advantages", "loss_mask", "loss_weights")
+        self.optional_columns = ("old_logprobs",)
         if config.use_kl_loss:
             get_kl_estimator(config.kl_loss_type)
             self.columns += ("ref_logprobs",)
@@ -129,9 +131,9 @@ class ActorLoss:
     ) -> tuple[Tensor, TokenMetrics]:
         config, logprobs = self.config, outputs["logprobs"]
         batch = Batch(torch.tensor([0, len(logprobs)]) if cu_seqlens is None else cu_seqlens, columns, {})
-        losses, metrics = self.policy_loss.function(
-            logprobs, columns["old_logprobs"], columns["advantages"], batch, config
-        )
+        # Without old log-probs the policy in training is the one that sampled: ratio 1, with its gradient.
+        old = columns["old_logprobs"] if "old_logprobs" in columns else logprobs.detach()
+        losses, metrics = self.policy_loss.function(logprobs, old, columns["advantages"], batch, config)
         metrics["pg_loss"] = losses
         if self.with_entropy:
             metrics["entropy"] = outputs["entropy"]
@@ -156,6 +158,7 @@ class ValueLoss:
     per_token = True
     outputs = ("values",)
     columns = ("values", "returns", "loss_mask", "loss_weights")
+    optional_columns = ()
 
     def __init__(self, config: CriticConfig):
         self.clip_range = config.cliprange_value

@@ -119,10 +119,10 @@ class PPOTrainer:
         metrics = Metrics()
         if self.critic is not None:
             with timer("update_critic"):
-                metrics.merge(self.critic.update(batch).prefixed("critic/"))
+                metrics.merge(self.critic.update(batch, self.global_step).prefixed("critic/"))
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                learnt, logprobs = self.actor.update(batch)
+                learnt, logprobs = self.actor.update(batch, self.global_step)
                 metrics.merge(learnt.prefixed("actor/"))
             if "old_logprobs" not in batch:
                 batch = batch.with_columns(old_logprobs=logprobs)

@@ -1,0 +1,36 @@
+"""One object on many ranks, and the two verbs that reach it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks are used: `dp` groups that see different data, of `ranks_per_replica` ranks that work together."""
+
+    dp: int = 1
+    ranks_per_replica: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.ranks_per_replica
+
+
+class WorkerGroup(ABC):
+    """Workers of one layout. Calls are synchronous; a failure is `WorkerError(rank, method, remote traceback)`."""
+
+    layout: Layout
+
+    @abstractmethod
+    def broadcast(self, method: str, *args: Any) -> list[Any]:
+        """Call `method(*args)` on every rank; results in rank order."""
+
+    @abstractmethod
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        """Call `method(shards[i], *args)` on every rank of data-parallel group i; one result per group."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers. The group cannot be used afterwards."""

@@ -1,0 +1,24 @@
+"""The worker in this very process: ordinary calls, ordinary tracebacks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.runtime.group import Layout, WorkerGroup
+
+
+class InlineGroup(WorkerGroup):
+    """A group of one rank. Errors are raised as they are: their traceback already says everything."""
+
+    def __init__(self, worker: Any):
+        self.worker, self.layout = worker, Layout()
+
+    def broadcast(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        if len(shards) != 1:
+            raise ValueError(f"one rank takes one shard, got {len(shards)}")
+        return [getattr(self.worker, method)(shards[0], *args)]
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,93 @@
+"""The policy, as the driver sees it."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from verl.algorithms.losses import make_actor_loss
+from verl.config import RunConfig
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.runtime.inline import InlineGroup
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
+
+
+class Actor:
+    """Log-probs and updates of the policy over a worker group."""
+
+    def __init__(self, config: RunConfig, group: InlineGroup):
+        self.config, self.group = config, group
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+        self.loss = make_actor_loss(actor)
+        self.mini_batches = MiniBatches(
+            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
+        )
+        self.train_micro = micro_batching(
+            actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        )
+        self.infer_micro = micro_batching(
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+            rollout.log_prob_micro_batch_size_per_gpu,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy's module, where it lives in this process."""
+        return self.group.worker.engine.model
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether two forward passes in training mode can differ."""
+        return (
+            any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.model.modules())
+            or (getattr(self.model.config, "attention_dropout", 0.0) or 0.0) > 0
+        )
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
+        shard = batch.keep(["rows"])
+        return self.group.scatter("forward", [shard], ("logprobs",), self.infer_micro, self.temperature)[0]["logprobs"]
+
+    def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
+        """All optimiser steps on one batch; metrics, and (T,) log-probs of the first pass over each token.
+
+        Without a column `old_logprobs` the policy that is trained counts as the one that sampled.
+        """
+        actor, metrics = self.config.actor_rollout_ref.actor, Metrics()
+        first_logprobs = torch.zeros(batch.num_tokens)
+        token_rows = torch.arange(batch.num_tokens)
+        numbered = batch.with_columns(token_rows=token_rows)
+        for _, mini in self.mini_batches.cut(numbered, step):
+            mini = weighted(mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length)
+            learnt, outputs = self.group.scatter("update", [mini], self.loss, self.train_micro, self.temperature)[0]
+            metrics.merge(learnt)
+            first_logprobs[mini["token_rows"]] = outputs["logprobs"].to(first_logprobs)
+        return metrics, first_logprobs
+
+    def save(self, folder: Path) -> None:
+        """Write what `checkpoint.save_contents` asks for."""
+        self.group.broadcast("save", folder, list(self.config.actor_rollout_ref.actor.checkpoint.save_contents))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `checkpoint.load_contents` asks for."""
+        self.group.broadcast("load", folder, list(self.config.actor_rollout_ref.actor.checkpoint.load_contents))
+
+
+def build_actor(config: RunConfig, total_steps: int) -> Actor:
+    """The policy on this process's device; its schedule spans all optimiser steps of the run."""
+    arr = config.actor_rollout_ref
+    steps = total_steps * steps_per_batch(config.data.train_batch_size, arr.actor.ppo_mini_batch_size)
+    optim = dataclasses.replace(arr.actor.optim, total_training_steps=steps * arr.actor.ppo_epochs)
+    engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
+    engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
+    return Actor(config, InlineGroup(EngineWorker(engine)))
+
+
+def steps_per_batch(train_batch_size: int, mini_batch_size: int) -> int:
+    """Optimiser steps of one epoch over a batch."""
+    return -(-train_batch_size // mini_batch_size)

@@ -1,0 +1,67 @@
+"""The value model, as the driver sees it."""
+
+import dataclasses
+from pathlib import Path
+
+from torch import Tensor
+
+from verl.algorithms.losses import make_value_loss
+from verl.config import RunConfig
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.runtime.inline import InlineGroup
+from verl.workers.actor import steps_per_batch
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
+
+
+class Critic:
+    """Values and updates of the value model over a worker group."""
+
+    def __init__(self, config: RunConfig, group: InlineGroup):
+        self.config, self.group = config, group
+        critic = config.critic
+        self.loss = make_value_loss(critic)
+        self.mini_batches = MiniBatches(
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
+        )
+        self.train_micro = micro_batching(
+            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+        )
+        self.infer_micro = micro_batching(
+            critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
+        )
+
+    def values(self, batch: Batch) -> Tensor:
+        """(T,) value of the state before each sampled token, 0 elsewhere."""
+        shard = batch.keep(["rows"])
+        return self.group.scatter("forward", [shard], ("values",), self.infer_micro, 1.0)[0]["values"]
+
+    def update(self, batch: Batch, step: int) -> Metrics:
+        """All optimiser steps on one batch."""
+        critic, metrics = self.config.critic, Metrics()
+        for _, mini in self.mini_batches.cut(batch, step):
+            mini = weighted(
+                mini, critic.loss_agg_mode, critic.loss_scale_factor or self.config.data.max_response_length
+            )
+            learnt, _ = self.group.scatter("update", [mini], self.loss, self.train_micro, 1.0)[0]
+            metrics.merge(learnt)
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write what `checkpoint.save_contents` asks for."""
+        self.group.broadcast("save", folder, list(self.config.critic.checkpoint.save_contents))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `checkpoint.load_contents` asks for."""
+        self.group.broadcast("load", folder, list(self.config.critic.checkpoint.load_contents))
+
+
+def build_critic(config: RunConfig, total_steps: int) -> Critic:
+    """The value model on this process's device."""
+    critic = config.critic
+    steps = total_steps * steps_per_batch(config.data.train_batch_size, critic.ppo_mini_batch_size)
+    optim = dataclasses.replace(critic.optim, total_training_steps=steps * critic.ppo_epochs)
+    engine_class = EngineRegistry.get_engine_cls("value_model", critic.strategy)
+    engine = engine_class(critic.model, critic.fsdp, optim, critic.checkpoint)
+    return Critic(config, InlineGroup(EngineWorker(engine)))

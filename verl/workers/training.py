@@ -1,0 +1,90 @@
+"""What actor, critic and reference share: the worker that owns an engine, and how a batch becomes optimiser steps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregation import loss_weights
+from verl.algorithms.losses import TokenLoss
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.data.packing import MicroBatching
+from verl.utils.errors import ConfigError
+from verl.utils.seeds import derive_seed
+from verl.workers.engine.base import BaseEngine
+
+DEFAULT_MAX_TOKENS = 16384
+
+
+class EngineWorker:
+    """One rank's engine behind the calls that a driver makes."""
+
+    def __init__(self, engine: BaseEngine):
+        self.engine = engine
+        engine.initialize()
+
+    def forward(self, shard: Batch, outputs: tuple[str, ...], micro: MicroBatching, temperature: float) -> dict:
+        """Columns (T,) of the shard, without gradient."""
+        with self.engine.eval_mode():
+            return self.engine.forward(shard, outputs, micro, temperature)
+
+    def update(
+        self, shard: Batch, loss: TokenLoss, micro: MicroBatching, temperature: float
+    ) -> tuple[Metrics, dict[str, Tensor]]:
+        """One optimiser step on the shard; metrics, and the outputs (T,) of the forward pass that was trained on."""
+        with self.engine.train_mode():
+            result = self.engine.forward_backward(shard, loss, micro, temperature)
+            return result.metrics.merge(self.engine.optim_step()), result.outputs
+
+    def save(self, folder: Path, contents: list[str]) -> None:
+        self.engine.save(folder, contents)
+
+    def load(self, folder: Path, contents: list[str]) -> None:
+        self.engine.load(folder, contents)
+
+
+def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_sequences: int | None) -> MicroBatching:
+    """Token budget where it is asked for or where nothing is, otherwise a fixed number of sequences."""
+    if use_dynamic_bsz or max_sequences is None:
+        return MicroBatching(max_tokens=max_tokens or DEFAULT_MAX_TOKENS)
+    if max_sequences < 1:
+        raise ConfigError(
+            f"a micro-batch of {max_sequences} sequences is impossible; use 1 or more, or use_dynamic_bsz"
+        )
+    return MicroBatching(max_sequences=max_sequences)
+
+
+class MiniBatches:
+    """Cuts a step's batch into optimiser steps of `prompts_per_step` whole groups, `epochs` times over."""
+
+    def __init__(self, prompts_per_step: int, epochs: int, shuffle: bool, seed: int):
+        self.prompts_per_step, self.epochs, self.shuffle, self.seed = prompts_per_step, epochs, shuffle, seed
+
+    def cut(self, batch: Batch, step: int) -> Iterator[tuple[Tensor, Batch]]:
+        """(indices, mini-batch) in training order. The shuffle follows from the seed, `step` and the epoch."""
+        groups = group_rows(batch["group_ids"])
+        for epoch in range(self.epochs):
+            order = list(range(len(groups)))
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "mini-batches", step, epoch))
+                order = torch.randperm(len(groups), generator=generator).tolist()
+            for start in range(0, len(order), self.prompts_per_step):
+                rows = torch.cat([groups[i] for i in order[start : start + self.prompts_per_step]])
+                whole = len(rows) == batch.num_sequences and not self.shuffle
+                yield rows, batch if whole else batch.select(rows)
+
+
+def group_rows(group_ids: Tensor) -> list[Tensor]:
+    """Row numbers of each group, groups in order of first appearance."""
+    _, inverse = torch.unique(group_ids, return_inverse=True)
+    first: dict[int, list[int]] = {}
+    for row, group in enumerate(inverse.tolist()):
+        first.setdefault(group, []).append(row)
+    return [torch.tensor(rows) for rows in first.values()]
+
+
+def weighted(batch: Batch, mode: str, scale_factor: float | None) -> Batch:
+    """The mini-batch with `loss_weights`, computed over all of it."""
+    return batch.with_columns(loss_weights=loss_weights(batch, mode, scale_factor))
