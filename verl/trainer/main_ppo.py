@@ -4,15 +4,29 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import RunConfig, load_config
-from verl.config.load import parse_command_line
 from verl.utils.errors import VerlError
+
+HELP = """Train a policy with PPO, GRPO and their relatives.
+
+usage: python3 -m verl.trainer.main_ppo [--config-name NAME] [--config-dir DIR] key=value ...
+
+  python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=DIR data.train_files=train.parquet data.val_files=test.parquet \\
+      algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
+
+Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key adds, ~key resets to the default.
+  verl config explain KEY      what a key means and what it does here
+  verl config print key=value  the whole resolved configuration, with the origin of each value
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
     try:
-        options = parse_command_line(sys.argv[1:] if argv is None else argv, "ppo_trainer", __doc__)
-        run_ppo(load_config(options.overrides, config_name=options.config_name, config_dir=options.config_dir))
+        run_ppo(load_config(arguments))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,5 @@
 """Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from verl.observe.tracking import Tracking
 from verl.trainer.resume import find_resume, prune, read_state, save_checkpoint
 from verl.utils.errors import DataError
 from verl.utils.seeds import derive_seed
+from verl.workers.actor import schedule_over
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 
 
@@ -104,6 +104,7 @@ class SFTTrainer:
         with self.engine.train_mode():
             result = self.engine.forward_backward(batch, LikelihoodLoss(), self.micro)
             metrics = Metrics().merge(self.engine.optim_step().prefixed("train/"))
+            self.engine.lr_scheduler_step()
         for name, value in result.metrics.values().items():
             metrics.sum("train/loss" if name == "nll_loss" else f"train/{name}", value)
         return metrics
@@ -158,7 +159,7 @@ def build_sft(config: SFTConfig) -> SFTTrainer:
     tracking = Tracking(settings.project_name, settings.experiment_name, list(settings.logger), config)
     engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
     trainer = SFTTrainer(config, None, train, held_out, tracking)  # type: ignore[arg-type]
-    optim = dataclasses.replace(config.optim, total_training_steps=trainer.total_steps)
+    optim = schedule_over(config.optim, trainer.total_steps)
     trainer.engine = engine_class(config.model, config.engine, optim, config.checkpoint)
     trainer.engine.initialize()
     return trainer

@@ -4,15 +4,28 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import SFTConfig, load_config
-from verl.config.load import parse_command_line
 from verl.utils.errors import VerlError
+
+HELP = """Fine-tune a model on conversations.
+
+usage: python3 -m verl.trainer.sft_trainer [--config-name NAME] [--config-dir DIR] key=value ...
+
+  python3 -m verl.trainer.sft_trainer model.path=DIR data.train_files=rows.jsonl data.max_length=1024
+
+Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key adds, ~key resets to the default.
+  verl config explain KEY      what a key means and what it does here
+  verl config print key=value  the whole resolved configuration, with the origin of each value
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
     try:
-        options = parse_command_line(sys.argv[1:] if argv is None else argv, "sft_trainer", __doc__)
-        run_sft(load_config(options.overrides, config_name=options.config_name, config_dir=options.config_dir))
+        run_sft(load_config(arguments, config_name="sft_trainer"))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.losses import make_actor_loss
-from verl.config import RunConfig
+from verl.config import FSDPOptimizerConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.runtime.inline import InlineGroup
@@ -67,6 +67,7 @@ class Actor:
             learnt, outputs = self.group.scatter("update", [mini], self.loss, self.train_micro, self.temperature)[0]
             metrics.merge(learnt)
             first_logprobs[mini["token_rows"]] = outputs["logprobs"].to(first_logprobs)
+        self.group.broadcast("advance_schedule")
         return metrics, first_logprobs
 
     def save(self, folder: Path) -> None:
@@ -79,15 +80,14 @@ class Actor:
 
 
 def build_actor(config: RunConfig, total_steps: int) -> Actor:
-    """The policy on this process's device; its schedule spans all optimiser steps of the run."""
+    """The policy on this process's device; its schedule spans the training steps of the run."""
     arr = config.actor_rollout_ref
-    steps = total_steps * steps_per_batch(config.data.train_batch_size, arr.actor.ppo_mini_batch_size)
-    optim = dataclasses.replace(arr.actor.optim, total_training_steps=steps * arr.actor.ppo_epochs)
+    optim = schedule_over(arr.actor.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
     engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
     return Actor(config, InlineGroup(EngineWorker(engine)))
 
 
-def steps_per_batch(train_batch_size: int, mini_batch_size: int) -> int:
-    """Optimiser steps of one epoch over a batch."""
-    return -(-train_batch_size // mini_batch_size)
+def schedule_over(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:
+    """The optimiser's configuration with the length of its schedule, unless it was set."""
+    return optim if optim.total_training_steps > 0 else dataclasses.replace(optim, total_training_steps=total_steps)

@@ -1,6 +1,5 @@
 """The value model, as the driver sees it."""
 
-import dataclasses
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from verl.config import RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.runtime.inline import InlineGroup
-from verl.workers.actor import steps_per_batch
+from verl.workers.actor import schedule_over
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
@@ -46,6 +45,7 @@ class Critic:
             )
             learnt, _ = self.group.scatter("update", [mini], self.loss, self.train_micro, 1.0)[0]
             metrics.merge(learnt)
+        self.group.broadcast("advance_schedule")
         return metrics
 
     def save(self, folder: Path) -> None:
@@ -60,8 +60,7 @@ class Critic:
 def build_critic(config: RunConfig, total_steps: int) -> Critic:
     """The value model on this process's device."""
     critic = config.critic
-    steps = total_steps * steps_per_batch(config.data.train_batch_size, critic.ppo_mini_batch_size)
-    optim = dataclasses.replace(critic.optim, total_training_steps=steps * critic.ppo_epochs)
+    optim = schedule_over(critic.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("value_model", critic.strategy)
     engine = engine_class(critic.model, critic.fsdp, optim, critic.checkpoint)
     return Critic(config, InlineGroup(EngineWorker(engine)))

@@ -38,6 +38,10 @@ class EngineWorker:
             result = self.engine.forward_backward(shard, loss, micro, temperature)
             return result.metrics.merge(self.engine.optim_step()), result.outputs
 
+    def advance_schedule(self) -> None:
+        """One training step is done: the learning rate moves on."""
+        self.engine.lr_scheduler_step()
+
     def save(self, folder: Path, contents: list[str]) -> None:
         self.engine.save(folder, contents)
 
