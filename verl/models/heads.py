@@ -110,6 +110,18 @@ def token_loss_one_pass(
     return loss_sum, collected.outputs, collected.metrics
 
 
+def token_values(
+    hidden_TD: Tensor, weight_1D: Tensor, bias: Tensor | None, cu_seqlens: Tensor, needed_T: Tensor
+) -> Tensor:
+    """(T,) float32 (or float64): entry t is the value of the state in which token t is chosen, after the tokens before it.
+
+    Zero where `needed_T` is False and at the first token of each sequence.
+    """
+    positions = needed_positions(cu_seqlens, needed_T, needed_T)
+    values_M = torch.nn.functional.linear(hidden_TD[positions - 1].to(weight_1D.dtype), weight_1D, bias).squeeze(1)
+    return _spread(values_M.to(torch.promote_types(values_M.dtype, torch.float32)), positions, len(needed_T))
+
+
 def needed_positions(cu_seqlens: Tensor, needed_T: Tensor | None, tokens_T: Tensor) -> Tensor:
     """(M,) ascending positions of the needed tokens that have a token before them in their sequence."""
     wanted = torch.ones_like(tokens_T, dtype=torch.bool) if needed_T is None else needed_T.to(torch.bool).clone()

@@ -1,0 +1,198 @@
+"""Models and tokenizers from a local folder: never from the network, never with code from the folder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from verl.config import HFModelConfig
+from verl.models.attention import PACKED, use_packed_attention
+from verl.models.registry import runs_packed
+from verl.utils.errors import CheckpointError, ConfigError
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+WEIGHT_PATTERNS = ("*.safetensors",)
+
+
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """The torch dtype a configuration value spells."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name!r} is not a type; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_config(path: str | Path, override: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration in a folder, with `override` on top (a key the configuration lacks is refused)."""
+    return apply_override(AutoConfig.from_pretrained(model_folder(path), local_files_only=True), override or {})
+
+
+def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTrainedConfig:
+    """`config` with values replaced; those under `model_config` too, as the reference system nests them."""
+    flat = {**override, **override.get("model_config", {})}
+    flat.pop("model_config", None)
+    for name, value in flat.items():
+        if not hasattr(config, name):
+            raise ConfigError(f"model.override_config.{name}={value!r}: {type(config).__name__} has no such value")
+        setattr(config, name, value)
+    return config
+
+
+def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
+    """(configuration, whether to make up the weights) as `model.*` asks for.
+
+    Dropout is off unless `override_config` sets it: the log-probs of an update must be those of the policy that sampled.
+    """
+    override = dict(model.override_config)
+    init_random = bool(override.pop("init_random", False))
+    attention = override.pop("attn_implementation", None)
+    if attention not in (None, PACKED, "sdpa", "flash_attention_2", "flash_attention_3"):
+        raise ConfigError(
+            f"model.override_config.attn_implementation={attention!r} is not used: packed models attend through "
+            f"{PACKED}, which picks the best kernel of the device. Leave it out"
+        )
+    config = load_config(model.hf_config_path or model.path)
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return apply_override(config, override), init_random
+
+
+def model_folder(path: str | Path | None) -> Path:
+    """`path` as a folder with a config.json, or an error that says what is missing."""
+    if path is None:
+        raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path={path} is not a folder; models are read from disk only: download it first, for example "
+            f"`hf download {path} --local-dir DIR`, and give DIR"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={path} has no config.json; found: {', '.join(_listing(folder)) or 'nothing'}")
+    return folder
+
+
+def load_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig | None = None,
+    init_random: bool = False,
+    packed: bool = True,
+) -> PreTrainedModel:
+    """A causal LM in eval mode on the CPU, packed attention selected where its family allows it.
+
+    Weights come from the folder; a tensor that is missing there is an error. `init_random` makes them up instead.
+    """
+    config = config if config is not None else load_config(path)
+    return _load(AutoModelForCausalLM, path, config, dtype, init_random, packed, may_lack=())
+
+
+def load_value_model(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig | None = None,
+    init_random: bool = False,
+    packed: bool = True,
+) -> PreTrainedModel:
+    """The backbone of a model with a head of one value per token, `score` (1, D).
+
+    From a language model the head starts at zero, so the first values are 0; from our own critic it is read.
+    """
+    config = config if config is not None else load_config(path)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    model = _load(AutoModelForTokenClassification, path, config, dtype, init_random, packed, may_lack=("score.",))
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ConfigError(f"{type(model).__name__} has no linear head named score; it cannot be a critic")
+    return model
+
+
+def _load(
+    auto_class: Any,
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    init_random: bool,
+    packed: bool,
+    may_lack: tuple[str, ...],
+) -> PreTrainedModel:
+    folder = model_folder(path)
+    if type(config) not in auto_class._model_mapping:
+        raise ConfigError(
+            f"model family {config.model_type!r} of {folder} has no {auto_class.__name__} in transformers"
+        )
+    if init_random:
+        model = auto_class.from_config(config, dtype=dtype)
+        lacking: list[str] = list(may_lack)
+    else:
+        model, lacking = _read_weights(auto_class, folder, config, dtype, may_lack)
+    if lacking and may_lack:
+        for parameter in model.score.parameters():
+            nn.init.zeros_(parameter)
+    if runs_packed(config, packed):
+        use_packed_attention(model)
+    return model.eval()
+
+
+def _read_weights(
+    auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype, may_lack: tuple[str, ...]
+) -> tuple[PreTrainedModel, list[str]]:
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ConfigError(
+            f"{folder} holds no *.safetensors, only {', '.join(_listing(folder))}; convert the weights to safetensors, "
+            "or set +model.override_config.init_random=true to start from random ones"
+        )
+    model, info = auto_class.from_pretrained(
+        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    lacking = sorted(info["missing_keys"])
+    wrong = [name for name in lacking if not name.startswith(may_lack or "\0")]
+    wrong += [str(entry) for entry in info.get("mismatched_keys", ())]
+    if wrong:
+        raise CheckpointError(
+            f"{folder} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape, first "
+            f"{', '.join(wrong[:3])}; config.json and the weights must be of the same model"
+        )
+    return model, lacking
+
+
+def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; without a padding token the end-of-sequence one stands in."""
+    source = model.tokenizer_path or model.path
+    folder = Path(source).expanduser() if source is not None else None
+    if folder is None or not folder.is_dir():
+        raise ConfigError(f"no tokenizer folder at {source}; set model.path or model.tokenizer_path to a folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} holds no tokenizer that transformers can read ({error}); set model.tokenizer_path to one"
+        ) from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _listing(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())[:12]

@@ -1,0 +1,204 @@
+"""What a training engine promises, and where engines are looked up by model type, backend and device."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from verl.algorithms.losses import TokenLoss
+from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.data.packing import MicroBatching
+from verl.plugin.platform import get_platform
+from verl.utils.errors import ConfigError, PluginError
+from verl.utils.suggest import did_you_mean
+
+# Hooks of engines written for the system this one is compatible with. Nothing here calls them, so a class that overrides
+# one would be ignored without a word: it is refused when it is registered.
+FOREIGN_HOOKS = frozenset(
+    """forward_backward_batch forward_step train_batch infer_batch prepare_model_inputs prepare_model_outputs
+    optimizer_step optimizer_zero_grad get_per_tensor_param get_per_tensor_param_shard get_per_tensor_param_delta_shard
+    prime_delta_snapshots get_data_parallel_size get_data_parallel_rank get_data_parallel_group
+    is_mp_src_rank_with_outputs save_checkpoint load_checkpoint disable_adapter
+    _build_module _build_lora_module _build_fsdp_module _build_optimizer _build_lr_scheduler _build_model_optimizer
+    _init_device_mesh""".split()
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What one `forward_backward` learnt about the batch."""
+
+    metrics: Metrics  # names ending in "_loss": sums with loss_weights; the others: means over sampled tokens
+    outputs: dict[str, Tensor]  # the loss's model outputs, (T,) detached, in input order
+
+
+class BaseEngine(ABC):
+    """Trains one model. Owns micro-batching: results are about tokens, in the order of the batch given.
+
+    Derived classes of vendors may override `initialize` and use `self.model` after calling `super().initialize()`.
+    """
+
+    model: nn.Module
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+    ):
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config or CheckpointConfig()
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Build `self.model` and, unless the engine only runs forward, `self.optimizer` and `self.lr_scheduler`."""
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: Batch,
+        outputs: Sequence[str] = ("logprobs",),
+        micro: MicroBatching | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, Tensor]:
+        """Each of `outputs` ("logprobs", "entropy", "values") as (T,) float32, zero where loss_mask is False."""
+
+    @abstractmethod
+    def forward_backward(
+        self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
+    ) -> TrainResult:
+        """Add the gradient of the loss, summed over all tokens, to what is there; however `micro` splits the batch."""
+
+    @abstractmethod
+    def optim_step(self) -> Metrics:
+        """One optimiser step and an empty gradient: `grad_norm`, `lr`, `skipped` (1 when it was not finite)."""
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on by one training step; the learning rate from now on."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of every parameter in the type it is trained in; tied ones once."""
+
+    @abstractmethod
+    def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:
+        """Write `contents` (model, optimizer, extra, hf_model; default: checkpoint.save_contents) into `folder`."""
+
+    @abstractmethod
+    def load(self, folder: Path, contents: Sequence[str] | None = None) -> None:
+        """Restore `contents` (default: checkpoint.load_contents) from `folder`, bit for bit."""
+
+    @abstractmethod
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimiser state: "device" is the engine's own, anything else a torch device."""
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager[Any]:
+        """Ready to train inside the block; offloaded again after it where the configuration says so."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[Any]:
+        """Ready to run forward inside the block; offloaded again after it where the configuration says so."""
+
+
+EngineKey = tuple[str, str | None]
+
+
+class EngineRegistry:
+    """Engine classes by model type, backend and (device, vendor); vendor None serves every vendor of the device."""
+
+    _engines: dict[str, dict[str, dict[EngineKey, type[BaseEngine]]]] = {}  # noqa: RUF012
+
+    @classmethod
+    def register(
+        cls,
+        model_type: str,
+        backend: str | list[str],
+        device: str | list[str] = "cuda",
+        vendor: str | list[str] | None = None,
+    ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
+        """Decorator that files an engine class under each combination."""
+
+        def add(engine: type[BaseEngine]) -> type[BaseEngine]:
+            _check_engine_class(engine)
+            for name, where, who in product(_listed(backend), _listed(device), _listed(vendor)):
+                engines = cls._engines.setdefault(model_type, {}).setdefault(name, {})
+                taken = engines.get((where, who))
+                if taken is not None and taken is not engine:
+                    raise PluginError(
+                        f"engine {engine.__module__}.{engine.__qualname__} registers model_type={model_type!r} "
+                        f"backend={name!r} device={where!r} vendor={who!r}, which is taken by "
+                        f"{taken.__module__}.{taken.__qualname__}; register it for another device or vendor"
+                    )
+                engines[(where, who)] = engine
+            return engine
+
+        return add
+
+    @classmethod
+    def get_engine_cls(cls, model_type: str, backend: str) -> type[BaseEngine]:
+        """The engine for this process's hardware: its vendor's own, else the device's, else NVIDIA's for other CUDAs."""
+        _register_own_engines()
+        device, vendor = _device_and_vendor()
+        backends = cls._engines.get(model_type)
+        if backends is None:
+            raise ConfigError(f"no engine for model type {model_type!r}; {did_you_mean(model_type, cls._engines)}")
+        if backend not in backends:
+            raise ConfigError(f"no engine named {backend!r} for {model_type}; {did_you_mean(backend, backends)}")
+        engines = backends[backend]
+        keys: list[EngineKey] = [(device, vendor), (device, None)]
+        if device == "cuda" and vendor != "nvidia":
+            keys.append(("cuda", "nvidia"))
+        for key in keys:
+            if key in engines:
+                return engines[key]
+        known = ", ".join(f"{d} ({v or 'any vendor'})" for d, v in engines)
+        raise ConfigError(
+            f"engine {backend!r} for {model_type} does not run on device {device!r} of vendor {vendor!r}; it runs on: "
+            f"{known}. Choose another strategy, or install a plug-in that registers one for this device"
+        )
+
+    @classmethod
+    def new(cls, model_type: str, backend: str, *args: Any, **kwargs: Any) -> BaseEngine:
+        """`get_engine_cls`, constructed with (model, engine, optimizer, checkpoint) configurations."""
+        return cls.get_engine_cls(model_type, backend)(*args, **kwargs)
+
+
+def _device_and_vendor() -> EngineKey:
+    platform = get_platform()
+    device = os.environ.get("VERL_ENGINE_DEVICE") or platform.device_name
+    vendor = os.environ.get("VERL_ENGINE_VENDOR") or platform.vendor_name
+    return device, vendor
+
+
+def _register_own_engines() -> None:
+    import verl.workers.engine.fsdp_engine  # noqa: F401
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_engine_class(engine: type) -> None:
+    if not (isinstance(engine, type) and issubclass(engine, BaseEngine)):
+        raise PluginError(f"{engine!r} is not a subclass of verl.workers.engine.base.BaseEngine")
+    for owner in engine.__mro__:
+        ignored = sorted(FOREIGN_HOOKS & owner.__dict__.keys())
+        if ignored:
+            raise PluginError(
+                f"engine {owner.__module__}.{owner.__qualname__} overrides {', '.join(ignored)}, which this version never "
+                "calls: the override would be ignored. Promised to derived engines are the constructor, initialize() "
+                "and self.model; what else it needs to change belongs in forward, forward_backward or optim_step"
+            )

@@ -1,0 +1,133 @@
+"""Optimiser, learning-rate schedule and gradient norm."""
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.config import FSDPOptimizerConfig
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
+    """`optim.optimizer` of module `optim.optimizer_impl`; fused where the class and the device can."""
+    try:
+        module = importlib.import_module(config.optimizer_impl)
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.optimizer_impl={config.optimizer_impl!r} cannot be imported ({error}); install it or use torch.optim"
+        ) from error
+    factory = getattr(module, config.optimizer, None)
+    if factory is None:
+        names = [n for n, c in vars(module).items() if isinstance(c, type)]
+        raise ConfigError(
+            f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}; "
+            f"{did_you_mean(config.optimizer, names)}"
+        )
+    accepted = inspect.signature(factory).parameters
+    wanted: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": tuple(config.betas),
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    arguments = {name: value for name, value in wanted.items() if name in accepted}
+    override = dict(config.override_optimizer_config or {})
+    if {"foreach", "capturable", "differentiable"} & override.keys():
+        arguments.pop("fused", None)
+    unknown = [name for name in override if name not in accepted]
+    if unknown:
+        raise ConfigError(
+            f"optim.override_optimizer_config.{unknown[0]} is no argument of {config.optimizer}; "
+            f"{did_you_mean(unknown[0], [n for n in accepted if n != 'params'])}"
+        )
+    return factory(list(parameters), **{**arguments, **override})
+
+
+def warmup_steps(config: FSDPOptimizerConfig) -> int:
+    """Steps of linear warm-up: lr_warmup_steps when positive, else the ratio of all steps."""
+    if config.lr_warmup_steps > 0:
+        return config.lr_warmup_steps
+    if config.lr_warmup_steps_ratio > 0:
+        return int(config.lr_warmup_steps_ratio * _total_steps(config, "lr_warmup_steps_ratio"))
+    return 0
+
+
+def learning_rate_factor(step: int, config: FSDPOptimizerConfig) -> float:
+    """Learning rate at schedule index `step` as a share of `optim.lr`: linear warm-up from 0, then flat or cosine."""
+    warmup = warmup_steps(config)
+    if step < warmup:
+        return step / warmup
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    total = _total_steps(config, "lr_scheduler_type=cosine")
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * wave
+
+
+def _total_steps(config: FSDPOptimizerConfig, needed_by: str) -> int:
+    if config.total_training_steps <= 0:
+        raise ConfigError(
+            f"optim.{needed_by} needs the length of the schedule; set optim.total_training_steps "
+            f"(now {config.total_training_steps}) to the number of training steps"
+        )
+    return config.total_training_steps
+
+
+class LearningRateSchedule:
+    """Sets the optimiser's learning rate from the number of training steps done. Its state is that number."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig):
+        if config.lr_scheduler_type not in ("constant", "cosine"):
+            raise ConfigError(f"optim.lr_scheduler_type={config.lr_scheduler_type!r}; use constant or cosine")
+        self.optimizer, self.config, self.steps_done = optimizer, config, 0
+        self._apply()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next optimiser step."""
+        index = self.steps_done + (0 if self.config.zero_indexed_step else 1)
+        return self.config.lr * learning_rate_factor(index, self.config)
+
+    def step(self) -> float:
+        """Count one training step; the new learning rate."""
+        self.steps_done += 1
+        return self._apply()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps_done": self.steps_done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps_done = int(state["steps_done"])
+        self._apply()
+
+    def _apply(self) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        return self.lr
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Norm of the whole gradient (0-d, before clipping); scales it down to `max_norm` (None or 0: never)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    return norm
+
+
+def first_non_finite(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
+    """The first parameter, in the model's order, whose gradient holds a NaN or an infinity."""
+    for name, parameter in named_parameters:
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return name
+    return "none alone: the norm of all gradients overflows"
