@@ -32,7 +32,7 @@ class Batch:
 
     @classmethod
     def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
-        """tokens, loss_mask, rollout_logprobs per token; rewards (NaN: none), group_ids, rows, policy_versions per one."""
+        """Columns tokens, loss_mask, rollout_logprobs; and rewards (NaN: none), group_ids, rows, policy_versions."""
         lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(

@@ -1,0 +1,125 @@
+"""Chat messages to prompt tokens: what a valid conversation is, and the one place that applies the template."""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from verl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RESERVED = (
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "return_dict",
+    "return_tensors",
+    "padding",
+    "truncation",
+)
+
+Message = dict[str, Any]
+
+
+def read_messages(prompt: object) -> list[Message]:
+    """A row's prompt as chat messages; ValueError says what is wrong with it.
+
+    A list of {role, content} is taken as it is, fields that are None left out (parquet fills missing fields with
+    None). A plain string means one user message.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, np.ndarray):  # what data sets built on pandas hand out
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"expected a list of {{role, content}} messages or a string, found {type(prompt).__name__}")
+    messages = [_read_message(number, message) for number, message in enumerate(prompt)]
+    if not any(_text(message).strip() for message in messages):
+        raise ValueError("the prompt is empty" if messages else "the prompt has no messages")
+    return messages
+
+
+def _read_message(number: int, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"message {number} is {type(message).__name__}, expected {{role, content}}")
+    message = {key: value for key, value in message.items() if value is not None}
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"message {number} has role {role!r}; allowed: {', '.join(ROLES)}")
+    if content is None and "tool_calls" not in message:
+        raise ValueError(f"message {number} ({role}) has no content")
+    if isinstance(content, list):
+        _check_parts(number, content)
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"message {number} ({role}) has content of type {type(content).__name__}, expected a string")
+    return message
+
+
+def _check_parts(number: int, parts: list[Any]) -> None:
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"message {number} has a content part of type {kind!r}; only text is supported so far")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"message {number} has a text part without a string under 'text'")
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+@functools.cache  # once per tokenizer, not once per data set
+def _warn_no_template(name: str) -> None:
+    logger.warning(
+        "the tokenizer %r has no chat template: prompts are the plain message contents, without role marks; "
+        "set actor_rollout_ref.model.custom_chat_template to use one",
+        name,
+    )
+
+
+class PromptTemplate:
+    """Messages to the token ids a policy continues, by the tokenizer's chat template with its generation prompt.
+
+    A tokenizer without a chat template gets the plain text: message contents joined by a newline, special tokens as
+    the tokenizer adds them, less a final end-of-sequence token. One warning says so.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
+        reserved = [key for key in self._kwargs if key in RESERVED]
+        if reserved:
+            raise ConfigError(
+                f"data.apply_chat_template_kwargs sets {', '.join(reserved)}, which the prompt reader decides itself; "
+                "remove it and keep only variables of the template such as enable_thinking"
+            )
+        self.has_template = bool(tokenizer.chat_template)
+        if not self.has_template:
+            _warn_no_template(str(tokenizer.name_or_path))
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        """The conversation as text, ready to be answered (or, without generation prompt, as it stands)."""
+        if not self.has_template:
+            return "\n".join(_text(message) for message in messages)
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Rendered prompts to token ids, all at once (a fast tokenizer uses every core)."""
+        if not texts:
+            return []
+        # A template writes its special tokens itself; adding them again would double the first one.
+        ids = self._tokenizer(texts, add_special_tokens=not self.has_template, return_attention_mask=False)["input_ids"]
+        return ids if self.has_template else [self._without_end(row) for row in ids]
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids

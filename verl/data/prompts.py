@@ -1,0 +1,322 @@
+"""Prompts of a run: rows of data files, checked, tokenised and at most `data.max_prompt_length` tokens long."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from verl.config import DataConfig
+from verl.data.chat import Message, PromptTemplate, read_messages
+from verl.data.rows import FileRows, Rows
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.external_code import load_object
+from verl.utils.seeds import derive_seed
+from verl.utils.suggest import did_you_mean
+
+T = TypeVar("T")
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt, ready to be sampled from and judged."""
+
+    index: int  # number of the row over all data files, before any selection
+    where: str  # file and row, for messages
+    messages: list[Message]
+    text: str  # the rendered prompt, before truncation
+    prompt_ids: list[int]  # at most data.max_prompt_length tokens
+    truncated: bool
+    data_source: str  # selects the scorer, groups validation metrics
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    agent_name: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)  # every other column, as read
+
+
+@dataclass(frozen=True)
+class PromptSummary:
+    """What became of the rows of one data set."""
+
+    source: str
+    num_read: int
+    num_selected: int  # after data.*_max_samples
+    num_overlong: int
+    longest_overlong: int  # tokens; 0 when none is over-long
+    max_prompt_length: int
+    action: str  # what happens to over-long prompts: "removed" or "truncated (left)" ...
+    num_kept: int
+
+    def line(self) -> str:
+        """One line for the log."""
+        parts = [f"{self.source}: {self.num_read} rows"]
+        if self.num_selected < self.num_read:
+            parts.append(f"{self.num_selected} selected")
+        if self.num_overlong:
+            parts.append(
+                f"{self.num_overlong} longer than data.max_prompt_length={self.max_prompt_length} "
+                f"{self.action} (the longest has {self.longest_overlong} tokens)"
+            )
+        return ", ".join([*parts, f"{self.num_kept} prompts"])
+
+
+class PromptDataset:
+    """Prompts by position. All rows are checked when it is built, so a broken one cannot stop a run half-way."""
+
+    def __init__(
+        self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, max_samples: int
+    ):
+        if config.truncation not in TRUNCATIONS:
+            raise ConfigError(f"data.truncation={config.truncation!r}; {did_you_mean(config.truncation, TRUNCATIONS)}")
+        self._rows = rows
+        self._config = config
+        self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
+        selected = _select(len(rows), max_samples, config)
+        overlong = self._measure(selected)
+        kept = selected
+        action = f"truncated ({config.truncation})"
+        if config.filter_overlong_prompts:
+            kept, action = np.array([i for i in selected.tolist() if i not in overlong], dtype=np.int64), "removed"
+        elif overlong and config.truncation == "error":
+            raise DataError(self._refusal(overlong, len(selected)))
+        longest = max(overlong.values(), default=0)
+        self._kept = kept
+        self.summary = PromptSummary(
+            source, len(rows), len(selected), len(overlong), longest, config.max_prompt_length, action, len(kept)
+        )
+        if len(kept) == 0:
+            raise DataError(f"no prompts are left: {self.summary.line()}; raise data.max_prompt_length")
+        self.digest = hashlib.sha256(rows.digest.encode() + kept.astype("<i8").tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, position: int) -> PromptRow:
+        return self.rows([position])[0]
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        for start in range(0, len(self), _CHUNK):
+            yield from self.rows(range(start, min(start + _CHUNK, len(self))))
+
+    def rows(self, positions: Iterable[int]) -> list[PromptRow]:
+        """The prompts at these positions (0 <= position < len), tokenised together."""
+        indices = [int(self._kept[position]) for position in positions]
+        raws = [self._rows[index] for index in indices]
+        checked = [self._check(index, raw) for index, raw in zip(indices, raws, strict=True)]
+        texts = [self._render(index, messages) for index, messages in zip(indices, checked, strict=True)]
+        return [
+            self._prompt_row(index, raw, messages, text, ids)
+            for index, raw, messages, text, ids in zip(
+                indices, raws, checked, texts, self._template.encode(texts), strict=True
+            )
+        ]
+
+    def _prompt_row(
+        self, index: int, raw: dict[str, Any], messages: list[Message], text: str, ids: list[int]
+    ) -> PromptRow:
+        limit, config = self._config.max_prompt_length, self._config
+        if not ids:
+            raise DataError(f"{self._rows.where(index)}: the prompt has no tokens: {text!r}")
+        if len(ids) > limit and (config.truncation == "error" or config.filter_overlong_prompts):
+            raise DataError(self._refusal({index: len(ids)}, 1))
+        used = {config.prompt_key, "raw_prompt", config.reward_fn_key, "extra_info", "agent_name"}
+        return PromptRow(
+            index=index,
+            where=self._rows.where(index),
+            messages=messages,
+            text=text,
+            prompt_ids=truncate(ids, limit, config.truncation),
+            truncated=len(ids) > limit,
+            data_source=raw[config.reward_fn_key],
+            ground_truth=raw["reward_model"].get("ground_truth"),
+            extra_info=dict(raw.get("extra_info") or {}),
+            agent_name=raw.get("agent_name"),
+            columns={key: value for key, value in raw.items() if key not in used},
+        )
+
+    def _measure(self, selected: np.ndarray) -> dict[int, int]:
+        """Check every selected row; row number -> token count of those over the limit."""
+        limit, overlong = self._config.max_prompt_length, {}
+        wanted, pending = set(selected.tolist()), []
+        for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):
+            if index not in wanted:
+                continue
+            text = self._render(index, self._check(index, raw))
+            # A token of an ASCII text covers at least one character, so a short text needs no tokenizer.
+            if not (text.isascii() and len(text) < limit):
+                pending.append((index, text))
+            if len(pending) >= _CHUNK:
+                overlong.update(self._overlong(pending))
+                pending = []
+        overlong.update(self._overlong(pending))
+        return overlong
+
+    def _overlong(self, pending: list[tuple[int, str]]) -> dict[int, int]:
+        ids = self._template.encode([text for _, text in pending])
+        lengths = {index: len(row) for (index, _), row in zip(pending, ids, strict=True)}
+        return {index: length for index, length in lengths.items() if length > self._config.max_prompt_length}
+
+    def _refusal(self, overlong: Mapping[int, int], num_rows: int) -> str:
+        first = min(overlong)
+        limit = self._config.max_prompt_length
+        return (
+            f"{len(overlong)} of {num_rows} prompts are longer than data.max_prompt_length={limit} tokens; the first "
+            f"is {self._rows.where(first)} with {overlong[first]}, the longest has {max(overlong.values())}. Raise "
+            "data.max_prompt_length, or set data.filter_overlong_prompts=true to remove them, or data.truncation=left, "
+            "right or middle to shorten them"
+        )
+
+    def _render(self, index: int, messages: list[Message]) -> str:
+        try:
+            return self._template.render(messages)
+        except Exception as error:  # the template is the model author's code: anything can come out of it
+            raise DataError(f"{self._rows.where(index)}: the chat template refuses the prompt: {error}") from error
+
+    def _check(self, index: int, raw: Mapping[str, Any]) -> list[Message]:
+        try:
+            return check_row(raw, self._config)
+        except ValueError as error:
+            raise DataError(f"{self._rows.where(index)}: {error}") from error
+
+
+def check_row(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
+    """The messages of a raw row, when the row has what a run reads from it; ValueError otherwise."""
+    prompt = raw.get("raw_prompt", raw.get(config.prompt_key))
+    if prompt is None:
+        raise ValueError(_missing(config.prompt_key, "data.prompt_key", raw))
+    try:
+        messages = read_messages(prompt)
+    except ValueError as error:
+        raise ValueError(f"column {config.prompt_key!r}: {error}") from error
+    source = raw.get(config.reward_fn_key)
+    if source is None:
+        raise ValueError(_missing(config.reward_fn_key, "data.reward_fn_key", raw))
+    _check_type(config.reward_fn_key, source, str)
+    _check_reward_model(raw)
+    if raw.get("extra_info") is not None:
+        _check_type("extra_info", raw["extra_info"], Mapping)
+    for key in (config.image_key, config.video_key, config.audio_key):
+        if raw.get(key) is not None and len(raw[key]) > 0:
+            raise ValueError(f"column {key!r} holds media; multimodal rows are still to come")
+    return messages
+
+
+def _check_reward_model(raw: Mapping[str, Any]) -> None:
+    reward_model = raw.get("reward_model")
+    if reward_model is None:
+        raise ValueError(_missing("reward_model", "", raw))
+    _check_type("reward_model", reward_model, Mapping)
+    if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
+        raise ValueError("column 'reward_model' has no ground_truth; a row whose reward needs none says style: model")
+
+
+def _check_type(column: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise ValueError(
+            f"column {column!r} is {type(value).__name__}, expected {expected.__name__.lower()}: {value!r:.80}"
+        )
+
+
+def _missing(column: str, key: str, raw: Mapping[str, Any]) -> str:
+    if column in raw:
+        return f"column {column!r} is null"
+    where = f" ({key} names it)" if key else ""
+    return f"there is no column {column!r}{where}; {did_you_mean(column, raw)}"
+
+
+def truncate(ids: list[int], limit: int, side: str) -> list[int]:
+    """At most `limit` tokens: "left" drops the first ones, "right" the last, "middle" those between the two halves."""
+    if len(ids) <= limit:
+        return ids
+    if side == "left":
+        return ids[-limit:]
+    if side == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def _select(num_rows: int, max_samples: int, config: DataConfig) -> np.ndarray:
+    """Row numbers in file order: all, the first `max_samples`, or, when shuffling, as many drawn with the seed."""
+    if max_samples < 0 or max_samples >= num_rows:
+        return np.arange(num_rows)
+    if max_samples == 0:
+        raise ConfigError(
+            "data.train_max_samples and data.val_max_samples must be positive, or -1 for all rows; found 0"
+        )
+    if not config.shuffle:
+        return np.arange(max_samples)
+    keys = np.random.PCG64(derive_seed(1 if config.seed is None else config.seed, "row selection")).random_raw(num_rows)
+    return np.sort(np.argsort(keys, kind="stable")[:max_samples])
+
+
+def _with_progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items; a line on stderr every two seconds while they take longer than that."""
+    started = last = time.monotonic()
+    for number, item in enumerate(items):
+        yield item
+        now = time.monotonic()
+        if now - last >= 2.0:
+            last = now
+            print(f"{what}: {number + 1} of {total} ({now - started:.0f} s)", file=sys.stderr, flush=True)
+
+
+class CustomRows:
+    """Rows of a user's torch Dataset (data.custom_cls): each item a dict with `raw_prompt` or the prompt column."""
+
+    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, max_samples: int):
+        path, name = config.custom_cls.path, config.custom_cls.name
+        if not path or not name:
+            raise ConfigError(f"data.custom_cls needs path and name; found path={path!r}, name={name!r}")
+        cls = load_object(path, name, "data.custom_cls")
+        self._name = name
+        self._items = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
+        prompts = hashlib.sha256()
+        for item in self:
+            prompts.update(json.dumps(item.get("raw_prompt", item.get(config.prompt_key)), default=str).encode())
+        self.digest = prompts.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self._items[index]
+        if not isinstance(item, Mapping):
+            raise DataError(f"{self.where(index)} is {type(item).__name__}, expected a dict of columns")
+        return dict(item)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def where(self, index: int) -> str:
+        return f"{self._name} item {index}"
+
+
+def train_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """The prompts of data.train_files."""
+    return load_prompts(config.train_files, config, tokenizer, config.train_max_samples)
+
+
+def validation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """The prompts of data.val_files."""
+    return load_prompts(config.val_files, config, tokenizer, config.val_max_samples)
+
+
+def load_prompts(
+    files: str | Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int = -1
+) -> PromptDataset:
+    """The prompts of one or several data files, read by data.custom_cls when it is set."""
+    if config.custom_cls.path:
+        given = [files] if isinstance(files, str) else list(files)
+        rows = CustomRows(given, tokenizer, config, max_samples)
+        return PromptDataset(rows, config.custom_cls.name or "", tokenizer, config, max_samples=-1)
+    file_rows = FileRows(files)
+    return PromptDataset(file_rows, file_rows.names(), tokenizer, config, max_samples)

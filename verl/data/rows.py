@@ -1,0 +1,196 @@
+"""Rows of data files with their place kept, so that every complaint can name the file and the row.
+
+A data file is parquet (.parquet), JSON lines (.jsonl, .json) or one JSON array (.json).
+Needs neither torch nor a tokenizer.
+"""
+
+import bisect
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.utils.errors import DataError
+from verl.utils.suggest import did_you_mean
+
+
+class Rows(Protocol):
+    """Numbered rows; `digest` changes when their content or order does."""
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def where(self, index: int) -> str:
+        """The place of a row in the words of an error message."""
+        ...
+
+
+class FileRows:
+    """The rows of one or several files, one file after the other, in the order given."""
+
+    def __init__(self, files: str | Path | Sequence[str | Path]):
+        self._files = [open_data_file(path) for path in data_paths(files)]
+        self._starts = [0]
+        for file in self._files:
+            self._starts.append(self._starts[-1] + len(file))
+        if len(self) == 0:
+            raise DataError(f"{self.names()}: no rows")
+        self.digest = hashlib.sha256("".join(file.digest for file in self._files).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, row = self._locate(index)
+        return file.row(row)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for file in self._files:
+            yield from file.rows()
+
+    def where(self, index: int) -> str:
+        file, row = self._locate(index)
+        return f"{file.path} {file.place(row)}"
+
+    def names(self) -> str:
+        """The files, for messages."""
+        return ", ".join(str(file.path) for file in self._files)
+
+    def _locate(self, index: int) -> "tuple[ParquetFile | JsonFile, int]":
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} rows")
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self._files[number], index - self._starts[number]
+
+
+def data_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One path or many as a list of existing files; DataError names the first that cannot be used."""
+    given = [files] if isinstance(files, str | Path) else list(files)
+    if not given:
+        raise DataError(
+            "no data files were given; set data.train_files and data.val_files to a path or a list of paths"
+        )
+    return [_existing_file(path) for path in given]
+
+
+def _existing_file(given: str | Path) -> Path:
+    if "://" in str(given):
+        raise DataError(f"{given}: remote files are not supported; copy the file to a local disk and give that path")
+    path = Path(given).expanduser()
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in _READERS)
+        listing = ", ".join(inside[:5]) if inside else "none"
+        raise DataError(f"{path} is a folder; give the data files inside it (there: {listing})")
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings) if siblings else f"the folder {path.parent} does not exist"
+        raise DataError(f"{path} does not exist; {hint}")
+    return path
+
+
+def open_data_file(path: Path) -> "ParquetFile | JsonFile":
+    """The reader that fits the file's suffix."""
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path} has an unknown suffix {path.suffix!r}; known: {', '.join(sorted(_READERS))}")
+    return reader(path)
+
+
+class ParquetFile:
+    """One parquet file, held as an Arrow table."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        self.digest = file_digest(path)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for batch in self._table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def place(self, index: int) -> str:
+        return f"row {index} (the first is 0)"
+
+
+class JsonFile:
+    """One file of JSON objects: one per line, or all of them in one array."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 text: {error}") from error
+        self._is_array = text.lstrip()[:1] == "["
+        self._numbers, self._rows = self._parse_array(text) if self._is_array else self._parse_lines(text)
+        self.digest = file_digest(path)
+
+    def _parse_array(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.path} line {error.lineno}: not valid JSON ({error.msg})") from error
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise DataError(f"{self.path} row {number} (the first is 0): expected an object, found {_short(row)}")
+        return list(range(len(rows))), rows
+
+    def _parse_lines(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
+        numbers, rows = [], []
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{self.path} line {number}: not valid JSON ({error.msg}): {_short(line)}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{self.path} line {number}: expected an object, found {_short(row)}")
+            numbers.append(number)
+            rows.append(row)
+        return numbers, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    def place(self, index: int) -> str:
+        number = self._numbers[index]
+        return f"row {number} (the first is 0)" if self._is_array else f"line {number}"
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_READERS = {".parquet": ParquetFile, ".json": JsonFile, ".jsonl": JsonFile}

@@ -1,0 +1,71 @@
+"""What a reward is given and what it gives back: a score, an abstention or an error, never a silent zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verl.data.metrics import Metrics
+
+if TYPE_CHECKING:
+    from verl.data.prompts import PromptRow
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One answer to be judged."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    prompt_str: str = ""
+    num_turns: int = 1
+    response_length: int | None = None  # tokens of the answer; the over-long penalty needs it
+    where: str = ""  # file and row of the prompt, for messages
+
+    @classmethod
+    def from_row(cls, row: PromptRow, solution_str: str, response_length: int, num_turns: int = 1) -> RewardInput:
+        """The answer `solution_str` to a prompt row; `extra_info` gains num_turns, as scorers expect."""
+        return cls(
+            data_source=row.data_source,
+            solution_str=solution_str,
+            ground_truth=row.ground_truth,
+            extra_info={**row.extra_info, "num_turns": num_turns},
+            prompt_str=row.text,
+            num_turns=num_turns,
+            response_length=response_length,
+            where=row.where,
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """The verdict on one answer.
+
+    A score has a `value`; an abstention has neither value nor error; an error says what failed. Whoever trains leaves
+    trajectories without a value out, and counts them.
+    """
+
+    value: float | None
+    extra: dict[str, Any] = field(default_factory=dict)  # further columns for logs and validation: acc, pred, ...
+    error: str | None = None
+
+    @property
+    def abstained(self) -> bool:
+        return self.value is None and self.error is None
+
+
+class Reward(Protocol):
+    """Judges answers; the scores come in the order of the inputs."""
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]: ...
+
+
+def reward_metrics(scores: Sequence[Score]) -> Metrics:
+    """reward/errors and reward/abstained: how many answers have no value, and why."""
+    metrics = Metrics()
+    metrics.sum("reward/errors", sum(score.error is not None for score in scores))
+    metrics.sum("reward/abstained", sum(score.abstained for score in scores))
+    return metrics

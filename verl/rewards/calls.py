@@ -1,0 +1,203 @@
+"""Running reward functions side by side, each call bounded by a time limit that really passes.
+
+No signals: they reach the main thread only. A function that does not return is left behind in its thread, its row is
+reported as timed out and a fresh thread takes over. Waiting in a queue and a busy event loop never count as run time.
+"""
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_ABANDONED = 64
+_SLICE_S = 0.25
+_ASYNC_SLICE_S = 1.0  # thousands of calls wait at once: wake each rarely
+
+
+class RewardTimeoutError(Exception):
+    """A reward call took longer than its limit."""
+
+
+class TooManyHangingCallsError(RuntimeError):
+    """So many calls never returned that starting further threads would only hide it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call returned or raised."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Calls:
+    """A pool for one reward function, sync or async. `timeout_s=None` waits without limit."""
+
+    def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
+        self._is_async = is_async(function)
+        self._threads = None if self._is_async else _Threads(function, num_threads, timeout_s)
+        self._loop = _Loop(function, timeout_s) if self._is_async else None
+
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """One call per dict of keyword arguments; outcomes in that order, errors included."""
+        if self._loop is not None:
+            return await self._loop.run(all_kwargs)
+        assert self._threads is not None
+        return await asyncio.to_thread(self._threads.run, all_kwargs)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; callable objects and partials count by what they call."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+@dataclass
+class _Job:
+    kwargs: dict[str, Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    started: float | None = None  # monotonic
+    outcome: Outcome | None = None
+    abandoned: bool = False
+
+
+class _Threads:
+    """Daemon threads that take jobs from one queue; daemons, so a hanging function cannot keep the process alive."""
+
+    def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
+        self._function = function
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_abandoned = 0
+        self._missing = max(1, num_threads)  # threads to be started at first use
+
+    def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        self._start_missing()
+        jobs = [_Job(kwargs) for kwargs in all_kwargs]
+        for job in jobs:
+            self._jobs.put(job)
+        return [self._wait(job) for job in jobs]
+
+    def _start_missing(self) -> None:
+        with self._lock:
+            count, self._missing = self._missing, 0
+        for _ in range(count):
+            threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job.started = time.monotonic()
+            outcome = _call(self._function, job.kwargs)
+            with self._lock:
+                if job.abandoned:
+                    self._num_abandoned -= 1
+                    return  # a replacement is at work already
+                job.outcome = outcome
+            job.done.set()
+
+    def _wait(self, job: _Job) -> Outcome:
+        while not job.done.wait(self._patience(job)):
+            self._give_up_if_late(job)
+        assert job.outcome is not None
+        return job.outcome
+
+    def _patience(self, job: _Job) -> float | None:
+        """Seconds until the job can be late; a queued one is looked at again shortly."""
+        if self._timeout_s is None:
+            return None
+        if job.started is None:
+            return min(_SLICE_S, self._timeout_s)
+        return max(0.001, job.started + self._timeout_s - time.monotonic())
+
+    def _give_up_if_late(self, job: _Job) -> None:
+        assert self._timeout_s is not None
+        with self._lock:
+            late = job.started is not None and time.monotonic() - job.started >= self._timeout_s
+            if not late or job.outcome is not None:
+                return
+            job.abandoned = True
+            self._num_abandoned += 1
+            self._missing += 1
+            if self._num_abandoned > MAX_ABANDONED:
+                raise TooManyHangingCallsError(f"{self._num_abandoned} calls have not returned and still run")
+            job.outcome = Outcome(error=_timeout(self._timeout_s))
+        job.done.set()
+        self._start_missing()
+
+
+def _call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(result=function(**kwargs))
+    except BaseException as error:  # also SystemExit: user code must not end a worker thread silently
+        return Outcome(error=error)
+
+
+class _Loop:
+    """One event loop in its own thread for the whole run: sessions and locks of the function stay bound to it."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float | None):
+        self._function = function
+        self._timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat = time.monotonic()
+
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        self._beat = time.monotonic()
+        future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
+        return await asyncio.to_thread(self._wait, future)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="async reward", daemon=True).start()
+        return self._loop
+
+    def _wait(self, future: "Future[list[Outcome]]") -> list[Outcome]:
+        while True:
+            try:
+                return future.result(timeout=_SLICE_S)
+            except TimeoutError:
+                self._check_beat()
+
+    def _check_beat(self) -> None:
+        silence = time.monotonic() - self._beat
+        # Tasks beat every slice, so a silent loop is blocked by the function itself, which no await can interrupt.
+        if self._timeout_s is not None and silence > self._timeout_s + 4 * _ASYNC_SLICE_S:
+            raise TooManyHangingCallsError(
+                f"the async function has blocked its event loop for {silence:.1f} s; it must await instead of blocking"
+            )
+
+    async def _run_all(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        return list(await asyncio.gather(*(self._run_one(kwargs) for kwargs in all_kwargs)))
+
+    async def _run_one(self, kwargs: dict[str, Any]) -> Outcome:
+        task = asyncio.ensure_future(_await(self._function, kwargs))
+        left = self._timeout_s
+        while not task.done():
+            step = _ASYNC_SLICE_S if left is None else min(_ASYNC_SLICE_S, left)
+            # Only the slice counts, not the time that passed: a loop held up by others makes no call late.
+            await asyncio.wait({task}, timeout=step)
+            self._beat = time.monotonic()
+            if left is not None:
+                left -= step
+                if left <= 0 and not task.done():
+                    task.cancel()
+                    return Outcome(error=_timeout(self._timeout_s))
+        return task.result()
+
+
+async def _await(function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(result=await function(**kwargs))
+    except BaseException as error:  # also CancelledError: whatever the function does ends here as its own failure
+        return Outcome(error=error)
+
+
+def _timeout(timeout_s: float | None) -> RewardTimeoutError:
+    return RewardTimeoutError(f"no result after reward.timeout_s={timeout_s} seconds of running")

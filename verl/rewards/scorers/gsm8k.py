@@ -1,0 +1,66 @@
+"""GSM8K answers: the number after `####` (strict) or the last number anywhere (flexible), compared as numbers."""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+METHODS = ("strict", "flexible")
+
+_NUMBER = r"(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+# `#### **-$1,234.50**.`: marks around the number are allowed, words are not.
+_MARKED = re.compile(r"####[ \t*$€£]*(?P<sign>[-\u2212]?)[ $€£]*" + _NUMBER)
+# A minus after a digit or letter is an operator or a hyphen, not a sign.
+_ANYWHERE = re.compile(r"(?<![\w.])(?:(?<![\w)])(?P<sign>[-\u2212]))?[$€£]?" + _NUMBER)
+
+
+def extract_answer(solution: str, method: str = "strict") -> str | None:
+    """The answer's number as plain text ("1234.5"), or None when there is none.
+
+    Strict reads the last number that follows a `####`; flexible reads the last number of the text.
+    """
+    if method not in METHODS:
+        raise ValueError(f"gsm8k method {method!r}; allowed: {', '.join(METHODS)}")
+    pattern = _MARKED if method == "strict" else _ANYWHERE
+    matches = list(pattern.finditer(solution))
+    if not matches:
+        return None
+    found = matches[-1]
+    number = to_number((found["sign"] or "") + found["number"])
+    return None if number is None else f"{number.normalize():f}"
+
+
+def to_number(text: str) -> Decimal | None:
+    """The value of a written number: thousands commas, currency signs, percent and a trailing dot do not matter."""
+    cleaned = text.strip().replace("\u2212", "-").strip("$€£%. ")
+    negative = cleaned.startswith("-")
+    cleaned = cleaned.removeprefix("-").lstrip("$€£ ").replace(",", "")
+    try:
+        value = Decimal(cleaned)
+    except InvalidOperation:
+        return None
+    if not value.is_finite():
+        return None
+    return -value if negative else value
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for the right number, `format_score` for a wrong one, 0 for none.
+
+    ValueError when the ground truth is not a number: then no answer could be judged.
+    """
+    expected = to_number(str(ground_truth))
+    if expected is None:
+        raise ValueError(f"the gsm8k ground truth {ground_truth!r} is not a number")
+    answer = extract_answer(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if Decimal(answer) == expected else format_score
+
+
+def judge(solution_str: str, ground_truth: str, method: str = "strict", **kwargs: float) -> dict[str, float | str]:
+    """`compute_score` with what validation reads besides: `acc` and the extracted `pred` ("" for none)."""
+    value = compute_score(solution_str, ground_truth, method, **kwargs)
+    pred = extract_answer(solution_str, method)
+    correct = pred is not None and Decimal(pred) == to_number(str(ground_truth))
+    return {"score": value, "acc": float(correct), "pred": pred or ""}

@@ -1,0 +1,69 @@
+"""Objects from a user's own Python file or module, named in the configuration."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
+
+
+def load_object(path: str, name: str, key: str) -> Any:
+    """Object `name` of the Python file or module `path`; `key` is the config section that errors talk about.
+
+    `path` is a plain file path, `file://path`, or `pkg://dotted.module` (slashes are allowed too). A file runs once per
+    process, however often it is asked for.
+    """
+    module = _load_module(path, key)
+    if not hasattr(module, name):
+        public = [item for item in vars(module) if not item.startswith("_")]
+        raise ConfigError(f"{key}.name={name!r} is not defined in {path}; {did_you_mean(name, public)}")
+    return getattr(module, name)
+
+
+def _load_module(path: str, key: str) -> ModuleType:
+    if path.startswith("pkg://"):
+        return _import(path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", "."), path, key)
+    file = Path(path.removeprefix("file://")).expanduser().absolute()
+    if not file.is_file():
+        siblings = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        hint = did_you_mean(file.name, siblings) if siblings else "give the path of a Python file, or pkg://module"
+        raise ConfigError(f"{key}.path={path!r}: there is no file {file}; {hint}")
+    return _run_file(file, path, key)
+
+
+def _import(name: str, path: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ConfigError(f"{key}.path={path!r}: importing {name} failed:\n{user_traceback(error)}") from error
+
+
+def _run_file(file: Path, path: str, key: str) -> ModuleType:
+    # The name is derived from the place, so that two files of the same name stay apart and one file is loaded once.
+    module_name = f"verl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}.path={path!r}: {file} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"{key}.path={path!r}: running {file} failed:\n{user_traceback(error)}") from error
+    return module
+
+
+def user_traceback(error: BaseException, frames: int = 4) -> str:
+    """The last frames of a traceback and the error itself, indented."""
+    stack = traceback.extract_tb(error.__traceback__)[-frames:]
+    lines = [*traceback.format_list(stack), *traceback.format_exception_only(error)]
+    return "".join("  " + line + "\n" for line in "".join(lines).rstrip().split("\n")).rstrip()
