@@ -1,0 +1,177 @@
+"""The ledger: every trajectory of every step on disk, one small parquet file per step."""
+
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.data.batch import Batch
+from verl.utils.errors import DataError
+from verl.utils.paths import fsync_dir, fsync_file
+
+# dtype on disk of the token columns that are recorded when the batch has them
+TOKEN_COLUMNS = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "rollout_logprobs": np.float32,
+    "old_logprobs": np.float32,
+    "ref_logprobs": np.float32,
+    "values": np.float32,
+    "advantages": np.float32,
+}
+DICTIONARY_COLUMNS = ("tokens", "advantages", "stop_reason")
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LedgerStep:
+    """One recorded step: the batch as it was, why each sequence ended, and the extra columns."""
+
+    step: int
+    batch: Batch
+    stop_reasons: list[str]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Ledger:
+    """Writes `folder/step_000012.parquet`: a row per trajectory, list columns for what is per token.
+
+    A file appears whole or not at all. `append` does not wait for the disk; `sync` does (call it before a checkpoint).
+    """
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._unsynced: list[Path] = []
+
+    def append(
+        self,
+        step: int,
+        batch: Batch,
+        stop_reasons: Sequence[str] | None = None,
+        extra: Mapping[str, Sequence[Any]] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Record `batch` as step `step`; an older file of the step is replaced.
+
+        `extra` has one value per trajectory under each name; `meta` is JSON about the step as a whole.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = sequence_columns(step, batch, stop_reasons, extra or {})
+        offsets = pa.array(batch.cu_seqlens.cpu().numpy().astype(np.int32))
+        for name, dtype in TOKEN_COLUMNS.items():
+            if name in batch:
+                values = batch[name].detach().cpu().to(torch_dtype(dtype)).numpy()
+                columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values))
+        table = pa.table(columns)
+        head = json.dumps({"version": FORMAT_VERSION, "step": step, "meta": dict(meta or {})})
+        table = table.replace_schema_metadata({"verl.ledger": head})
+        path = ledger_path(self.folder, step)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            pq.write_table(table, temporary, compression="zstd", compression_level=1, use_dictionary=dictionary(table))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._unsynced.append(path)
+        return path
+
+    def rewind(self, step: int) -> None:
+        """A run resumed after `step`: delete what was recorded later."""
+        for later in ledger_steps(self.folder):
+            if later > step:
+                ledger_path(self.folder, later).unlink()
+        self._unsynced = [path for path in self._unsynced if path.exists()]
+
+    def sync(self) -> None:
+        """Return when everything appended so far would survive a power cut."""
+        for path in self._unsynced:
+            fsync_file(path)
+        fsync_dir(self.folder)
+        self._unsynced = []
+
+
+def sequence_columns(
+    step: int, batch: Batch, stop_reasons: Sequence[str] | None, extra: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """The per-trajectory columns of the file; every length is checked."""
+    count = batch.num_sequences
+    columns: dict[str, Any] = {"step": np.full(count, step, dtype=np.int32)}
+    if "policy_versions" in batch:
+        versions = batch["policy_versions"].cpu().numpy()
+        columns["policy_version_min"], columns["policy_version_max"] = versions[:, 0], versions[:, 1]
+    for name, source in (("reward", "rewards"), ("group", "group_ids"), ("row", "rows")):
+        if source in batch:
+            columns[name] = batch[source].detach().cpu().numpy()
+    columns["stop_reason"] = list(stop_reasons) if stop_reasons is not None else [""] * count
+    for name, values in extra.items():
+        if name in columns or name in TOKEN_COLUMNS:
+            raise DataError(f"ledger of step {step}: extra column {name!r} has the name of a standard one; rename it")
+        columns[name] = values.detach().cpu().numpy() if isinstance(values, Tensor) else list(values)
+    for name, values in columns.items():
+        if len(values) != count:
+            raise DataError(f"ledger of step {step}: {name!r} has {len(values)} values for {count} trajectories")
+    return columns
+
+
+def dictionary(table: Any) -> list[str]:
+    """Parquet paths of the columns whose values repeat; log-probs do not, and a dictionary would only cost time."""
+    present = [name for name in DICTIONARY_COLUMNS if name in table.column_names]
+    return [f"{name}.list.element" if name in TOKEN_COLUMNS else name for name in present]
+
+
+def read_ledger(folder: Path | str, step: int) -> LedgerStep:
+    """The record of step `step`; DataError when there is none or it is not a ledger file."""
+    import pyarrow.parquet as pq
+
+    path = ledger_path(Path(folder), step)
+    if not path.exists():
+        steps = ledger_steps(folder)
+        span = f"recorded are {steps[0]}..{steps[-1]}" if steps else "nothing is recorded there"
+        raise DataError(f"no ledger of step {step} in {folder}: {span}")
+    table = pq.read_table(path, partitioning=None).combine_chunks()
+    head = json.loads((table.schema.metadata or {}).get(b"verl.ledger", b"{}"))
+    if head.get("version") != FORMAT_VERSION:
+        raise DataError(f"{path} is not a ledger file of version {FORMAT_VERSION} (found {head.get('version')})")
+    tokens = {name: flat(table[name]) for name in TOKEN_COLUMNS if name in table.column_names}
+    tokens["tokens"] = tokens["tokens"].to(torch.int64)
+    offsets = torch.tensor(table["tokens"].combine_chunks().offsets.to_numpy(), dtype=torch.int64)
+    names = {"reward": "rewards", "group": "group_ids", "row": "rows"}
+    sequences = {ours: torch.tensor(table[n].to_numpy()) for n, ours in names.items() if n in table.column_names}
+    standard = {"step", "stop_reason", *names, *TOKEN_COLUMNS}
+    if "policy_version_min" in table.column_names:
+        bounds = [torch.tensor(table[f"policy_version_{side}"].to_numpy()) for side in ("min", "max")]
+        sequences["policy_versions"] = torch.stack(bounds, dim=1)
+        standard |= {"policy_version_min", "policy_version_max"}
+    extra = {name: table[name].to_pylist() for name in table.column_names if name not in standard}
+    batch = Batch(offsets - offsets[0], tokens, sequences)
+    return LedgerStep(step, batch, table["stop_reason"].to_pylist(), extra, head["meta"])
+
+
+def flat(column: Any) -> Tensor:
+    """A list column laid end to end."""
+    values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return torch.from_numpy(np.array(values))
+
+
+def torch_dtype(dtype: type) -> torch.dtype:
+    return {np.int32: torch.int32, np.bool_: torch.bool, np.float32: torch.float32}[dtype]
+
+
+def ledger_path(folder: Path | str, step: int) -> Path:
+    return Path(folder) / f"step_{step:06d}.parquet"
+
+
+def ledger_steps(folder: Path | str) -> list[int]:
+    """The recorded steps, ascending."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in Path(folder).glob("step_*.parquet"))

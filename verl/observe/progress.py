@@ -1,0 +1,178 @@
+"""One live line about a run: step, stage, reward, tokens per second, time left."""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+REWARD_NAMES = ("critic/score/mean", "critic/rewards/mean")
+LOSS_NAMES = ("train/loss", "actor/pg_loss")
+
+
+class Display(Protocol):
+    """Shows the state of a Progress."""
+
+    def show(self, progress: "Progress", force: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+class Progress:
+    """Follows a run of `total_steps`. On a terminal a line is redrawn in place; otherwise a line every `interval_s`.
+
+    Call `stage(name)` when a stage begins (StageTimer does through `on_enter`) and `step(step, metrics)` when a step is
+    done. Time left is the mean time of the last 20 steps times the steps to go.
+
+    >>> with Progress(total_steps=10) as progress:
+    ...     progress.stage("gen")
+    ...     progress.step(1, {"critic/score/mean": 0.25, "perf/throughput": 900.0})
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total_steps = total_steps
+        self.current = start_step
+        self.stage_name = ""
+        self.reward: float | None = None
+        self.loss: float | None = None
+        self.tokens_per_s: float | None = None
+        self.clock = clock
+        self.started = clock()
+        self._step_ends: deque[float] = deque([self.started], maxlen=21)
+        stream = stream or sys.stderr
+        self.display: Display = RichLine(stream) if is_live_terminal(stream) else PlainLines(stream, interval_s)
+
+    def stage(self, name: str) -> None:
+        """The run is now in this stage of the next step."""
+        self.stage_name = name
+        self.display.show(self, force=False)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` is done, with these metrics."""
+        self.current = step
+        self._step_ends.append(self.clock())
+        self.reward = first(metrics, REWARD_NAMES, self.reward)
+        self.loss = first(metrics, LOSS_NAMES, self.loss)
+        self.tokens_per_s = first(metrics, ("perf/throughput",), self.tokens_per_s)
+        self.display.show(self, force=step >= self.total_steps)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated seconds to the end; None before the first step is done."""
+        steps = len(self._step_ends) - 1
+        if steps == 0:
+            return None
+        per_step = (self._step_ends[-1] - self._step_ends[0]) / steps
+        since = self.clock() - self._step_ends[-1]
+        return max(0.0, per_step * (self.total_steps - self.current) - since)
+
+    def describe(self) -> str:
+        """The line itself."""
+        parts = [f"step {self.current}/{self.total_steps}"]
+        if self.stage_name:
+            parts.append(self.stage_name)
+        if self.reward is not None:
+            parts.append(f"reward {self.reward:.3f}")
+        elif self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"{duration(self.clock() - self.started)} so far")
+        if self.seconds_left is not None:
+            parts.append(f"{duration(self.seconds_left)} left")
+        return " | ".join(parts)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self.display.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class PlainLines:
+    """At most one line every `interval_s`: for log files, pipes and dumb terminals."""
+
+    def __init__(self, stream: TextIO, interval_s: float):
+        self.stream, self.interval_s = stream, interval_s
+        self._last: float | None = None
+
+    def show(self, progress: Progress, force: bool) -> None:
+        now = progress.clock()
+        if self._last is None:
+            self._last = progress.started
+        if force or now - self._last >= self.interval_s:
+            self._last = now
+            print(progress.describe(), file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+class RichLine:
+    """A bar and the line, redrawn in place while other output scrolls above it."""
+
+    def __init__(self, stream: TextIO):
+        from rich.console import Console
+        from rich.progress import Progress as RichProgress
+
+        # rich takes over sys.stdout to print above the bar; a stdout that goes to a file must stay alone
+        self._bar = RichProgress(
+            *live_columns(),
+            console=Console(file=stream),
+            transient=True,
+            refresh_per_second=2,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task: Any = None
+
+    def show(self, progress: Progress, force: bool) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task("", total=progress.total_steps, line=progress.describe)
+            self._bar.start()
+        self._bar.update(self._task, completed=progress.current)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def live_columns() -> list[Any]:
+    """Spinner, bar, and the line read afresh at every redraw, so that times run on inside a long stage."""
+    from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task
+    from rich.text import Text
+
+    class LineColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["line"](), overflow="ellipsis", no_wrap=True)
+
+    return [SpinnerColumn(), BarColumn(bar_width=24), LineColumn()]
+
+
+def is_live_terminal(stream: TextIO) -> bool:
+    """Whether lines can be redrawn in place on `stream`."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def first(metrics: Mapping[str, float], names: tuple[str, ...], otherwise: float | None) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), otherwise)
+
+
+def duration(seconds: float) -> str:
+    """75 -> '1m15s'; the two largest units that matter."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

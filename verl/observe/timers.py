@@ -1,0 +1,84 @@
+"""Where the time of a step went, and how many tokens it bought."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+
+class StageTimer:
+    """Seconds per named stage of one step, for `timing_s/<stage>`. A stage entered twice adds up.
+
+    >>> timer = StageTimer()
+    >>> with timer("gen"):
+    ...     pass
+    >>> list(timer.metrics())
+    ['timing_s/gen']
+
+    `synchronize` runs before each clock reading; a GPU run passes the device's synchronise, otherwise the time of
+    queued kernels lands on a later stage. `on_enter` hears each stage's name (the live progress).
+    """
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        on_enter: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+        self._on_enter = on_enter
+        self._clock = clock
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        if self._on_enter is not None:
+            self._on_enter(stage)
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.add(stage, self._now() - start)
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Count `seconds` towards `stage`."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<stage>` for every stage so far."""
+        return {f"timing_s/{stage}": seconds for stage, seconds in self.seconds.items()}
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self.seconds = {}
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock()
+
+
+PER_TOKEN_STAGES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def throughput_metrics(
+    timing_s: Mapping[str, float], num_tokens: int, num_response_tokens: int, num_devices: int = 1
+) -> dict[str, float]:
+    """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens/s/device) and timing_per_token_ms/<stage>.
+
+    `timing_s` maps stages (with or without the `timing_s/` prefix) to seconds and holds "step". Per token means per
+    response token for "gen" and per token (prompt and response) for every other stage.
+    """
+    seconds = {stage.removeprefix("timing_s/"): value for stage, value in timing_s.items()}
+    step = seconds.get("step")
+    if step is None:
+        raise KeyError(f"throughput needs the time of stage 'step'; timed were {sorted(seconds)}")
+    out = {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": step,
+        "perf/throughput": num_tokens / (step * num_devices) if step > 0 else 0.0,
+    }
+    for stage in PER_TOKEN_STAGES:
+        count = num_response_tokens if stage == "gen" else num_tokens
+        if stage in seconds and count > 0:
+            out[f"timing_per_token_ms/{stage}"] = 1000 * seconds[stage] / count
+    return out

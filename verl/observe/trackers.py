@@ -1,0 +1,223 @@
+"""One small class per tracker. Each imports its own library, and only when a run asks for it."""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from verl.utils.paths import atomic_write_bytes
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker is told about the run."""
+
+    project: str
+    experiment: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class ConsoleBackend:
+    """One compact line per step on standard output: the headline metrics first, then the rest of what matters."""
+
+    HEADLINE = (
+        ("val-core/", None),
+        ("critic/score/mean", "score"),
+        ("critic/rewards/mean", "reward"),
+        ("train/loss", "loss"),
+        ("val/loss", "val_loss"),
+        ("actor/pg_loss", "pg_loss"),
+        ("actor/entropy", "entropy"),
+        ("actor/ppo_kl", "ppo_kl"),
+        ("actor/kl_loss", "kl_loss"),
+        ("critic/vf_loss", "vf_loss"),
+        ("actor/grad_norm", "grad_norm"),
+        ("train/grad_norm", "grad_norm"),
+        ("actor/lr", "lr"),
+        ("train/lr", "lr"),
+        ("response_length/mean", "length"),
+        ("perf/throughput", "tokens/s"),
+        ("timing_s/step", "step_s"),
+    )
+
+    def __init__(self, run: RunInfo, stream: TextIO | None = None):
+        self.stream = stream
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        parts = [f"{label}:{format_number(data[name])}" for name, label in self._chosen(data)]
+        hidden = len(data) - len(parts)
+        if not parts:
+            parts, hidden = [f"{name}:{format_number(value)}" for name, value in data.items()], 0
+        more = f" (+{hidden} more)" if hidden else ""
+        print(f"step:{step} " + " ".join(parts) + more, file=self.stream or sys.stdout, flush=True)
+
+    def _chosen(self, data: dict[str, float]) -> list[tuple[str, str]]:
+        chosen: list[tuple[str, str]] = []
+        for key, label in self.HEADLINE:
+            if label is None:
+                chosen += [(name, name) for name in sorted(data) if name.startswith(key)]
+            elif key in data:
+                chosen.append((key, label))
+        return chosen
+
+    def rewind(self, step: int) -> None:
+        """Nothing to take back."""
+
+    def finish(self, exit_code: int) -> None:
+        """Nothing to close."""
+
+
+class FileBackend:
+    """JSON lines `{"step": 3, "data": {...}}`. One write per line: a killed run leaves whole lines."""
+
+    def __init__(self, run: RunInfo, path: Path | None = None):
+        self.path = path or metrics_path(run, os.environ)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._drop_cut_line()
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        line = json_line({"step": step, "data": data})
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
+        os.close(self._fd)
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        atomic_write_bytes(self.path, b"".join(json_line(record) for record in kept))
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def finish(self, exit_code: int) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def _drop_cut_line(self) -> None:
+        """Cut off an unfinished last line: the next append must start a line of its own."""
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(self.path, content.rfind(b"\n") + 1)
+
+
+class TensorboardBackend:
+    """Event files under $TENSORBOARD_DIR, else tensorboard_log/<project>/<experiment>."""
+
+    def __init__(self, run: RunInfo):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open = SummaryWriter
+        self.folder = os.environ.get("TENSORBOARD_DIR") or os.path.join("tensorboard_log", run.project, run.experiment)
+        self._writer = SummaryWriter(self.folder)
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        for name, value in data.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Tell tensorboard that events after `step` are void."""
+        self._writer.close()
+        self._writer = self._open(self.folder, purge_step=step + 1)
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+class WandbBackend:
+    """Weights & Biases. WANDB_MODE=offline needs neither network nor account."""
+
+    def __init__(self, run: RunInfo):
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            config=run.config,
+            entity=os.environ.get("WANDB_ENTITY"),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self._run.log(data, step=step)
+
+    def rewind(self, step: int) -> None:
+        """A resumed run is a new wandb run; the old one keeps what it logged."""
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class MlflowBackend:
+    """MLflow at $MLFLOW_TRACKING_URI, else a local SQLite file ./mlruns/mlflow.db; $MLFLOW_RUN_ID continues a run."""
+
+    def __init__(self, run: RunInfo):
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        import mlflow
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            folder = Path("mlruns").absolute()
+            folder.mkdir(exist_ok=True)
+            uri = f"sqlite:///{folder}/mlflow.db"
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_experiment(run.project)
+        self._mlflow = mlflow
+        mlflow.start_run(run_id=os.environ.get("MLFLOW_RUN_ID"), run_name=run.experiment)
+        self._log_config(run.config)
+
+    def _log_config(self, config: dict[str, Any]) -> None:
+        """The config as one JSON artefact; parameters have a length limit and are written once per run."""
+        if config:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "config.json"
+                path.write_text(json.dumps(config, indent=1, default=str))
+                self._mlflow.log_artifact(str(path))
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        self._mlflow.log_metrics({mlflow_name(name): float(value) for name, value in data.items()}, step=step)
+
+    def rewind(self, step: int) -> None:
+        """MLflow keeps every value of a step; readers take the last one."""
+
+    def finish(self, exit_code: int) -> None:
+        self._mlflow.end_run(status="FINISHED" if exit_code == 0 else "FAILED")
+
+
+def metrics_path(run: RunInfo, environment: Mapping[str, str]) -> Path:
+    """$VERL_FILE_LOGGER_PATH, else $VERL_FILE_LOGGER_ROOT (default: here)/<project>/<experiment>.jsonl."""
+    if path := environment.get("VERL_FILE_LOGGER_PATH"):
+        return Path(path)
+    return Path(environment.get("VERL_FILE_LOGGER_ROOT") or ".") / run.project / f"{run.experiment}.jsonl"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order; an unfinished last line (a killed run) is left out."""
+    lines = Path(path).read_bytes().split(b"\n")
+    records = [json.loads(line) for line in lines[:-1] if line.strip()]
+    return [{**record, "data": {name: float(value) for name, value in record["data"].items()}} for record in records]
+
+
+def json_line(record: dict[str, Any]) -> bytes:
+    """One line of strict JSON: NaN and infinities, which JSON lacks, become the strings "nan", "inf", "-inf"."""
+    data = {name: value if math.isfinite(value) else str(value) for name, value in record["data"].items()}
+    return (json.dumps({**record, "data": data}, allow_nan=False) + "\n").encode()
+
+
+def mlflow_name(name: str) -> str:
+    """MLflow allows letters, digits and _ - . space : / in a name; `@` becomes `_at_`, anything else `_`."""
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name.replace("@", "_at_"))
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, integers whole."""
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
+        return str(int(value))
+    return f"{value:.4g}"

@@ -1,0 +1,144 @@
+"""Metrics of one run, sent to every tracker in `trainer.logger`."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from verl.observe import trackers
+from verl.utils.errors import ConfigError, VerlError
+from verl.utils.suggest import did_you_mean
+
+
+class Backend(Protocol):
+    """Where metrics go. Numbers only; a step is logged once."""
+
+    def log(self, data: dict[str, float], step: int) -> None: ...
+    def rewind(self, step: int) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+
+
+BACKENDS: dict[str, Callable[[trackers.RunInfo], Backend]] = {
+    "console": trackers.ConsoleBackend,
+    "file": trackers.FileBackend,
+    "tensorboard": trackers.TensorboardBackend,
+    "wandb": trackers.WandbBackend,
+    "mlflow": trackers.MlflowBackend,
+}
+STILL_TO_COME = ("swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight")
+
+
+class TrackingError(VerlError):
+    """A tracker failed; the message names it and says how to go on without it."""
+
+
+class Tracking:
+    """Sends `log(data, step)` to the backends named in `default_backend`.
+
+    One failing tracker raises TrackingError with its name, after the others have received the step. `config` (the
+    resolved run config as a plain dict) is stored by trackers that keep one.
+
+    >>> with Tracking("verl_examples", "gsm8k", ["console", "file"]) as tracking:
+    ...     tracking.log({"critic/score/mean": 0.5}, step=1)
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | Iterable[str] = "console",
+        config: dict[str, Any] | None = None,
+    ):
+        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        check_names(names)
+        run = trackers.RunInfo(project_name, experiment_name, config or {})
+        self.backends: dict[str, Backend] = {}
+        for name in dict.fromkeys(names):
+            try:
+                self.backends[name] = BACKENDS[name](run)
+            except ImportError as error:
+                raise ConfigError(
+                    f"trainer.logger={name!r} needs a package that is not installed ({error}); "
+                    f"pip install 'verl[trackers]' or take {name!r} out of trainer.logger"
+                ) from error
+            except Exception as error:
+                raise TrackingError(f"tracker {name!r} could not start: {error}") from error
+
+    def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
+        """Send the numbers in `data` for `step` to all backends, or only to `backend`."""
+        numbers = {name: as_number(name, value) for name, value in data.items()}
+        self._each("log", self._chosen(backend), lambda target: target.log(numbers, step))
+
+    def rewind(self, step: int) -> None:
+        """A run resumed after `step`: forget what was logged later, where the tracker can."""
+        self._each("rewind", list(self.backends), lambda target: target.rewind(step))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Flush and close every tracker. A second call does nothing."""
+        backends, self.backends = self.backends, {}
+        failures = []
+        for name, backend in backends.items():
+            try:
+                backend.finish(exit_code)
+            except Exception as error:
+                failures.append((name, error))
+        raise_failures("finish", failures)
+
+    def _chosen(self, backend: str | Iterable[str] | None) -> list[str]:
+        if backend is None:
+            return list(self.backends)
+        names = [backend] if isinstance(backend, str) else list(backend)
+        missing = [name for name in names if name not in self.backends]
+        if missing:
+            raise ConfigError(
+                f"tracker {missing[0]!r} is not part of this run; {did_you_mean(missing[0], self.backends)}"
+            )
+        return names
+
+    def _each(self, verb: str, names: list[str], call: Callable[[Backend], None]) -> None:
+        failures = []
+        for name in names:
+            try:
+                call(self.backends[name])
+            except Exception as error:
+                failures.append((name, error))
+        raise_failures(verb, failures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.finish(0 if error is None else 1)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """ConfigError when a name in trainer.logger is unknown or its adapter is still to come."""
+    for name in names:
+        if name in STILL_TO_COME:
+            raise ConfigError(f"trainer.logger={name!r} is still to come; available now: {', '.join(BACKENDS)}")
+        if name not in BACKENDS:
+            raise ConfigError(f"unknown tracker {name!r} in trainer.logger; {did_you_mean(name, BACKENDS)}")
+
+
+def raise_failures(verb: str, failures: list[tuple[str, Exception]]) -> None:
+    if failures:
+        what = "; ".join(f"tracker {name!r} failed to {verb}: {error}" for name, error in failures)
+        raise TrackingError(f"{what} (remove it from trainer.logger to go on without it)") from failures[0][1]
+
+
+def as_number(name: str, value: Any) -> float:
+    """`value` as a float or int; a 0-d tensor or numpy scalar counts."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if not isinstance(value, str):
+        try:
+            return value.item() if hasattr(value, "item") else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}); trackers take single numbers")
+
+
+def metrics_path(project_name: str, experiment_name: str) -> Path:
+    """Where the file tracker writes: $VERL_FILE_LOGGER_PATH, or $VERL_FILE_LOGGER_ROOT/<project>/<experiment>.jsonl."""
+    return trackers.metrics_path(trackers.RunInfo(project_name, experiment_name, {}), os.environ)
