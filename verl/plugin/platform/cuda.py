@@ -7,6 +7,7 @@ from typing import Any
 from verl.plugin.findings import BackendSupport, Finding, Status
 from verl.plugin.installed import has_module
 from verl.plugin.platform.accelerator import TorchAccelerator, flagcx_or
+from verl.plugin.platform.platform_base import smi_output
 from verl.plugin.versions import at_least
 
 MINIMUM_CUDA = "12.8"
@@ -76,10 +77,17 @@ class PlatformCUDA(TorchAccelerator):
             return None
         return importlib.import_module("cupy.cuda.nccl")
 
-    def findings(self) -> list[Finding]:
+    def driver_version(self) -> str | None:
+        output = smi_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        return (output.split() or [None])[0] if output else None
+
+    def runtime_version(self) -> str | None:
         import torch
 
-        version = torch.version.cuda
+        return torch.version.cuda
+
+    def findings(self) -> list[Finding]:
+        version = self.runtime_version()
         if version is None:
             return [Finding("CUDA", Status.BAD, "this torch is built without CUDA", "install a CUDA build of torch")]
         if at_least(version, MINIMUM_CUDA):

@@ -82,6 +82,12 @@ class PlatformNPU(TorchAccelerator):
         queue = os.environ.get("VLLM_ASCEND_TASK_QUEUE_ENABLE")
         return env if queue is None else {**env, "TASK_QUEUE_ENABLE": queue}
 
+    def driver_version(self) -> str | None:
+        return driver_version()
+
+    def runtime_version(self) -> str | None:
+        return cann_version()
+
     def findings(self) -> list[Finding]:
         return [_cann_finding(), _cann_environment(), _ipc_finding(), _vllm_ascend_finding()]
 

@@ -158,6 +158,14 @@ class PlatformBase(ABC):
         if reset:
             reset()
 
+    def driver_version(self) -> str | None:
+        """The installed kernel driver's version, or None where it cannot be told."""
+        return None
+
+    def runtime_version(self) -> str | None:
+        """The version of the vendor's runtime (CUDA, ROCm, CANN) that torch uses, or None."""
+        return None
+
     def sleep_mode_blocker(self, vllm_version: str | None) -> str | None:
         """Why vLLM of this version cannot hand its memory back between rollouts, or None when it can."""
         return None
@@ -173,12 +181,17 @@ class PlatformBase(ABC):
     @staticmethod
     def check_smi_command(cmd: str | Sequence[str]) -> bool:
         """Whether a vendor's monitoring program exists and exits with 0 within ten seconds."""
-        program, *arguments = [cmd] if isinstance(cmd, str) else list(cmd)
-        path = shutil.which(program) or shutil.which(program, path=os.pathsep.join(_SMI_FOLDERS))
-        if path is None:
-            return False
-        try:
-            done = subprocess.run([path, *arguments], capture_output=True, timeout=_SMI_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        return done.returncode == 0
+        return smi_output([cmd] if isinstance(cmd, str) else cmd) is not None
+
+
+def smi_output(command: Sequence[str]) -> str | None:
+    """What a vendor's monitoring program prints; None when it is missing, fails or takes more than ten seconds."""
+    program, *arguments = command
+    path = shutil.which(program) or shutil.which(program, path=os.pathsep.join(_SMI_FOLDERS))
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

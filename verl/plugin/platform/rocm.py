@@ -8,6 +8,7 @@ from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.versions import at_least, newer_than
 
 MINIMUM_ROCM = "7.0"
+SAFE_CAPTURE_SIZES = "[1,2,4,8,16,32,64]"
 SLEEP_MODE_AFTER_VLLM = "0.11.0"
 
 
@@ -36,7 +37,11 @@ class PlatformROCm(PlatformCUDA):
         aiter = os.environ.get("SGLANG_USE_AITER", "1")
         return {**super().rollout_env_vars(), "SGLANG_USE_AITER": aiter}
 
-    def rocm_version(self) -> str | None:
+    def driver_version(self) -> str | None:
+        version = Path("/sys/module/amdgpu/version")
+        return version.read_text().strip() if version.is_file() else None
+
+    def runtime_version(self) -> str | None:
         """The ROCm release that torch was built for, such as "7.0.51831"."""
         import torch
 
@@ -50,12 +55,12 @@ class PlatformROCm(PlatformCUDA):
             return (
                 f"vLLM {vllm_version} has no sleep mode on ROCm; it needs a version newer than {SLEEP_MODE_AFTER_VLLM}"
             )
-        if not at_least(self.rocm_version(), MINIMUM_ROCM):
-            return f"ROCm {self.rocm_version()} cannot unmap memory; sleep mode needs {MINIMUM_ROCM} or newer"
+        if not at_least(self.runtime_version(), MINIMUM_ROCM):
+            return f"ROCm {self.runtime_version()} cannot unmap memory; sleep mode needs {MINIMUM_ROCM} or newer"
         return None
 
     def findings(self) -> list[Finding]:
-        version = self.rocm_version()
+        version = self.runtime_version()
         if at_least(version, MINIMUM_ROCM):
             found = [Finding("ROCm", Status.GOOD, f"{version} (>= {MINIMUM_ROCM})")]
         else:
@@ -63,7 +68,7 @@ class PlatformROCm(PlatformCUDA):
             detail = f"{version or 'not in this torch'}, but {MINIMUM_ROCM} is the oldest supported"
             found = [Finding("ROCm", Status.BAD, detail, move)]
         found += [_device_node(Path(path)) for path in ("/dev/kfd", "/dev/dri")]
-        found.append(_expandable_segments())
+        found += [_expandable_segments(), _GRAPHS]
         return found
 
     def backend_support(self) -> list[BackendSupport]:
@@ -75,6 +80,15 @@ class PlatformROCm(PlatformCUDA):
             BackendSupport("vllm", Status.GOOD, "validated", requires=("vllm",)),
             BackendSupport("sglang", Status.WARN, "in progress on ROCm; vllm is validated", requires=("sglang",)),
         ]
+
+
+_GRAPHS = Finding(
+    "CUDA graphs",
+    Status.WARN,
+    "capturing large batches can crash ROCm on several nodes",
+    f"actor_rollout_ref.rollout.cudagraph_capture_sizes={SAFE_CAPTURE_SIZES}, then "
+    "actor_rollout_ref.rollout.enforce_eager=False",
+)
 
 
 def _device_node(path: Path) -> Finding:
