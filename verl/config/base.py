@@ -8,12 +8,21 @@ PATH = "_path"
 _reads: set[tuple[str, str]] = set()
 
 
-def key(default: Any, doc: str, *, choices: tuple[Any, ...] = (), sibling: str = "") -> Any:
-    """A configuration key: its default, what it means, the values allowed (all when empty).
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    sibling: str = "",
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A configuration key: its default, what it means, and the values allowed: a list, or bounds (above: exclusive).
 
     With `sibling`, the default None means: the value of that key of the same section.
     """
-    metadata = {"doc": doc, "choices": choices, "sibling": sibling}
+    metadata = {"doc": doc, "choices": choices, "sibling": sibling, "bounds": (least, above, most)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -1,7 +1,211 @@
-"""Combinations that cannot work, and features that are still to come."""
+"""Combinations that cannot work, with the numbers, and features that are still to come."""
 
 from typing import Any
 
+from verl.config import foreign, schema
+from verl.config.base import Section
+from verl.config.run import RunConfig
+from verl.config.sft import SFTConfig
+from verl.utils.errors import ConfigError
+
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "fp64", "float64", "auto")
+
 
 def check(config: Any) -> None:
-    """ConfigError, with the numbers, for a combination of values that cannot work."""
+    """ConfigError for a value out of range or a combination that cannot work."""
+    root = type(config)
+    for path in schema.keys(root):
+        _check_value(path, path.rsplit(".", 1)[-1], _at(config, path))
+    if isinstance(config, RunConfig):
+        for rule in (_batches, _budgets, _rollout, _algorithm, _engines, _run):
+            rule(config)
+    elif isinstance(config, SFTConfig):
+        _sft(config)
+
+
+def check_supported(config: Any) -> None:
+    """ConfigError for a run that lacks what it needs, or asks for a feature that is still to come."""
+    for path, values in foreign.table(type(config)).later.items():
+        found = _at(config, path)
+        for asked, feature in values.items():
+            if found == asked or (isinstance(asked, str) and asked.startswith("> ") and (found or 0) > int(asked[2:])):
+                raise ConfigError(foreign.later_message(f"{path}={found}", feature))
+    model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
+    if not model.path:
+        prefix = "actor_rollout_ref.model" if isinstance(config, RunConfig) else "model"
+        raise ConfigError(f"{prefix}.path is not set; give the folder of a Hugging Face model: {prefix}.path=DIR")
+
+
+def _at(config: Section, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check_value(path: str, name: str, value: Any) -> None:
+    if name == "top_k" and value != -1 and value < 1:
+        raise ConfigError(f"{path}={value} must be -1 (all tokens) or at least 1")
+    if name in ("save_contents", "load_contents") and not set(value) <= set(_CONTENTS):
+        unknown = sorted(set(value) - set(_CONTENTS))
+        raise ConfigError(f"{path} names {', '.join(unknown)}; known parts are {', '.join(_CONTENTS)}")
+    if name in ("dtype", "model_dtype") and value.removeprefix("torch.") not in _DTYPES:
+        raise ConfigError(f"{path}={value!r} is not one of {', '.join(_DTYPES)}")
+    if name == "betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+        raise ConfigError(f"{path}={value} must be two numbers from 0 up to, not including, 1")
+    if name in ("save_freq", "test_freq") and isinstance(value, str) and value != "after_each_epoch":
+        raise ConfigError(f"{path}={value!r} must be a number of steps or after_each_epoch")
+
+
+def _uses_critic(config: RunConfig) -> bool:
+    enable = config.critic.enable
+    return config.algorithm.adv_estimator == "gae" if enable is None else enable
+
+
+def _uses_reference(config: RunConfig) -> bool:
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def _batches(config: RunConfig) -> None:
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if _uses_critic(config) else [])
+    for role, part in trained:
+        if part.ppo_mini_batch_size > data.train_batch_size:
+            raise ConfigError(
+                f"{role}.ppo_mini_batch_size={part.ppo_mini_batch_size} is larger than "
+                f"data.train_batch_size={data.train_batch_size}; a step has too few prompts for one mini-batch"
+            )
+    if data.gen_batch_size and data.train_batch_size % data.gen_batch_size:
+        raise ConfigError(
+            f"data.train_batch_size={data.train_batch_size} is not a multiple of "
+            f"data.gen_batch_size={data.gen_batch_size}"
+        )
+    devices = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
+    ranks = max(devices // actor.ulysses_sequence_parallel_size, 1)
+    for path, prompts in (
+        ("data.train_batch_size", data.train_batch_size),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", actor.ppo_mini_batch_size),
+    ):
+        total = prompts * rollout.n
+        if total % ranks:
+            raise ConfigError(
+                f"{path}={prompts} x rollout.n={rollout.n} = {total} sequences cannot be shared by {ranks} "
+                f"data-parallel ranks; the nearest that can is {total // ranks * ranks or ranks}"
+            )
+
+
+def _budgets(config: RunConfig) -> None:
+    arr, critic, data = config.actor_rollout_ref, config.critic, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    ppo = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+    passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *ppo, 1)]
+    log_prob = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+    passes.append(("actor_rollout_ref.rollout", arr.rollout, *log_prob, 1))
+    if _uses_reference(config):
+        passes.append(("actor_rollout_ref.ref", arr.ref, *log_prob, arr.ref.ulysses_sequence_parallel_size))
+    if _uses_critic(config):
+        passes.append(("critic", critic, *ppo, critic.ulysses_sequence_parallel_size))
+    for role, part, flag, micro, budget, ranks in passes:
+        shared = max(ranks, arr.actor.ulysses_sequence_parallel_size if role != "critic" else 1)
+        if not part[flag] and part[micro] is None:
+            raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")
+        if part[flag] and part[budget] * shared < longest:
+            raise ConfigError(
+                f"{role}.{budget}={part[budget]} holds no sequence of data.max_prompt_length={data.max_prompt_length} + "
+                f"data.max_response_length={data.max_response_length} = {longest} tokens; raise it to {longest} or more"
+            )
+
+
+def _rollout(config: RunConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    where, longest = "actor_rollout_ref.rollout", rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        raise ConfigError(
+            f"{where}.max_model_len={rollout.max_model_len} is shorter than prompt_length={rollout.prompt_length} + "
+            f"response_length={rollout.response_length} = {longest}"
+        )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.prompt_length:
+        raise ConfigError(
+            f"{where}.max_num_batched_tokens={rollout.max_num_batched_tokens} cannot take a prompt of "
+            f"{rollout.prompt_length} tokens without enable_chunked_prefill"
+        )
+    if rollout.temperature <= 0:
+        raise ConfigError(f"{where}.temperature={rollout.temperature} must be above 0; greedy is do_sample=False")
+    if rollout.val_kwargs.temperature < 0:
+        raise ConfigError(f"{where}.val_kwargs.temperature={rollout.val_kwargs.temperature} must not be negative")
+    if rollout.min_tokens > rollout.response_length:
+        raise ConfigError(f"{where}.min_tokens={rollout.min_tokens} exceeds response_length={rollout.response_length}")
+    both = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if rollout.expert_parallel_size not in (1, both):
+        raise ConfigError(f"{where}.expert_parallel_size={rollout.expert_parallel_size} must be 1 or {both} (TP x DP)")
+    if rollout.pipeline_model_parallel_size > 1:
+        raise ConfigError(f"{where}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size} must be 1")
+
+
+def _algorithm(config: RunConfig) -> None:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    if algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        raise ConfigError("algorithm.adv_estimator=gae needs values, but critic.enable=False; enable it or use grpo")
+    if algorithm.filter_groups.enable and not algorithm.filter_groups.metric:
+        raise ConfigError("algorithm.filter_groups.enable=True needs algorithm.filter_groups.metric, e.g. acc")
+    if actor.policy_loss.loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
+        raise ConfigError("actor_rollout_ref.actor.policy_loss.loss_mode=dro needs policy_loss.dro_beta above 0")
+
+
+def _engines(config: RunConfig) -> None:
+    arr = config.actor_rollout_ref
+    engine = config.model_engine
+    for role, part in (
+        ("actor_rollout_ref.actor", arr.actor),
+        ("actor_rollout_ref.ref", arr.ref),
+        ("critic", config.critic),
+    ):
+        if engine != "dp" and part.strategy != engine:
+            raise ConfigError(f"model_engine={engine} and {role}.strategy={part.strategy} disagree; drop one of them")
+    for role, shards, model in (
+        ("actor_rollout_ref.actor.fsdp_config", arr.actor.fsdp_config, arr.model),
+        ("actor_rollout_ref.ref.fsdp_config", arr.ref.fsdp_config, arr.model),
+        ("critic.fsdp", config.critic.fsdp, config.critic.model),
+    ):
+        if shards.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
+            size = shards.ulysses_sequence_parallel_size
+            raise ConfigError(f"{role}.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
+
+
+def _run(config: RunConfig) -> None:
+    _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
+    custom = config.data.custom_cls
+    if bool(custom.path) != bool(custom.name):
+        raise ConfigError(f"data.custom_cls needs both path and name; found path={custom.path}, name={custom.name}")
+    if config.trainer.val_only and not config.data.val_files:
+        raise ConfigError("trainer.val_only=True needs data.val_files")
+
+
+def _check_resume(mode: str, path: str | None) -> None:
+    if mode == "resume_path" and not (path and "global_step_" in path):
+        raise ConfigError(
+            f"trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N; it is {path}"
+        )
+
+
+def _sft(config: SFTConfig) -> None:
+    _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
+    data, engine = config.data, config.engine
+    budget = data.max_token_len_per_gpu * engine.ulysses_sequence_parallel_size
+    if data.use_dynamic_bsz and budget < data.max_length:
+        raise ConfigError(
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} holds no sequence of "
+            f"data.max_length={data.max_length} tokens; raise it to {data.max_length} or more"
+        )
+    devices = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
+    ranks = max(devices // engine.ulysses_sequence_parallel_size, 1)
+    if data.train_batch_size % ranks:
+        raise ConfigError(
+            f"data.train_batch_size={data.train_batch_size} cannot be shared by {ranks} data-parallel ranks"
+        )
+    if engine.ulysses_sequence_parallel_size > 1 and not config.model.use_remove_padding:
+        size = engine.ulysses_sequence_parallel_size
+        raise ConfigError(f"engine.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
+    if len(config.trainer.profile_interval) != 2:
+        raise ConfigError(f"trainer.profile_interval={config.trainer.profile_interval} must be [first, last]")

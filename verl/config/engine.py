@@ -10,7 +10,7 @@ from verl.config.base import Section, key, section
 class WrapPolicyConfig(Section):
     """Which modules become one sharding unit."""
 
-    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by decoder layer.")
+    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by decoder layer.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FSDPEngineConfig(Section):
     seed: int = key(42, "Seed of the engine's random numbers.")
     full_determinism: bool = key(False, "Only deterministic kernels; slower.")
     ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share one sequence in attention; needs use_remove_padding."
+        1, "Ranks that share one sequence in attention; needs use_remove_padding.", least=1
     )
     use_torch_compile: bool = key(True, "Compile the head's helpers on devices where that pays.")
     head_mode: str = key(
@@ -47,7 +47,7 @@ class FSDPEngineConfig(Section):
     entropy_from_logits_with_chunking: bool = key(
         False, "Take log-prob and entropy in chunks of rows (head at least chunked)."
     )
-    entropy_from_logits_chunk_size: int = key(2048, "Rows of logits that exist at once in the chunked head.")
+    entropy_from_logits_chunk_size: int = key(2048, "Rows of logits that exist at once in the chunked head.", least=1)
     entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head at least chunked).")
     forward_only: bool = key(False, "No optimiser and no gradients.")
 

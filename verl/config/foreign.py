@@ -2,7 +2,7 @@
 
 import fnmatch
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,11 @@ def classify(path: str, root: type) -> Class:
     foreign = table(root)
     if path in foreign.exact:
         return foreign.exact[path]
+    head = path
+    while "." in head:
+        head = head.rsplit(".", 1)[0]
+        if head in foreign.exact and foreign.exact[head].kind == "alias":
+            return replace(foreign.exact[head], target=foreign.exact[head].target + path[len(head) :])
     for pattern, kind in foreign.patterns:
         if _matches(path, pattern):
             return kind

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from verl.utils.suggest import did_you_mean
 PRESETS = Path(__file__).parent.parent / "trainer" / "config"
 _OPTIONS = {"--config-name": "name", "-cn": "name", "--config-path": "dir", "-cp": "dir"}
 _OPTIONS |= {"--config-dir": "dir", "-cd": "dir"}
+
+_HELP = """Arguments: key=value, +key=value, ++key=value, ~key; lists as [a,b], dictionaries as {k:v}.
+Options:   --config-name NAME, --config-dir DIR (alias --config-path): a preset of your own.
+Keys:      verl config explain KEY; verl config print key=value ...; docs/reference/config.md"""
 
 
 class ConfigWarning(UserWarning):
@@ -46,15 +51,15 @@ def load_config(
     `overrides` may contain --config-name, --config-path and --config-dir. Every mistake is a ConfigError; old spellings
     and keys without effect are warnings.
     """
-    name, folder, strings = _split_options(list(overrides), config_name, config_dir)
-    file = _find(name, folder)
+    given = parse_command_line(overrides, config_name, config_dir=config_dir)
+    file = _find(given.config_name, given.config_dir)
     if root is None:
         root = SFTConfig if file.stem.startswith("sft") else RunConfig
     settings = Settings(root)
     for path, value, origin in _read_preset(file):
         if value != "???":
             settings.put(path, value, origin)
-    for override in map(parse_override, strings):
+    for override in map(parse_override, given.overrides):
         origin = f"override {override.source!r}"
         if override.mode == "~":
             settings.remove(override.path, origin)
@@ -67,20 +72,35 @@ def load_config(
     return config
 
 
-def _split_options(arguments: list[str], name: str, folder: str | None) -> tuple[str, str | None, list[str]]:
-    strings: list[str] = []
-    found: dict[str, str | None] = {"name": name, "dir": folder}
-    while arguments:
-        head, has_value, value = arguments.pop(0).partition("=")
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command was given: overrides, and where its preset is."""
+
+    overrides: list[str]
+    config_name: str
+    config_dir: str | None
+
+
+def parse_command_line(
+    arguments: Sequence[str], config_name: str, doc: str | None = None, config_dir: str | None = None
+) -> CommandLine:
+    """Options apart from overrides. With `doc`, -h and --help print it with the ways to ask for more, and exit."""
+    rest, strings = list(arguments), []
+    found: dict[str, str | None] = {"name": config_name, "dir": config_dir}
+    while rest:
+        head, has_value, value = rest.pop(0).partition("=")
+        if doc is not None and head in ("-h", "--help"):
+            print(f"{doc.strip()}\n\n{_HELP}")
+            raise SystemExit(0)
         if head in _OPTIONS:
-            if not has_value and not arguments:
+            if not has_value and not rest:
                 raise ConfigError(f"{head} needs a value")
-            found[_OPTIONS[head]] = value if has_value else arguments.pop(0)
+            found[_OPTIONS[head]] = value if has_value else rest.pop(0)
         elif head.startswith("-"):
             raise ConfigError(f"unknown option {head!r}; {did_you_mean(head, _OPTIONS)}")
         else:
             strings.append(head + has_value + value)
-    return str(found["name"]), found["dir"], strings
+    return CommandLine(strings, str(found["name"]), found["dir"])
 
 
 def _find(name: str, folder: str | None) -> Path:

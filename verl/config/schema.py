@@ -22,6 +22,7 @@ class Key:
     default: Any
     doc: str
     choices: tuple[Any, ...]
+    bounds: tuple[float | None, float | None, float | None]
     follows: str
     section: type
 
@@ -29,6 +30,15 @@ class Key:
     def is_open(self) -> bool:
         """True for dictionaries, whose own keys are free."""
         return any((typing.get_origin(member) or member) is dict for member in members(self.type))
+
+    def allowed(self) -> str:
+        """The values allowed, as users read them; '' when the type is the only limit."""
+        least, above, most = self.bounds
+        parts = [", ".join(str(choice) for choice in self.choices)] if self.choices else []
+        parts += [f"at least {least:g}"] if least is not None else []
+        parts += [f"above {above:g}"] if above is not None else []
+        parts += [f"at most {most:g}"] if most is not None else []
+        return " and ".join(parts)
 
 
 def members(tp: Any) -> tuple[Any, ...]:
@@ -69,7 +79,9 @@ def _collect(instance: Section, prefix: str, follows: dict[str, str], table: dic
         source = prefix + sibling if sibling else follows.get(path, "")
         default = default_of(item) if sibling else value
         meta = item.metadata
-        table[path] = Key(path, hints[item.name], default, meta["doc"], meta["choices"], source, type(instance))
+        table[path] = Key(
+            path, hints[item.name], default, meta["doc"], meta["choices"], meta["bounds"], source, type(instance)
+        )
 
 
 @functools.cache
@@ -107,11 +119,11 @@ def convert(value: Any, key: Key, text: str | None = None) -> Any:
         return None
     for member in members(key.type):
         if _is_exactly(value, member):
-            return _check_choice(value, key)
+            return _check_allowed(value, key)
     for member in members(key.type):
         converted = _lossless(value, member, text)
         if converted is not None:
-            return _check_choice(converted, key)
+            return _check_allowed(converted, key)
     shown = f"{value!r} ({type(value).__name__})" if value is not None else "null"
     raise ConfigError(f"{key.path} must be {type_name(key.type)}, but it is {shown}; {key.doc}")
 
@@ -145,8 +157,14 @@ def _lossless(value: Any, member: Any, text: str | None) -> Any:
     return None
 
 
-def _check_choice(value: Any, key: Key) -> Any:
-    if key.choices and value is not None and value not in key.choices:
-        allowed = ", ".join(str(choice) for choice in key.choices)
-        raise ConfigError(f"{key.path} must be one of {allowed}, but it is {value!r}; {key.doc}")
+def _check_allowed(value: Any, key: Key) -> Any:
+    least, above, most = key.bounds
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    wrong = bool(key.choices) and value is not None and value not in key.choices
+    wrong |= number is not None and least is not None and number < least
+    wrong |= number is not None and above is not None and number <= above
+    wrong |= number is not None and most is not None and number > most
+    if wrong:
+        one_of = "one of " if key.choices else ""
+        raise ConfigError(f"{key.path}={value} must be {one_of}{key.allowed()}; {key.doc}")
     return value
