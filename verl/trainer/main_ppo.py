@@ -10,8 +10,8 @@ HELP = """Train a policy with PPO, GRPO and their relatives.
 
 usage: python3 -m verl.trainer.main_ppo [--config-name NAME] [--config-dir DIR] key=value ...
 
-  python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=DIR data.train_files=train.parquet data.val_files=test.parquet \\
-      algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
+  python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=DIR algorithm.adv_estimator=grpo \\
+      data.train_files=train.parquet data.val_files=test.parquet actor_rollout_ref.rollout.n=8
 
 Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key adds, ~key resets to the default.
   verl config explain KEY      what a key means and what it does here

@@ -46,7 +46,10 @@ class Sampler:
             trajectories = await single_turn(row, request_id, sampling, self.engine)
             out.generate_s = time.perf_counter() - start
             texts = [self.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
-            inputs = [reward_input(row, t, text) for t, text in zip(trajectories, texts, strict=True)]
+            inputs = [
+                RewardInput.from_row(row, text, int(t.loss_mask.sum()), t.extra["num_turns"])
+                for t, text in zip(trajectories, texts, strict=True)
+            ]
             scores = await self.reward.score(inputs)
             return [(judged(t, s, row, x), s) for t, s, x in zip(trajectories, scores, texts, strict=True)]
 
@@ -59,18 +62,6 @@ class Sampler:
             out.num_abstained += score.value is None and score.error is None
         out.reward_s = time.perf_counter() - start - out.generate_s
         return out
-
-
-def reward_input(row: PromptRow, trajectory: Trajectory, text: str) -> RewardInput:
-    """What a reward function is told about one answer."""
-    return RewardInput(
-        data_source=row.data_source,
-        solution_str=text,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
-        prompt_str=row.text,
-        num_turns=trajectory.extra.get("num_turns", 2),
-    )
 
 
 def judged(trajectory: Trajectory, score: Score, row: PromptRow, text: str) -> Trajectory:
