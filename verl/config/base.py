@@ -5,6 +5,7 @@ from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 PATH = "_path"
+_COPYING = ("__eq__", "__repr__", "__hash__", "__post_init__")  # touch every key without using it
 _reads: set[tuple[str, str]] = set()
 
 
@@ -63,7 +64,8 @@ class Section:
 
 def _recording_getattribute(self: Section, name: str) -> Any:
     value = object.__getattribute__(self, name)
-    if name[0] != "_" and sys._getframe(1).f_globals.get("__name__") != "dataclasses":
+    caller = sys._getframe(1)
+    if name[0] != "_" and caller.f_code.co_name not in _COPYING and caller.f_globals["__name__"] != "dataclasses":
         _reads.add((self.__dict__.get(PATH) or "?" + type(self).__name__, name))
     return value
 

@@ -112,8 +112,9 @@ def _budgets(config: RunConfig) -> None:
             raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")
         if part[flag] and part[budget] * shared < longest:
             raise ConfigError(
-                f"{role}.{budget}={part[budget]} holds no sequence of data.max_prompt_length={data.max_prompt_length} + "
-                f"data.max_response_length={data.max_response_length} = {longest} tokens; raise it to {longest} or more"
+                f"{role}.{budget}={part[budget]} holds no sequence of "
+                f"data.max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length} = "
+                f"{longest} tokens; raise it to {longest} or more"
             )
 
 

@@ -29,7 +29,10 @@ class FSDPEngineConfig(Section):
     forward_prefetch: bool = key(False, "Gather the next layer's parameters while the current one computes.")
     use_orig_params: bool = key(False, "FSDP1's use_orig_params.")
     model_dtype: str = key("fp32", "Type the parameters are held in.")
-    dtype: str = key("bfloat16", "Type the forward and backward passes compute in.")
+    dtype: str = key(
+        "auto",
+        "Type the forward and backward passes compute in; auto is model_dtype on a CPU and bfloat16 on other devices.",
+    )
     mixed_precision: dict[str, Any] | None = key(
         None, "param_dtype, reduce_dtype, buffer_dtype of FSDP; null follows dtype."
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from verl.config import schema
+from verl.config.base import record_reads, recorded_reads
 from verl.config.check import check
 from verl.config.overrides import parse_override
 from verl.config.run import RunConfig
@@ -65,11 +67,32 @@ def load_config(
             settings.remove(override.path, origin)
         else:
             settings.put(override.path, override.value, origin, override.text)
+    record_reads(False)
     config = settings.build(_resolve_with_omegaconf)
     check(config)
     for text in settings.warnings:
         warnings.warn(text, ConfigWarning, stacklevel=2)
+    record_reads(True)
     return config
+
+
+def unread_keys(config: Any) -> list[str]:
+    """Keys that were set but that nothing has read since load_config; ends the record, which costs a little per read.
+
+    A key counts as read when a key that follows it was.
+    """
+    reads, table = recorded_reads(), schema.keys(type(config))
+    record_reads(False)
+    was_set = set(config._set)
+
+    def is_read(path: str) -> bool:
+        where, _, name = path.rpartition(".")
+        if (where or "<root>", name) in reads or ("?" + table[path].section.__name__, name) in reads:
+            return True
+        return any(is_read(other) for other, key in table.items() if key.follows == path and other not in was_set)
+
+    decided_at_load = {"model_engine"}
+    return [path for path in config._set if path not in decided_at_load and not is_read(path)]
 
 
 @dataclass(frozen=True)
