@@ -282,6 +282,7 @@ def test_an_estimator_that_cannot_be_served_or_returns_another_shape_is_told_why
 
     @register_adv_est("sums")
     def sums(token_level_rewards, response_mask, **kwargs):
+        assert kwargs.keys() == {"config", "index"}
         return token_level_rewards.sum(-1), token_level_rewards.sum(-1)
 
     batch = with_token_rewards(random_batch())

@@ -126,6 +126,17 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(mode, max_tokens,
         torch.testing.assert_close(gradient(part), expected)
 
 
+def test_without_old_logprobs_the_policy_is_its_own_old_one_and_still_has_a_gradient(batch, logprobs):
+    def gradient(**columns):
+        leaf = logprobs.clone().requires_grad_()
+        kept = {n: c for n, c in batch.token_columns.items() if n != "old_logprobs"}
+        make_actor_loss(CLIPS)({"logprobs": leaf}, {**kept, **columns}, None)[0].sum().backward()
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(), gradient(old_logprobs=logprobs))
+    torch.testing.assert_close(gradient(), -batch["advantages"] * batch["loss_weights"])
+
+
 def test_a_per_token_loss_runs_on_any_slice_of_tokens(batch, logprobs):
     loss = make_actor_loss(CLIPS)
     whole, _ = loss({"logprobs": logprobs}, batch.token_columns, None)
