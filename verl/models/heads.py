@@ -113,9 +113,9 @@ def token_loss_one_pass(
 def token_values(
     hidden_TD: Tensor, weight_1D: Tensor, bias: Tensor | None, cu_seqlens: Tensor, needed_T: Tensor
 ) -> Tensor:
-    """(T,) float32 (or float64): entry t is the value of the state in which token t is chosen, after the tokens before it.
+    """(T,) float32 (or float64): entry t is the value of the state in which token t is chosen.
 
-    Zero where `needed_T` is False and at the first token of each sequence.
+    That state is the tokens before it. Zero where `needed_T` is False and at the first token of each sequence.
     """
     positions = needed_positions(cu_seqlens, needed_T, needed_T)
     values_M = torch.nn.functional.linear(hidden_TD[positions - 1].to(weight_1D.dtype), weight_1D, bias).squeeze(1)

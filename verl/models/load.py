@@ -1,5 +1,7 @@
 """Models and tokenizers from a local folder: never from the network, never with code from the folder."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from verl.config import HFModelConfig
 from verl.models.attention import PACKED, use_packed_attention
@@ -59,7 +62,7 @@ def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTra
 def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
     """(configuration, whether to make up the weights) as `model.*` asks for.
 
-    Dropout is off unless `override_config` sets it: the log-probs of an update must be those of the policy that sampled.
+    Dropout is off unless `override_config` sets it: an update must see the log-probs of the policy that sampled.
     """
     override = dict(model.override_config)
     init_random = bool(override.pop("init_random", False))
@@ -153,6 +156,19 @@ def _load(
     return model.eval()
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep the library's bars out of our own output inside the block."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@no_progress_bars()
 def _read_weights(
     auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype, may_lack: tuple[str, ...]
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -169,8 +185,8 @@ def _read_weights(
     wrong += [str(entry) for entry in info.get("mismatched_keys", ())]
     if wrong:
         raise CheckpointError(
-            f"{folder} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape, first "
-            f"{', '.join(wrong[:3])}; config.json and the weights must be of the same model"
+            f"{folder} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape, "
+            f"first {', '.join(wrong[:3])}; config.json and the weights must be of the same model"
         )
     return model, lacking
 

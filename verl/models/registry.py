@@ -62,9 +62,9 @@ def check_head(config: PreTrainedConfig) -> None:
     cap = getattr(config, "final_logit_softcapping", None)
     if cap is not None:
         raise ConfigError(
-            f"model family {config.model_type!r} bounds its logits (final_logit_softcapping={cap}), which the head does "
-            "not do yet; train a family without it, or set model.override_config.final_logit_softcapping=null to train "
-            "the model without the bound"
+            f"model family {config.model_type!r} bounds its logits (final_logit_softcapping={cap}), which the head "
+            "does not do yet; train a family without it, or set model.override_config.final_logit_softcapping=null to "
+            "train the model without the bound"
         )
 
 

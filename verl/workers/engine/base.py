@@ -20,15 +20,37 @@ from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError, PluginError
 from verl.utils.suggest import did_you_mean
 
-# Hooks of engines written for the system this one is compatible with. Nothing here calls them, so a class that overrides
-# one would be ignored without a word: it is refused when it is registered.
+# Hooks of engines written for the system this one is compatible with. Nothing here calls them, so an override would be
+# ignored without a word: the class is refused when it is registered.
 FOREIGN_HOOKS = frozenset(
-    """forward_backward_batch forward_step train_batch infer_batch prepare_model_inputs prepare_model_outputs
-    optimizer_step optimizer_zero_grad get_per_tensor_param get_per_tensor_param_shard get_per_tensor_param_delta_shard
-    prime_delta_snapshots get_data_parallel_size get_data_parallel_rank get_data_parallel_group
-    is_mp_src_rank_with_outputs save_checkpoint load_checkpoint disable_adapter
-    _build_module _build_lora_module _build_fsdp_module _build_optimizer _build_lr_scheduler _build_model_optimizer
-    _init_device_mesh""".split()
+    [
+        "forward_backward_batch",
+        "forward_step",
+        "train_batch",
+        "infer_batch",
+        "prepare_model_inputs",
+        "prepare_model_outputs",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "get_per_tensor_param",
+        "get_per_tensor_param_shard",
+        "get_per_tensor_param_delta_shard",
+        "prime_delta_snapshots",
+        "get_data_parallel_size",
+        "get_data_parallel_rank",
+        "get_data_parallel_group",
+        "is_mp_src_rank_with_outputs",
+        "save_checkpoint",
+        "load_checkpoint",
+        "disable_adapter",
+        "_build_module",
+        "_build_lora_module",
+        "_build_fsdp_module",
+        "_build_optimizer",
+        "_build_lr_scheduler",
+        "_build_model_optimizer",
+        "_init_device_mesh",
+    ]
 )
 
 
@@ -149,7 +171,7 @@ class EngineRegistry:
 
     @classmethod
     def get_engine_cls(cls, model_type: str, backend: str) -> type[BaseEngine]:
-        """The engine for this process's hardware: its vendor's own, else the device's, else NVIDIA's for other CUDAs."""
+        """The engine for this hardware: its vendor's own, else the device's, else NVIDIA's for other CUDA chips."""
         _register_own_engines()
         device, vendor = _device_and_vendor()
         backends = cls._engines.get(model_type)
@@ -198,7 +220,7 @@ def _check_engine_class(engine: type) -> None:
         ignored = sorted(FOREIGN_HOOKS & owner.__dict__.keys())
         if ignored:
             raise PluginError(
-                f"engine {owner.__module__}.{owner.__qualname__} overrides {', '.join(ignored)}, which this version never "
-                "calls: the override would be ignored. Promised to derived engines are the constructor, initialize() "
-                "and self.model; what else it needs to change belongs in forward, forward_backward or optim_step"
+                f"engine {owner.__module__}.{owner.__qualname__} overrides {', '.join(ignored)}, which this "
+                "version never calls: the override would be ignored. Promised to derived engines are the constructor, "
+                "initialize() and self.model; what else it needs to change belongs in forward, forward_backward or optim_step"
             )

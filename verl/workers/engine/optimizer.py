@@ -20,7 +20,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
         module = importlib.import_module(config.optimizer_impl)
     except ImportError as error:
         raise ConfigError(
-            f"optim.optimizer_impl={config.optimizer_impl!r} cannot be imported ({error}); install it or use torch.optim"
+            f"optim.optimizer_impl={config.optimizer_impl!r} cannot be imported ({error}); install it "
+            "or use torch.optim"
         ) from error
     factory = getattr(module, config.optimizer, None)
     if factory is None:

@@ -137,7 +137,8 @@ class TorchEngine(BaseEngine):
         self._set_training(True)
         out = {name: torch.zeros(batch.num_tokens) for name in loss.outputs}
         totals = _Totals()
-        for part in self._micro_batches(batch, (*loss.columns, "loss_weights"), micro):
+        present = tuple(name for name in loss.optional_columns if name in batch)
+        for part in self._micro_batches(batch, (*loss.columns, *present, "loss_weights"), micro):
             loss_sum, columns, token_metrics = self._loss(part, loss, temperature)
             loss_sum.backward()
             totals.add(loss_sum, token_metrics, part)
@@ -182,7 +183,8 @@ class TorchEngine(BaseEngine):
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """(0-d loss attached to the graph, outputs (T,), token metrics (T,)); metrics are 0 outside loss_mask."""
         batch = part.batch
-        columns = {name: batch[name] for name in {*loss.columns, "loss_weights"}}
+        present = {name for name in loss.optional_columns if name in batch}
+        columns = {name: batch[name] for name in {*loss.columns, *present, "loss_weights"}}
         if loss.per_token and not self.has_value_head and self.head_mode != "eager":
             return self._loss_one_pass(part, loss, columns, temperature)
         outputs = self._outputs(part, loss.outputs, temperature)
@@ -230,7 +232,7 @@ class TorchEngine(BaseEngine):
     # --- optimiser ----------------------------------------------------------------------------------------------
 
     def optim_step(self) -> Metrics:
-        """Clips, steps and empties the gradient. A gradient that is not finite changes nothing, is counted and named."""
+        """Clips, steps and empties the gradient; one that is not finite changes nothing, is counted and named."""
         assert self.optimizer is not None and self.optimizer_config is not None, "initialize() a training engine first"
         metrics = Metrics()
         norm = float(clip_gradients(self.weights.trainable, self.optimizer_config.clip_grad))
