@@ -1,0 +1,169 @@
+"""`rollout.name=native`: continuous batching in the trainer's own process, over the actor's own tensors."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.config.rollout import RolloutConfig
+from verl.models.decoder import LeanDecoder
+from verl.models.decoder_weights import why_not_lean
+from verl.utils.errors import ConfigError, WorkerError
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.native_core import CacheLimits, NativeCore
+
+CPU_CACHE_BYTES = 1 << 30
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16, "auto": None,
+}  # fmt: skip
+
+
+class NativeEngine(RolloutEngine):
+    """Many `generate` coroutines awaited together are decoded together, one token each per step.
+
+    `temperature=0` is greedy, with log-probs at temperature 1. A completion ends with the EOS or stop token, or with
+    the token that completed a stop string: token ids are never changed.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: nn.Module,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        first = next(model.parameters())
+        self.device = torch.device(device) if device is not None else first.device
+        self.eos_token_ids = tuple(eos_token_ids) if eos_token_ids is not None else eos_ids(model, tokenizer)
+        self.decoder = LeanDecoder(model, rollout_dtype(config.dtype), self.device)
+        self.limits = cache_limits(config, self.decoder, self.device)
+        decode_text = None if tokenizer is None else tokenizer.decode
+        self.core = NativeCore(self.decoder, self.limits, model.config.vocab_size, decode_text, self.device)
+        self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._asleep = False
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if self._asleep:
+            raise WorkerError(0, "generate", "the native engine is asleep; call wake() first")
+        params = request.sampling
+        eos = () if params.ignore_eos else self.eos_token_ids
+        self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
+        future = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        return await future
+
+    async def _drive(self) -> None:
+        """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
+        await asyncio.sleep(0)  # let every coroutine of this turn submit, so that they start in one prefill
+        try:
+            while self.core.busy:
+                self._settle(self.core.step())
+                await asyncio.sleep(0)
+        except Exception as error:
+            self.core.reset()
+            futures, self._futures = self._futures, {}
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    def _settle(self, states: list) -> None:
+        for state in states:
+            future = self._futures.pop(state.request.request_id)
+            if not future.done():
+                future.set_result(state.result())
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        """`weights` is the trainer's module, read in place (or cast once when `rollout.dtype` differs)."""
+        if not isinstance(weights, nn.Module):
+            raise WorkerError(
+                0, "update_weights",
+                f"the native engine takes the trainer's module, not {type(weights).__name__}; pass the module it samples",
+            )  # fmt: skip
+        self.model = weights
+        if not self._asleep:
+            self.decoder.refresh(weights, version)
+        self.core.version = version
+
+    async def sleep(self) -> None:
+        if self.core.busy:
+            raise WorkerError(
+                0, "sleep", f"{len(self.core.states)} requests are in flight; await or abort() them before sleep()"
+            )
+        self.core.reset()
+        self._asleep = True
+
+    async def wake(self) -> None:
+        if self._asleep:
+            self.decoder.refresh(self.model, self.core.version)
+        self._asleep = False
+
+    async def abort(self, request_id: int | None = None) -> None:
+        self._settle(self.core.abort(request_id))
+
+    def stats(self) -> dict[str, float]:
+        c = self.core.counters.take()
+        slots = max(c["decode_steps"], 1) * self.limits.rows
+        c["occupancy"] = c.pop("row_steps") / slots
+        c["cache_use"] = c.pop("cache_columns") / (slots * self.limits.columns)
+        c["copied_weight_bytes"] = self.decoder.weights.copied_bytes
+        return c
+
+
+def rollout_dtype(name: str) -> torch.dtype | None:
+    """The dtype `rollout.dtype` names; None (auto) is the model's own."""
+    if name not in _DTYPES:
+        raise ConfigError(f"actor_rollout_ref.rollout.dtype={name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every end-of-sequence id that the generation config, the model config or the tokenizer names."""
+    found: list[int] = []
+    sources = (getattr(model, "generation_config", None), model.config, tokenizer)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found += [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    return tuple(dict.fromkeys(int(i) for i in found))
+
+
+def cache_limits(config: RolloutConfig, decoder: LeanDecoder, device: torch.device) -> CacheLimits:
+    """How many rows the memory holds; a sequence that cannot fit is refused with the numbers."""
+    longest = config.max_model_len or config.prompt_length + config.response_length
+    columns = longest + max(64, min(longest // 4, 256))
+    columns = -(-columns // 16) * 16
+    columns += 16 * (columns // 16 % 2 == 0)  # an odd number of cache lines: no stride of a power of two
+    itemsize = decoder.weights.dtype.itemsize
+    per_row = columns * (decoder.shape.bytes_per_token(itemsize) + 12)
+    budget = cache_budget(config, device)
+    rows = min(config.max_num_seqs, budget // per_row)
+    if rows < 1:
+        raise ConfigError(
+            f"one sequence of {longest} tokens needs {per_row / 2**20:.1f} MiB of keys and values "
+            f"({decoder.shape.layers} layers x {decoder.shape.kv_heads} heads x {decoder.shape.head_dim}, {itemsize} bytes), "
+            f"but the cache may hold {budget / 2**20:.1f} MiB; raise actor_rollout_ref.rollout."
+            f"{'kv_cache_bytes' if device.type == 'cpu' or config.kv_cache_bytes else 'gpu_memory_utilization'} "
+            f"or lower max_model_len"
+        )
+    return CacheLimits(rows, longest, columns, config.max_num_batched_tokens)
+
+
+def cache_budget(config: RolloutConfig, device: torch.device) -> int:
+    """Bytes for keys and values: `kv_cache_bytes`, else 1 GiB on a CPU and a share of the device elsewhere."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    free, total = torch.get_device_module(device).mem_get_info()
+    return max(0, min(free, int(config.gpu_memory_utilization * total) - (total - free)))

@@ -1,0 +1,148 @@
+"""Sampling that depends on the request alone: counter-based uniforms and the inverse distribution function.
+
+Shapes: B rows sampled at once, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_BLOCK = 512  # columns summed first when the vocabulary is large
+_TOP = 1024  # candidates looked at before a whole row is sorted for top-p
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: a bijection on 64 bits whose every output bit depends on every input bit."""
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
+    return value ^ (value >> 31)
+
+
+def stream_key(seed: int, request_id: int, sample: int) -> int:
+    """The signed 64-bit key of one completion's random stream."""
+    key = _mix((seed + _GOLDEN) & _MASK64)
+    key = _mix((key + request_id * _GOLDEN + 1) & _MASK64)
+    return _signed(_mix((key + sample * _GOLDEN + 2) & _MASK64))
+
+
+def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+    """(B,) float64 in [0, 1), a function of (key, position) alone.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), used as a counter-based hash.
+    """
+    x = positions_B * _signed(_GOLDEN) + keys_B
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX2)
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    return ((x >> 12) & ((1 << 52) - 1)).to(torch.float64) * 2.0**-52
+
+
+@dataclass(frozen=True)
+class Sharpening:
+    """Per-row settings, (B,) each; None where no row of the batch needs it."""
+
+    temperature_B: Tensor | None = None  # float32; 1 where greedy
+    greedy_B: Tensor | None = None  # bool
+    top_k_B: Tensor | None = None  # int64; V where off
+    top_p_B: Tensor | None = None  # float32; 1 where off
+    forbidden_BK: Tensor | None = None  # int64 token ids that may not be sampled, -1 for none
+
+
+def sample(logits_BV: Tensor, uniforms_B: Tensor, how: Sharpening) -> tuple[Tensor, Tensor]:
+    """Token ids (B,) and their log-probs (B,) float32 nats; `logits_BV` float32 is overwritten.
+
+    Log-probs are of the full softmax at the temperature (at 1 where greedy): the trainer's. top-k, top-p and
+    forbidden tokens only narrow the choice. Tokens whose probability ties with the last one kept are kept too.
+    A row whose logits are not finite gives a log-prob of nan.
+    """
+    if how.temperature_B is not None:
+        logits_BV.div_(how.temperature_B.unsqueeze(1))
+    peak_B1 = logits_BV.amax(-1, keepdim=True)
+    weights_BV = torch.exp(logits_BV - peak_B1)
+    if how.top_k_B is None and how.top_p_B is None and how.forbidden_BK is None:
+        tokens_B, total_B = _inverse_cdf(weights_BV, uniforms_B)
+    else:
+        total_B = weights_BV.sum(-1, dtype=torch.float64)
+        tokens_B, _ = _inverse_cdf(narrowed(weights_BV, how), uniforms_B)
+    if how.greedy_B is not None:
+        allowed = logits_BV if how.forbidden_BK is None else _forbid(logits_BV.clone(), how.forbidden_BK, -torch.inf)
+        tokens_B = torch.where(how.greedy_B, allowed.argmax(-1), tokens_B)
+    picked_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+    return tokens_B, picked_B - peak_B1.squeeze(1) - total_B.log().to(torch.float32)
+
+
+def narrowed(weights_BV: Tensor, how: Sharpening) -> Tensor:
+    """The weights with everything zeroed that forbidden tokens, top-k and then top-p rule out."""
+    if how.forbidden_BK is not None:
+        weights_BV = _forbid(weights_BV.clone(), how.forbidden_BK, 0.0)
+    if how.top_k_B is not None:
+        highest = int(how.top_k_B.where(how.top_k_B < weights_BV.shape[1], 1).max())
+        ranked = weights_BV.topk(highest, dim=-1).values
+        floor = ranked.gather(1, (how.top_k_B.clamp(max=highest) - 1).unsqueeze(1))
+        floor = floor.where(how.top_k_B.unsqueeze(1) < weights_BV.shape[1], 0.0)
+        weights_BV = weights_BV.where(weights_BV >= floor, 0.0)
+    if how.top_p_B is not None:
+        weights_BV = weights_BV.where(weights_BV >= _top_p_floor(weights_BV, how.top_p_B), 0.0)
+    return weights_BV
+
+
+def _top_p_floor(weights_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    """(B, 1) the smallest weight kept: the fewest largest weights that hold `top_p` of the total."""
+    wanted = weights_BV.sum(-1, keepdim=True, dtype=torch.float64) * top_p_B.unsqueeze(1)
+    count = min(_TOP, weights_BV.shape[1])
+    while True:
+        ranked = weights_BV.topk(count, dim=-1).values
+        mass = ranked.cumsum(-1, dtype=torch.float64)
+        if count == weights_BV.shape[1] or bool(((mass[:, -1:] >= wanted) | (top_p_B >= 1).unsqueeze(1)).all()):
+            break
+        count = weights_BV.shape[1]
+    index = (mass < wanted).sum(-1, keepdim=True).clamp(max=count - 1)
+    return ranked.gather(1, index).where(top_p_B.unsqueeze(1) < 1, 0.0)
+
+
+def _forbid(values_BV: Tensor, forbidden_BK: Tensor, filler: float) -> Tensor:
+    """`values_BV` with `filler` at the forbidden tokens (changed in place); -1 forbids nothing."""
+    for column in forbidden_BK.unbind(1):
+        rows = torch.nonzero(column >= 0).squeeze(1)
+        values_BV[rows, column[rows]] = filler
+    return values_BV
+
+
+def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative weight exceeds uniform x total, and the totals (float64).
+
+    Sums are float64, so the choice moves only where two probabilities touch. Large vocabularies search in two levels:
+    the block of columns first, then the column.
+    """
+    size = weights_BV.shape[1]
+    if size <= 4 * _BLOCK:
+        return _search(weights_BV, uniforms_B)
+    padding = -size % _BLOCK
+    if padding:
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, padding))
+    blocks = weights_BV.view(weights_BV.shape[0], -1, _BLOCK)
+    mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = mass[:, -1]
+    target = (uniforms_B * total).unsqueeze(1)
+    block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)].cumsum(-1, dtype=torch.float64)
+    # Rounding may leave the target a hair above the block's own sum: keep it inside.
+    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], torch.zeros_like(target)))
+    column = torch.searchsorted(inside, rest, right=True)
+    return (block * _BLOCK + column).squeeze(1).clamp_(max=size - 1), total
+
+
+def _search(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    mass = weights_BV.cumsum(-1, dtype=torch.float64)
+    total = mass[:, -1]
+    target = (uniforms_B * total).unsqueeze(1)
+    return torch.searchsorted(mass, target, right=True).squeeze(1).clamp_(max=weights_BV.shape[1] - 1), total

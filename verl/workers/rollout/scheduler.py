@@ -1,0 +1,202 @@
+"""Who is decoded next: waiting requests, and the table of running rows."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.sampling import Sharpening, stream_key
+
+_REFILL_SHARE = 16  # refill once 1/16 of the rows is free: one prefill then serves several rows
+
+
+@dataclass
+class RequestState:
+    """A request on its way: samples not yet started, and those done."""
+
+    request: GenerationRequest
+    submitted_version: int
+    stop_ids: tuple[int, ...]
+    started: int = 0
+    running: int = 0
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> int:
+        return self.request.sampling.n - self.started
+
+    @property
+    def done(self) -> bool:
+        return len(self.completions) == self.request.sampling.n
+
+    def finish(self, sample: int, completion: Completion) -> None:
+        self.completions[sample] = completion
+
+    def result(self) -> list[Completion]:
+        return [self.completions[i] for i in range(self.request.sampling.n)]
+
+
+@dataclass
+class Row:
+    """One running completion. Columns are those of the decoder's cache."""
+
+    state: RequestState
+    sample: int
+    first: int  # column of its first generated token
+    first_version: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """One prompt to prefill and the (state, sample) pairs that continue it."""
+
+    prompt: list[int]
+    rows: list[tuple[RequestState, int]]
+
+
+class WaitingQueue:
+    """Requests in order of arrival; a group enters together, one computation per distinct prompt."""
+
+    def __init__(self) -> None:
+        self._states: deque[RequestState] = deque()
+
+    def __len__(self) -> int:
+        return sum(state.waiting for state in self._states)
+
+    def push(self, state: RequestState) -> None:
+        self._states.append(state)
+
+    def remove(self, request_id: int | None) -> list[RequestState]:
+        """Take out what waits, of one request or of all."""
+        gone = [s for s in self._states if request_id is None or s.request.request_id == request_id]
+        self._states = deque(s for s in self._states if s not in gone)
+        return gone
+
+    def longest_prompt(self) -> int:
+        return max((len(s.request.prompt_ids) for s in self._states), default=0)
+
+    def take(self, free: int, running: int, total: int, same_length: bool) -> list[Admission]:
+        """What enters now; nothing while too few rows are free to be worth a prefill."""
+        waiting = len(self)
+        if not waiting or not free or (running and free < waiting and free * _REFILL_SHARE < total):
+            return []
+        groups: dict[tuple[int, ...], Admission] = {}
+        length = len(self._states[0].request.prompt_ids)
+        kept: deque[RequestState] = deque()
+        while self._states and free:
+            state = self._states.popleft()
+            prompt = state.request.prompt_ids
+            if same_length and len(prompt) != length:
+                kept.append(state)
+                continue
+            count = min(free, state.waiting)
+            admission = groups.setdefault(tuple(prompt), Admission(prompt, []))
+            admission.rows.extend((state, state.started + i) for i in range(count))
+            state.started += count
+            free -= count
+            if state.waiting:
+                kept.append(state)
+        self._states = kept + self._states
+        return sorted(groups.values(), key=lambda admission: len(admission.prompt))
+
+
+class RowTable:
+    """What every running row samples with, as tensors over rows; rows 0..count-1 are in use."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device):
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self.device = device
+        self.starts, self.firsts, self.limits, self.earliest, self.keys = ints(5, rows).unbind(0)
+        self.top_k = ints(rows)
+        self.temperature, self.top_p = torch.ones(2, rows, device=device).unbind(0)
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.stop_ids = torch.full((rows, 1), -1, device=device)
+        self.tokens = ints(rows, columns)
+        self.logprobs = torch.zeros(rows, columns, device=device)
+        self.rows: list[Row] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def _columns(self) -> list[Tensor]:
+        return [
+            self.starts, self.firsts, self.limits, self.earliest, self.keys, self.top_k, self.temperature, self.top_p,
+            self.greedy, self.stop_ids, self.tokens, self.logprobs,
+        ]  # fmt: skip
+
+    def grow(self, rows: int) -> None:
+        """Room for `rows` rows, keeping those in use."""
+        wider = RowTable(rows, self.tokens.shape[1], self.device)
+        wider._widen_stops(self.stop_ids.shape[1])
+        for new, old in zip(wider._columns(), self._columns(), strict=True):
+            new[: len(old)] = old
+        wider.rows = self.rows
+        self.__dict__ = wider.__dict__
+
+    def _widen_stops(self, width: int) -> None:
+        extra = width - self.stop_ids.shape[1]
+        if extra > 0:
+            self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, extra), value=-1)
+
+    def append(self, admission: Admission, column: int, version: int, vocab: int) -> None:
+        """New rows whose prompt ends before `column`, where their first token will be."""
+        for state, sample in admission.rows:
+            params, row = state.request.sampling, self.count
+            self.starts[row] = column - len(admission.prompt)
+            self.firsts[row] = column
+            self.limits[row] = column + params.max_tokens - 1
+            self.earliest[row] = column + params.min_tokens
+            self.keys[row] = stream_key(params.seed, state.request.request_id, sample)
+            self.top_k[row] = params.top_k if params.top_k > 0 else vocab
+            self.top_p[row] = params.top_p
+            self.greedy[row] = params.temperature == 0
+            self.temperature[row] = params.temperature or 1.0
+            self._widen_stops(len(state.stop_ids))
+            self.stop_ids[row] = -1
+            if state.stop_ids:
+                self.stop_ids[row, : len(state.stop_ids)] = torch.tensor(state.stop_ids)
+            state.running += 1
+            self.rows.append(Row(state, sample, column, version))
+
+    def compact(self, dead: list[int]) -> tuple[list[int], list[int]]:
+        """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
+        gone, count = set(dead), self.count - len(dead)
+        sources = [row for row in range(count, self.count) if row not in gone]
+        targets = [row for row in dead if row < count]
+        if sources:
+            for tensor in self._columns():
+                tensor[targets] = tensor[sources]
+            for source, target in zip(sources, targets, strict=True):
+                self.rows[target] = self.rows[source]
+        del self.rows[count:]
+        return sources, targets
+
+    def shift(self, low: int, column: int, by: int) -> None:
+        """Columns low..column move by `by`."""
+        count, old, new = self.count, slice(low, column + 1), slice(low + by, column + 1 + by)
+        for tensor in (self.starts, self.firsts, self.limits, self.earliest):
+            tensor[:count] += by
+        for tensor in (self.tokens, self.logprobs):
+            tensor[:count, new] = tensor[:count, old].clone()
+        for row in self.rows:
+            row.first += by
+
+    def sharpening(self, rows: slice, column: int, vocab: int) -> Sharpening:
+        """Sampling settings of `rows` for the token in `column`; None for what no row needs."""
+        params = [row.state.request.sampling for row in self.rows[rows]]
+        held_back = any(p.min_tokens > column - row.first for p, row in zip(params, self.rows[rows], strict=True))
+        forbidden = None
+        if held_back:
+            forbidden = torch.where((column < self.earliest[rows]).unsqueeze(1), self.stop_ids[rows], -1)
+        return Sharpening(
+            temperature_B=self.temperature[rows] if any(p.temperature not in (0, 1) for p in params) else None,
+            greedy_B=self.greedy[rows] if any(p.temperature == 0 for p in params) else None,
+            top_k_B=self.top_k[rows] if any(0 < p.top_k < vocab for p in params) else None,
+            top_p_B=self.top_p[rows] if any(p.top_p < 1 for p in params) else None,
+            forbidden_BK=forbidden,
+        )
