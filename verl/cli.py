@@ -1,0 +1,55 @@
+"""The `verl` command: each verb calls the function of its module, which is imported only then."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from verl import __version__
+from verl.utils.errors import VerlError
+from verl.utils.suggest import did_you_mean
+
+VERBS: dict[str, tuple[str, str]] = {
+    "quickstart": ("verl.trainer.quickstart:main", "make a small model and task, train it, show before and after"),
+    "train": ("verl.trainer.main_ppo:main", "reinforcement learning: PPO, GRPO and relatives"),
+    "sft": ("verl.trainer.sft_trainer:main", "supervised fine-tuning"),
+    "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
+    "doctor": ("verl.trainer.doctor:main", "what this machine can and cannot do"),
+    "certify": ("verl.trainer.certify:main", "check that gradients do not depend on how a batch is split"),
+}
+
+
+def usage() -> str:
+    """The text of `verl --help`."""
+    verbs = "\n".join(f"  {verb:<12}{text}" for verb, (_, text) in VERBS.items())
+    return f"verl {__version__}\n\nusage: verl VERB [arguments]\n\n{verbs}\n\n`verl VERB --help` tells more about one."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; its exit code. 2 is a mistake the message explains."""
+    verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if verb in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if verb not in VERBS:
+        print(f"error: unknown verb {verb!r}; {did_you_mean(verb, VERBS)}", file=sys.stderr)
+        return 2
+    module_name, _, function = VERBS[verb][0].partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        print(f"error: `verl {verb}` is not part of this version yet", file=sys.stderr)
+        return 2
+    try:
+        return int(getattr(module, function)(rest) or 0)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

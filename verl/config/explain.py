@@ -1,0 +1,205 @@
+"""`verl config explain KEY` and `verl config print`, and the reference page in docs/, all from the schema itself."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.config import foreign, schema
+from verl.config.load import load_config, parse_command_line
+from verl.config.run import RunConfig
+from verl.config.sft import SFTConfig
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
+
+PAGE = Path("docs/reference/config.md")
+ROOTS = {"main_ppo": RunConfig, "sft_trainer": SFTConfig}
+USAGE = """verl config explain KEY [KEY ...]        what a key means, its type, default and origin of the default
+verl config print [key=value ...]        the resolved configuration, with the origin of every value
+    --config-name sft_trainer            the configuration of supervised fine-tuning
+    --changed                            only what differs from the defaults
+verl config markdown                     the text of docs/reference/config.md"""
+
+DIFFERENT_DEFAULTS = (
+    ("trainer.device", "cuda", "auto", "the platform is detected; a laptop has no cuda"),
+    ("trainer.n_gpus_per_node", "8", "null (those found)", "a laptop has one device"),
+    ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
+    ("actor_rollout_ref.rollout.name", "required", "native", "nothing to install"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size", "2", "1", "one device"),
+    ("actor_rollout_ref.model.path", "~/models/deepseek-llm-7b-chat", "required", "no model is there by chance"),
+    ("critic.model.path", "~/models/deepseek-llm-7b-chat", "the actor's", "a value head grows on the same model"),
+    ("*.strategy", "fsdp", "fsdp2", "fsdp is the original FSDP; critic.strategy follows the actor's"),
+    ("*.checkpoint.save_contents", "without hf_model", "with hf_model", "the result loads in transformers"),
+    ("*.use_dynamic_bsz", "false", "true where no micro-batch size is set", "a run starts without one"),
+    ("*.ppo_mini_batch_size", "256", "256, or data.train_batch_size when smaller", "a small batch needs one key"),
+    ("*.clip_ratio_low, *.clip_ratio_high", "0.2", "clip_ratio", "clip_ratio then has an effect"),
+    (
+        "critic.forward_max_token_len_per_gpu",
+        "read nowhere",
+        "used without gradient",
+        "the guides tell users to set it",
+    ),
+    ("data.enable_thinking_default (sft)", "none", "null", "no value is passed to the template"),
+)
+"""(key, the reference's default, ours, why); the table of the reference page."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`verl config ...`; the exit code."""
+    verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    verbs = {"explain": explain, "print": print_config, "markdown": print_markdown}
+    if verb in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    try:
+        if verb not in verbs:
+            raise ConfigError(f"unknown command 'verl config {verb}'; {did_you_mean(verb, verbs)}")
+        return verbs[verb](rest)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def explain(arguments: Sequence[str]) -> int:
+    """Print what is known about each key; 2 when one is unknown."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    for path in arguments:
+        roots = [root for root in ROOTS.values() if foreign.classify(path, root).kind != "unknown"]
+        if not roots:
+            raise ConfigError(foreign.unknown_key_message(path, RunConfig))
+        print("\n".join(describe(path, roots[0])))
+    return 0
+
+
+def describe(path: str, root: type) -> list[str]:
+    """Lines about one key or section."""
+    kind = foreign.classify(path, root)
+    if kind.kind == "alias":
+        share = ", divided by the number of data-parallel ranks" if kind.per_device else ""
+        return [f"{path}: alias of {kind.target}{share}", *describe(kind.target, root)]
+    if kind.kind == "inert":
+        return [f"{path}: inert (accepted, does nothing): {kind.reason}"]
+    if kind.kind == "refused":
+        text = foreign.later_message("it", kind.reason) if kind.later else kind.reason
+        return [f"{path}: refused: {text}"]
+    key = schema.owner(path, root)
+    if key is None:
+        inside = [known for known in schema.keys(root) if known.startswith(path + ".")]
+        return [f"{path}: section", *(f"  {known}" for known in inside)]
+    lines = [f"{path}: {key.doc}", f"  type      {schema.type_name(key.type)}", f"  default   {default_text(key)}"]
+    if key.allowed():
+        lines.append(f"  allowed   {key.allowed()}")
+    lines += [f"  old name  {old}" for old in aliases_of(key.path, root)]
+    for value, feature in foreign.table(root).later.get(key.path, {}).items():
+        lines.append(f"  later     {value}: {feature}")
+    return lines
+
+
+def default_text(key: schema.Key) -> str:
+    """The default as users read it, with the key it follows."""
+    if key.path.endswith("model.path") and not key.follows:
+        return "required"
+    return f"that of {key.follows}" if key.follows else show(key.default)
+
+
+def show(value: Any) -> str:
+    """A value as it would be typed in an override."""
+    if isinstance(value, list):
+        return "[" + ",".join(show(inner) for inner in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{show(inner)}" for name, inner in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
+def aliases_of(path: str, root: type) -> list[str]:
+    """Old spellings of a key."""
+    return [old for old, kind in foreign.table(root).exact.items() if kind.kind == "alias" and kind.target == path]
+
+
+def print_config(arguments: Sequence[str]) -> int:
+    """Print every key, its value and where it comes from."""
+    only_changed = "--changed" in arguments
+    given = parse_command_line([a for a in arguments if a != "--changed"], "ppo_trainer", USAGE)
+    config = load_config(given.overrides, given.config_name, given.config_dir)
+    for path in schema.keys(type(config)):
+        origin = config._origins[path]
+        if not (only_changed and (origin == "default" or origin.startswith("follows "))):
+            print(f"{path}={show(value_at(config, path))}  # {origin}")
+    return 0
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a dotted key."""
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def print_markdown(arguments: Sequence[str] = ()) -> int:
+    """Print the reference page."""
+    print(markdown(), end="")
+    return 0
+
+
+def markdown() -> str:
+    """The text of docs/reference/config.md."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated by `verl config markdown > docs/reference/config.md`; do not edit. `verl config explain KEY` prints",
+        "one key, `verl config print key=value ...` the resolved values with their origins.",
+        "",
+        "A key is read (tables below), an alias, inert or refused (lists at the end). Any other key is an error.",
+        "",
+        "## Defaults that differ from the reference",
+        "",
+        "| key | reference | here | why |",
+        "|---|---|---|---|",
+        *(f"| `{key}` | {theirs} | {ours} | {why} |" for key, theirs, ours, why in DIFFERENT_DEFAULTS),
+    ]
+    for command, root in ROOTS.items():
+        lines += ["", f"## Keys of `python3 -m verl.trainer.{command}`"]
+        for path, cls in schema.sections(root).items():
+            lines += _section_lines(path, cls, root)
+        lines += ["", f"## Other keys of `{command}`", "", *_foreign_lines(root)]
+    return "\n".join(lines) + "\n"
+
+
+def _section_lines(path: str, cls: type, root: type) -> list[str]:
+    keys = [key for key in schema.keys(root).values() if key.path.rpartition(".")[0] == path]
+    if not keys:
+        return []
+    doc = (cls.__doc__ or "").strip()
+    lines = ["", f"### {path or 'root'}", "", doc, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    for key in keys:
+        default = default_text(key).replace("|", "\\|")
+        limits = f" Allowed: {key.allowed()}." if key.allowed() else ""
+        name = key.path.rpartition(".")[2]
+        lines.append(f"| `{name}` | {schema.type_name(key.type)} | `{default}` | {key.doc}{limits} |")
+    return lines
+
+
+def _foreign_lines(root: type) -> list[str]:
+    table = foreign.table(root)
+    every = [*table.exact.items(), *table.patterns]
+    lines = ["| old spelling | key |", "|---|---|"]
+    for path, kind in every:
+        if kind.kind == "alias":
+            lines.append(f"| `{path}` | `{kind.target}`{' / ranks' if kind.per_device else ''} |")
+    lines += ["", "| key without effect | why |", "|---|---|"]
+    lines += [f"| `{path}` | {kind.reason} |" for path, kind in every if kind.kind == "inert"]
+    lines += ["", "| refused | keys |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
+    for path, kind in every:
+        if kind.kind == "refused":
+            reason = f"{kind.reason} (still to come)" if kind.later else kind.reason
+            groups.setdefault(reason, []).append(f"`{path}`")
+    return [*lines, *(f"| {reason} | {', '.join(paths)} |" for reason, paths in groups.items())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
