@@ -1,5 +1,6 @@
 """Prompts of a run: rows of data files, checked, tokenised and at most `data.max_prompt_length` tokens long."""
 
+import copy
 import hashlib
 import json
 import sys
@@ -98,6 +99,12 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def shuffled(self, seed: int | None) -> "PromptDataset":
+        """The same prompts in another order, which follows from the seed."""
+        out = copy.copy(self)
+        out._kept = self._kept[np.argsort(_random_keys(seed, "prompt shuffle", len(self)), kind="stable")]
+        return out
 
     def __getitem__(self, position: int) -> PromptRow:
         return self.rows([position])[0]
@@ -254,8 +261,11 @@ def _select(num_rows: int, max_samples: int, config: DataConfig) -> np.ndarray:
         )
     if not config.shuffle:
         return np.arange(max_samples)
-    keys = np.random.PCG64(derive_seed(1 if config.seed is None else config.seed, "row selection")).random_raw(num_rows)
-    return np.sort(np.argsort(keys, kind="stable")[:max_samples])
+    return np.sort(np.argsort(_random_keys(config.seed, "row selection", num_rows), kind="stable")[:max_samples])
+
+
+def _random_keys(seed: int | None, name: str, count: int) -> np.ndarray:
+    return np.random.PCG64(derive_seed(1 if seed is None else seed, name)).random_raw(count)
 
 
 def _with_progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
@@ -306,8 +316,11 @@ def train_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def validation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """The prompts of data.val_files."""
-    return load_prompts(config.val_files, config, tokenizer, config.val_max_samples)
+    """The prompts of data.val_files, in file order unless data.validation_shuffle."""
+    if config.val_files is None:
+        raise ConfigError("data.val_files=null: there is nothing to validate on; set it, or trainer.test_freq=-1")
+    prompts = load_prompts(config.val_files, config, tokenizer, config.val_max_samples)
+    return prompts.shuffled(config.seed) if config.validation_shuffle else prompts
 
 
 def load_prompts(
