@@ -181,11 +181,19 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
 
     def result():
         out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, with_entropy=True)
-        return out["logprobs"], out["entropy"], *gradients_of((out["logprobs"] * out["entropy"]).sum(), hidden, weight)
+        two = gradients_of(weighted(out, loss_columns)[0][needed].sum(), hidden, weight)
+        loss, outputs, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, weighted, loss_columns, 0.7, True
+        )
+        return *out.values(), *two, *outputs.values(), *gradients_of(loss, hidden, weight)
 
+    loss_columns = columns_for(len(tokens))
     whole = result()
-    blocks = Blocks(rows=4, columns=columns, scratch_columns=min(columns, 3))
+    blocks = Blocks(rows=4, columns=columns)
     monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: blocks)
+    monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_: blocks)
+    monkeypatch.setattr("verl.models.head_blocks.PART_COLUMNS", 3)
+    monkeypatch.setattr("verl.models.head_blocks.PART_ELEMENTS", 6)
     for got, want in zip(result(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 

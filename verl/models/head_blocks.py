@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PART_ELEMENTS = 1 << 18  # elementwise work goes over pieces of a block that stay in a core's cache
+PART_COLUMNS = 8192
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -18,7 +21,6 @@ class Blocks:
 
     rows: int
     columns: int
-    scratch_columns: int
 
     def row_slices(self, num_rows: int) -> Iterator[slice]:
         """At least one slice, an empty one for no rows, so that a per-token loss can always name its metrics."""
@@ -32,6 +34,14 @@ def _slices(length: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
+def _parts(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) pieces of a block, all columns of some rows before the next rows."""
+    width = min(num_columns, PART_COLUMNS)
+    for rows in _slices(num_rows, max(1, PART_ELEMENTS // width)):
+        for columns in _slices(num_columns, width):
+            yield rows, columns
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What a sweep over the vocabulary leaves per row: (R,) each, in nats; entropy None unless asked for."""
@@ -43,7 +53,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of rows: scaled hidden states (R, D), the token each one predicts (R,), and 1 / temperature or None."""
+    """A block of rows: scaled hidden states (R, D), the token each predicts (R,), 1 / temperature (R, 1) or None."""
 
     scaled_RD: Tensor
     targets: Tensor
@@ -78,46 +88,44 @@ class Gradients:
 
 
 class Head:
-    """logits = (hidden @ weight.T + bias) / temperature, of which one block exists at a time.
+    """logits = (hidden @ weight.T + bias) / temperature, of which one block exists at a time, in the weight's dtype.
 
-    Statistics are float32 (float64 for float64 inputs) whatever the dtype of the matmul. The temperature
-    divides the hidden states in full precision; below it the logits, since a scaled row would be rounded twice.
+    Statistics are float32 (float64 for float64 inputs) whatever the dtype of the matmul. The temperature divides the
+    hidden states in full precision; below it the logits, since a scaled row would be rounded twice.
     """
 
-    def __init__(
-        self,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias: Tensor | None,
-        blocks: Blocks,
-    ):
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, blocks: Blocks):
         self.hidden, self.weight, self.bias, self.blocks = hidden_TD, weight_VD, bias, blocks
         self.vocab_size = weight_VD.shape[0]
         self.dtype = statistics_dtype(weight_VD)
         self.low_precision = self.dtype != weight_VD.dtype
+        self.smallest_exponent = -700.0 if self.dtype == torch.float64 else -80.0  # below, exp is subnormal and slow
         self._buffers: dict[str, Tensor] = {}
         self._kept: tuple[Rows, Tensor] | None = None  # rows whose logits are all in the buffer
 
     def rows(self, source: Tensor, targets: Tensor, temperature: Tensor | None) -> Rows:
         """The hidden states at `source`, ready for the matmul."""
         scaled = self.hidden.index_select(0, source)
-        inverse = None if temperature is None else temperature.to(self.dtype).reciprocal()
+        inverse = None if temperature is None else temperature.to(self.dtype).reciprocal().unsqueeze(1)
         if inverse is not None and not self.low_precision:
-            scaled.mul_(inverse.unsqueeze(1))
+            scaled.mul_(inverse)
         return Rows(scaled, targets, inverse, source)
 
     def statistics(self, rows: Rows, with_entropy: bool) -> Statistics:
         """One sweep: running maximum m, sum of e^(x-m), and for the entropy sum of (x-m) e^(x-m)."""
-        state = _RunningStatistics(len(rows.targets), self.dtype, self.hidden.device, with_entropy)
+        running = _RunningStatistics(len(rows.targets), self.dtype, self.hidden.device, with_entropy)
         for columns in self.blocks.column_slices(self.vocab_size):
             logits = self._logits(rows, columns)
             index, inside = rows.targets_within(columns)
-            state.target_logits = torch.where(inside, logits.gather(1, index), state.target_logits)
-            for part in _slices(logits.shape[1], self.blocks.scratch_columns):
-                x = logits[:, part]
-                state.add(x, self._buffer("scratch", x.shape[0], x.shape[1], self.dtype))
+            target_logits = logits.gather(1, index).to(self.dtype)
+            if self.low_precision and rows.inverse_temperature is not None:
+                target_logits.mul_(rows.inverse_temperature)
+            running.target_logits = torch.where(inside, target_logits, running.target_logits)
+            for part_rows, part_columns in _parts(*logits.shape):
+                x = self._in_full_precision(logits[part_rows, part_columns], rows, part_rows)
+                running.add(part_rows, x, self._buffer("scratch", *x.shape, self.dtype), self.smallest_exponent)
             self._kept = (rows, logits) if logits.shape[1] == self.vocab_size else None
-        return state.finish()
+        return running.finish()
 
     def add_gradients(
         self,
@@ -127,84 +135,75 @@ class Head:
         grad_entropy: Tensor | None,
         out: Gradients,
     ) -> None:
-        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,); logits are overwritten.
+        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,).
 
-        Computes the logits again unless `statistics` of the same rows just left all of them in the buffer.
+        Computes the logits again unless `statistics` of the same rows has just left all of them in the buffer.
         """
         kept, self._kept = self._kept, None
         grad_rows = torch.zeros_like(rows.scaled_RD, dtype=self.dtype) if out.hidden is not None else None
+        slopes = _Slopes.of(stats, grad_logprobs, grad_entropy)
         for columns in self.blocks.column_slices(self.vocab_size):
             logits = kept[1] if kept is not None and kept[0] is rows else self._logits(rows, columns)
-            self._logits_to_gradient(logits, rows, columns, stats, grad_logprobs, grad_entropy)
+            self._logits_to_gradient(logits, rows, columns, slopes)
             self._accumulate(logits, rows, columns, grad_rows, out)
         out.empty = False
         if grad_rows is not None:
             if rows.inverse_temperature is not None and not self.low_precision:
-                grad_rows.mul_(rows.inverse_temperature.unsqueeze(1))
+                grad_rows.mul_(rows.inverse_temperature)
             out.hidden.index_copy_(0, rows.source, grad_rows.to(out.hidden.dtype))
 
     def _logits(self, rows: Rows, columns: slice) -> Tensor:
-        num_rows, num_columns = len(rows.targets), columns.stop - columns.start
-        logits = self._buffer("logits", num_rows, num_columns, self.dtype)
-        product = self._buffer("product", num_rows, num_columns, self.weight.dtype) if self.low_precision else logits
-        torch.mm(rows.scaled_RD, self.weight[columns].T, out=product)
-        if self.low_precision:
-            logits.copy_(product)
+        """(R, C) in the weight's dtype, not yet divided by the temperature when that is a narrow one."""
+        logits = self._buffer("logits", len(rows.targets), columns.stop - columns.start, self.weight.dtype)
+        torch.mm(rows.scaled_RD, self.weight[columns].T, out=logits)
         if self.bias is not None:
-            bias = self.bias[columns].to(self.dtype)
-            scale = None if self.low_precision else rows.inverse_temperature
-            logits.add_(bias if scale is None else torch.outer(scale, bias))
-        if self.low_precision and rows.inverse_temperature is not None:
-            logits.mul_(rows.inverse_temperature.unsqueeze(1))
+            bias = self.bias[columns].to(logits.dtype)
+            scaled = self.low_precision or rows.inverse_temperature is None
+            logits.add_(bias if scaled else rows.inverse_temperature * bias)
         return logits
 
-    def _logits_to_gradient(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        columns: slice,
-        stats: Statistics,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-    ) -> None:
-        """In place: x -> d loss / d x = a (onehot - p) - b p (log p + H); a, b: gradients of logprob and entropy."""
-        for part in _slices(logits.shape[1], self.blocks.scratch_columns):
-            x = logits[:, part].sub_(stats.logsumexp.unsqueeze(1))
-            if grad_entropy is None:
-                x.exp_().mul_(grad_logprobs.neg().unsqueeze(1))
-                continue
-            p = torch.exp(x, out=self._buffer("scratch", x.shape[0], x.shape[1], self.dtype))
-            constant = grad_entropy * stats.entropy
-            if grad_logprobs is not None:
-                constant = constant + grad_logprobs
-            x.mul_(grad_entropy.unsqueeze(1)).add_(constant.unsqueeze(1)).neg_().mul_(p)
-        if grad_logprobs is not None:
-            index, inside = rows.targets_within(columns)
-            logits.scatter_add_(1, index, torch.where(inside, grad_logprobs.unsqueeze(1), 0))
+    def _in_full_precision(self, logits: Tensor, rows: Rows, part_rows: slice) -> Tensor:
+        if not self.low_precision:
+            return logits
+        x = self._buffer("full", *logits.shape, self.dtype).copy_(logits)
+        return x if rows.inverse_temperature is None else x.mul_(rows.inverse_temperature[part_rows])
 
-    def _accumulate(self, grad_logits: Tensor, rows: Rows, columns: slice, grad_rows: Tensor | None, out: Gradients):
-        if self.low_precision and rows.inverse_temperature is not None:
-            grad_logits.mul_(rows.inverse_temperature.unsqueeze(1))
-        if out.bias is not None:
-            scale = None if self.low_precision else rows.inverse_temperature
-            per_column = grad_logits.sum(0) if scale is None else grad_logits.T @ scale
-            out.bias[columns] += per_column
-        if self.low_precision:
-            product = self._buffer("product", *grad_logits.shape, self.weight.dtype)
-            grad_logits = product.copy_(grad_logits)
-        if grad_rows is not None:
-            if self.low_precision:
-                grad_rows.add_(grad_logits @ self.weight[columns])
+    def _logits_to_gradient(self, logits: Tensor, rows: Rows, columns: slice, slopes: "_Slopes") -> None:
+        """In place: x -> d loss / d x = a (onehot - p) - b p (log p + H); a, b: gradients of logprob and entropy."""
+        for part_rows, part_columns in _parts(*logits.shape):
+            piece = logits[part_rows, part_columns]
+            x = self._in_full_precision(piece, rows, part_rows)
+            x.sub_(slopes.logsumexp[part_rows]).clamp_(min=self.smallest_exponent)
+            if slopes.linear is None:
+                x.exp_().mul_(slopes.constant[part_rows])
             else:
-                grad_rows.addmm_(grad_logits, self.weight[columns])
+                p = torch.exp(x, out=self._buffer("scratch", *x.shape, self.dtype))
+                x.mul_(slopes.linear[part_rows]).add_(slopes.constant[part_rows]).mul_(p)
+            if self.low_precision and rows.inverse_temperature is not None:
+                x.mul_(rows.inverse_temperature[part_rows])
+            if self.low_precision:
+                piece.copy_(x)
+        if slopes.target is not None:
+            index, inside = rows.targets_within(columns)
+            target = slopes.target
+            if self.low_precision and rows.inverse_temperature is not None:
+                target = target * rows.inverse_temperature
+            logits.scatter_add_(1, index, torch.where(inside, target, 0).to(logits.dtype))
+
+    def _accumulate(
+        self, grad_logits: Tensor, rows: Rows, columns: slice, grad_rows: Tensor | None, out: Gradients
+    ) -> None:
+        if out.bias is not None:
+            scaled = self.low_precision or rows.inverse_temperature is None
+            per_column = grad_logits if scaled else grad_logits * rows.inverse_temperature
+            out.bias[columns] += per_column.sum(0, dtype=self.dtype)
+        if grad_rows is not None and self.low_precision:
+            grad_rows.add_(grad_logits @ self.weight[columns])
+        elif grad_rows is not None:
+            grad_rows.addmm_(grad_logits, self.weight[columns])
         if out.weight is not None:
-            torch.addmm(
-                out.weight[columns],
-                grad_logits.T,
-                rows.scaled_RD,
-                beta=0 if out.empty else 1,
-                out=out.weight[columns],
-            )
+            into = out.weight[columns]
+            torch.addmm(into, grad_logits.T, rows.scaled_RD, beta=0 if out.empty else 1, out=into)
 
     def _buffer(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
         """A (num_rows, num_columns) tensor without content that reuses the memory of the last one of this name."""
@@ -222,29 +221,52 @@ class Head:
         )
 
 
+@dataclass(frozen=True)
+class _Slopes:
+    """What turns a logit into its gradient: p (constant + linear log p), plus `target` at the target; (R, 1) each."""
+
+    logsumexp: Tensor
+    constant: Tensor
+    linear: Tensor | None
+    target: Tensor | None
+
+    @classmethod
+    def of(cls, stats: Statistics, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> "_Slopes":
+        constant = torch.zeros_like(stats.logsumexp) if grad_logprobs is None else -grad_logprobs
+        if grad_entropy is not None:
+            constant = constant - grad_entropy * stats.entropy
+        return cls(
+            stats.logsumexp.unsqueeze(1),
+            constant.unsqueeze(1),
+            None if grad_entropy is None else -grad_entropy.unsqueeze(1),
+            None if grad_logprobs is None else grad_logprobs.unsqueeze(1),
+        )
+
+
 class _RunningStatistics:
-    """Online log-sum-exp and entropy over blocks of columns, (R, 1) each while running."""
+    """Online log-sum-exp and entropy over pieces of the logits, (R, 1) each while running."""
 
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device, with_entropy: bool):
-        self.maximum = torch.full((num_rows, 1), float("-inf"), dtype=dtype, device=device)
+        self.maximum = torch.full((num_rows, 1), torch.finfo(dtype).min, dtype=dtype, device=device)
         self.total = torch.zeros(num_rows, 1, dtype=dtype, device=device)
         self.weighted = torch.zeros_like(self.total) if with_entropy else None
         self.target_logits = torch.zeros_like(self.total)
 
-    def add(self, x: Tensor, scratch: Tensor) -> None:
-        """Take in the logits x (R, C); scratch of the same shape is overwritten."""
-        maximum = torch.maximum(self.maximum, x.amax(1, keepdim=True))
-        shift = self.maximum - maximum
+    def add(self, part_rows: slice, x: Tensor, scratch: Tensor, smallest_exponent: float) -> None:
+        """Take in the logits x of some rows; scratch of the same shape is overwritten."""
+        old, total = self.maximum[part_rows], self.total[part_rows]
+        maximum = torch.maximum(old, x.amax(1, keepdim=True))
+        shift = (old - maximum).clamp_(min=10 * smallest_exponent)  # finite, and e^shift is 0 there
         rescale = shift.exp()
-        torch.sub(x, maximum, out=scratch)
+        torch.sub(x, maximum, out=scratch).clamp_(min=smallest_exponent)
         if self.weighted is None:
-            self.total = self.total * rescale + scratch.exp_().sum(1, keepdim=True)
+            sums = scratch.exp_().sum(1, keepdim=True)
         else:
-            exponentials = scratch.exp()
-            shift = torch.where(self.total > 0, shift, 0)  # -inf before the first block
-            self.weighted = (self.weighted + shift * self.total) * rescale + scratch.mul_(exponentials).sum(1, True)
-            self.total = self.total * rescale + exponentials.sum(1, keepdim=True)
-        self.maximum = maximum
+            weighted, exponentials = self.weighted[part_rows], scratch.exp()
+            sums = exponentials.sum(1, keepdim=True)
+            weighted.add_(shift * total).mul_(rescale).add_(scratch.mul_(exponentials).sum(1, keepdim=True))
+        total.mul_(rescale).add_(sums)
+        old.copy_(maximum)
 
     def finish(self) -> Statistics:
         log_total = self.total.log()

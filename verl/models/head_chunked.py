@@ -12,26 +12,41 @@ from torch.autograd.function import once_differentiable
 
 from verl.models.head_blocks import Blocks, Head, Statistics, statistics_dtype
 
-BLOCK_BYTES = 4 << 20
-ROWS = 1024
-ONE_PASS_BYTES = 14 << 20
-
 # (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None where the loss does not depend on it
 LossOfRows = Callable[[slice, Statistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-def narrow_blocks(weight_VD: Tensor, num_rows: int, rows: int | None) -> Blocks:
-    """Many rows by few columns: full matmul rate, logits forgotten."""
-    rows = max(1, min(rows or ROWS, num_rows))
-    columns = max(1, min(weight_VD.shape[0], BLOCK_BYTES // (rows * statistics_dtype(weight_VD).itemsize)))
-    return Blocks(rows, columns, columns)
+BLOCK_BYTES = 4 << 20  # logits of one block, and hidden states of its rows
+MAX_ROWS = 1024  # more do not raise the matmul rate
+MIN_ROWS_KEPT = 256  # fewer would stream the weight and its gradient through memory too often
 
 
-def wide_blocks(weight_VD: Tensor, num_rows: int, rows: int | None) -> Blocks:
-    """Few rows by the whole vocabulary: logits kept until their gradient is known."""
-    vocab_size, size = weight_VD.shape[0], statistics_dtype(weight_VD).itemsize
-    rows = max(1, min(rows or ONE_PASS_BYTES // (vocab_size * size), num_rows))
-    return Blocks(rows, vocab_size, min(vocab_size, max(1, (1 << 20) // (rows * size))))
+def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) -> Blocks:
+    """Many rows by few columns: full matmul rate in a few megabytes, logits forgotten after the sweep."""
+    vocab_size, hidden_size = weight_VD.shape
+    size = statistics_dtype(weight_VD).itemsize
+    most = chunk_size or min(MAX_ROWS, max(64, BLOCK_BYTES // (hidden_size * size)))
+    rows = _even(num_rows, most)
+    return Blocks(rows, min(vocab_size, max(64, BLOCK_BYTES // (rows * size) // 64 * 64)))
+
+
+def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) -> Blocks:
+    """Whole rows of logits, kept until their gradient is known, where `chunk_size` asks or enough of them fit.
+
+    Otherwise narrow ones: at a vocabulary of 152k only 27 float32 rows fit into 16 MB, and with so few the three
+    matmuls left are bound by memory and take longer than four at their full rate.
+    """
+    vocab_size = weight_VD.shape[0]
+    fit = BLOCK_BYTES // (vocab_size * weight_VD.dtype.itemsize)
+    if chunk_size is None and fit < min(MIN_ROWS_KEPT, num_rows):
+        return narrow_blocks(weight_VD, num_rows, None)
+    return Blocks(_even(num_rows, chunk_size or min(fit, MAX_ROWS)), vocab_size)
+
+
+def _even(num_rows: int, most: int) -> int:
+    """Rows per block so that blocks of at most `most` rows are about equal."""
+    num_blocks = max(1, -(-num_rows // max(1, most)))
+    return max(1, -(-num_rows // num_blocks))
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -97,7 +112,7 @@ class OnePassHead(torch.autograd.Function):
         with_entropy: bool,
         loss_of_rows: LossOfRows,
     ) -> Tensor:
-        head = Head(hidden_TD, weight_VD, bias, wide_blocks(weight_VD, len(targets), chunk_size))
+        head = Head(hidden_TD, weight_VD, bias, one_pass_blocks(weight_VD, len(targets), chunk_size))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
