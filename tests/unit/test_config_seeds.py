@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+
 from verl.config import load_config
 
 SGLANG = r"""

@@ -9,7 +9,7 @@ from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
 
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
-_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "fp64", "float64", "auto")
+_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half", "fp64", "float64", "auto")
 
 
 def check(config: Any) -> None:

@@ -26,10 +26,10 @@ DIFFERENT_DEFAULTS = (
     ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
     ("actor_rollout_ref.rollout.name", "required", "native", "nothing to install"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size", "2", "1", "one device"),
-    ("actor_rollout_ref.model.path", "~/models/deepseek-llm-7b-chat", "required", "no model is there by chance"),
-    ("critic.model.path", "~/models/deepseek-llm-7b-chat", "the actor's", "a value head grows on the same model"),
+    ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "no model is there by chance"),
+    ("*fsdp_config.dtype, *fsdp.dtype, engine.dtype, *rollout.dtype", "bfloat16", "auto", "exact on a CPU"),
     ("*.strategy", "fsdp", "fsdp2", "fsdp is the original FSDP; critic.strategy follows the actor's"),
-    ("*.checkpoint.save_contents", "without hf_model", "with hf_model", "the result loads in transformers"),
+    ("*checkpoint.save_contents", "without hf_model", "with hf_model", "the result loads in transformers"),
     ("*.use_dynamic_bsz", "false", "true where no micro-batch size is set", "a run starts without one"),
     ("*.ppo_mini_batch_size", "256", "256, or data.train_batch_size when smaller", "a small batch needs one key"),
     ("*.clip_ratio_low, *.clip_ratio_high", "0.2", "clip_ratio", "clip_ratio then has an effect"),
@@ -39,7 +39,7 @@ DIFFERENT_DEFAULTS = (
         "used without gradient",
         "the guides tell users to set it",
     ),
-    ("data.enable_thinking_default (sft)", "none", "null", "no value is passed to the template"),
+    ("data.enable_thinking_default", "none", "null", "no value is passed to the template"),
 )
 """(key, the reference's default, ours, why); the table of the reference page."""
 

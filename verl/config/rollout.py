@@ -93,7 +93,7 @@ class RolloutConfig(Section):
     max_model_len: int | None = key(
         None, "Longest prompt + answer in tokens; null is prompt_length + response_length.", least=1
     )
-    dtype: str = key("bfloat16", "Type the rollout computes in.")
+    dtype: str = key("auto", "Type the rollout computes in; auto is the type the actor computes in.")
     gpu_memory_utilization: float = key(
         0.5, "Share of device memory for weights and cache, in (0, 1].", above=0, most=1
     )

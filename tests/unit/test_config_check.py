@@ -1,0 +1,101 @@
+"""Combinations that cannot work are refused with the numbers; what is to come is refused by name."""
+
+import pytest
+
+from verl.config import ConfigError, RunConfig, load_config
+from verl.config.check import check_supported
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16"], ["8", "16"]),
+        (["data.train_batch_size=8", "critic.ppo_mini_batch_size=16"], ["critic.ppo_mini_batch_size=16", "8"]),
+        (["data.train_batch_size=10", "data.gen_batch_size=4"], ["10", "4"]),
+        (["trainer.n_gpus_per_node=3", "data.train_batch_size=4", f"{ROLLOUT}.n=4"], ["16 sequences", "3", "is 15"]),
+        ([f"{ACTOR}.use_dynamic_bsz=False"], [f"{ACTOR}.ppo_micro_batch_size_per_gpu"]),
+        ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=False"], [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]),
+        (["data.max_response_length=40000"], ["16384", "40512"]),
+        (["critic.ppo_max_token_len_per_gpu=100"], ["critic", "100", "1024"]),
+        ([f"{ROLLOUT}.max_model_len=1000"], ["1000", "1024"]),
+        ([f"{ROLLOUT}.enable_chunked_prefill=False", f"{ROLLOUT}.max_num_batched_tokens=100"], ["100", "512"]),
+        ([f"{ROLLOUT}.temperature=0"], ["temperature"]),
+        ([f"{ROLLOUT}.top_k=0"], ["top_k=0"]),
+        ([f"{ROLLOUT}.top_p=1.5"], ["at most 1"]),
+        ([f"{ROLLOUT}.min_tokens=600"], ["600", "512"]),
+        ([f"{ROLLOUT}.expert_parallel_size=3", f"{ROLLOUT}.tensor_model_parallel_size=2"], ["3", "2"]),
+        ([f"{ROLLOUT}.pipeline_model_parallel_size=2"], ["2"]),
+        ([f"{ROLLOUT}.val_kwargs.temperature=-1"], ["val_kwargs.temperature=-1"]),
+        (["critic.enable=False"], ["gae"]),
+        ([f"{ACTOR}.clip_ratio_c=1.0"], ["above 1"]),
+        (["algorithm.filter_groups.enable=True"], ["metric"]),
+        ([f"{ACTOR}.policy_loss.loss_mode=dro"], ["dro_beta"]),
+        (["algorithm.gamma=1.1"], ["gamma=1.1"]),
+        (["model_engine=megatron", f"{ACTOR}.strategy=fsdp2"], ["megatron", "fsdp2"]),
+        (
+            [f"{ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.model.use_remove_padding=False"],
+            ["use_remove_padding"],
+        ),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/b"], ["global_step_N", "/a/b"]),
+        (["data.custom_cls.path=x.py"], ["custom_cls"]),
+        (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_an_impossible_combination_is_one_error_with_its_numbers(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.max_length=9000"], ["9000", "8192"]),
+        (["trainer.n_gpus_per_node=3"], ["256", "3"]),
+        (["trainer.save_freq=sometimes"], ["after_each_epoch"]),
+        (["trainer.profile_interval=[1]"], ["[first, last]"]),
+        (["engine.ulysses_sequence_parallel_size=2", "model.use_remove_padding=False"], ["use_remove_padding"]),
+    ],
+)
+def test_an_impossible_combination_of_sft_is_one_error_with_its_numbers(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, "sft_trainer")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_unused_parts_are_not_held_against_a_run():
+    grpo = ["algorithm.adv_estimator=grpo"]
+    load_config([*grpo, "critic.ppo_mini_batch_size=4096", "critic.use_dynamic_bsz=False"])
+    load_config([*grpo, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False"])
+
+
+@pytest.mark.parametrize(
+    ("override", "feature"),
+    [
+        (f"{ROLLOUT}.name=trtllm", "the TensorRT-LLM rollout engine"),
+        (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
+        ("model_engine=megatron", "the Megatron-LM engine"),
+        ("global_profiler.tool=nsys", "profiling"),
+    ],
+)
+def test_a_feature_to_come_loads_and_is_refused_by_name_before_the_run(override, feature):
+    config = load_config([override, "actor_rollout_ref.model.path=/m"])
+    with pytest.raises(ConfigError, match=rf"is not supported yet: {feature} is still to come$"):
+        check_supported(config)
+
+
+def test_a_run_needs_a_model():
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path"):
+        check_supported(load_config())
+    check_supported(load_config(["actor_rollout_ref.model.path=/m"]))
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_supported(load_config(config_name="sft_trainer"))
+
+
+def test_the_plain_defaults_pass_every_check_but_the_micro_batches():
+    config = load_config()
+    assert type(config) is RunConfig
