@@ -16,6 +16,7 @@ from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig,
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.plugin import load_plugins
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError, PluginError
 from verl.utils.suggest import did_you_mean
@@ -135,11 +136,12 @@ class BaseEngine(ABC):
         """Ready to run forward inside the block; offloaded again after it where the configuration says so."""
 
 
-EngineKey = tuple[str, str | None]
+# The device alone for every vendor of it, or (device, vendor); published plug-ins' tests look engines up by it.
+EngineKey = str | tuple[str, str]
 
 
 class EngineRegistry:
-    """Engine classes by model type, backend and (device, vendor); vendor None serves every vendor of the device."""
+    """Engine classes by model type, backend and device, or (device, vendor) for one vendor's own."""
 
     _engines: dict[str, dict[str, dict[EngineKey, type[BaseEngine]]]] = {}  # noqa: RUF012
 
@@ -157,14 +159,15 @@ class EngineRegistry:
             _check_engine_class(engine)
             for name, where, who in product(_listed(backend), _listed(device), _listed(vendor)):
                 engines = cls._engines.setdefault(model_type, {}).setdefault(name, {})
-                taken = engines.get((where, who))
+                key = where if who is None else (where, who)
+                taken = engines.get(key)
                 if taken is not None and taken is not engine:
                     raise PluginError(
                         f"engine {engine.__module__}.{engine.__qualname__} registers model_type={model_type!r} "
                         f"backend={name!r} device={where!r} vendor={who!r}, which is taken by "
                         f"{taken.__module__}.{taken.__qualname__}; register it for another device or vendor"
                     )
-                engines[(where, who)] = engine
+                engines[key] = engine
             return engine
 
         return add
@@ -173,6 +176,7 @@ class EngineRegistry:
     def get_engine_cls(cls, model_type: str, backend: str) -> type[BaseEngine]:
         """The engine for this hardware: its vendor's own, else the device's, else NVIDIA's for other CUDA chips."""
         _register_own_engines()
+        load_plugins()
         device, vendor = _device_and_vendor()
         backends = cls._engines.get(model_type)
         if backends is None:
@@ -180,13 +184,13 @@ class EngineRegistry:
         if backend not in backends:
             raise ConfigError(f"no engine named {backend!r} for {model_type}; {did_you_mean(backend, backends)}")
         engines = backends[backend]
-        keys: list[EngineKey] = [(device, vendor), (device, None)]
+        keys: list[EngineKey] = [(device, vendor), device]
         if device == "cuda" and vendor != "nvidia":
             keys.append(("cuda", "nvidia"))
         for key in keys:
             if key in engines:
                 return engines[key]
-        known = ", ".join(f"{d} ({v or 'any vendor'})" for d, v in engines)
+        known = ", ".join(key if isinstance(key, str) else " of ".join(key) for key in engines)
         raise ConfigError(
             f"engine {backend!r} for {model_type} does not run on device {device!r} of vendor {vendor!r}; it runs on: "
             f"{known}. Choose another strategy, or install a plug-in that registers one for this device"
@@ -198,7 +202,7 @@ class EngineRegistry:
         return cls.get_engine_cls(model_type, backend)(*args, **kwargs)
 
 
-def _device_and_vendor() -> EngineKey:
+def _device_and_vendor() -> tuple[str, str]:
     platform = get_platform()
     device = os.environ.get("VERL_ENGINE_DEVICE") or platform.device_name
     vendor = os.environ.get("VERL_ENGINE_VENDOR") or platform.vendor_name
@@ -222,5 +226,6 @@ def _check_engine_class(engine: type) -> None:
             raise PluginError(
                 f"engine {owner.__module__}.{owner.__qualname__} overrides {', '.join(ignored)}, which this "
                 "version never calls: the override would be ignored. Promised to derived engines are the constructor, "
-                "initialize() and self.model; what else it needs to change belongs in forward, forward_backward or optim_step"
+                "initialize() and self.model; what else it needs to change belongs in forward, forward_backward or "
+                "optim_step"
             )
