@@ -119,9 +119,9 @@ class ActorLoss:
         self.policy_loss.check(config)
         self.per_token = self.policy_loss.per_token
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-        self.outputs = ("logprobs", "entropy") if self.with_entropy else ("logprobs",)
-        self.columns = ("advantages", "loss_mask", "loss_weights")
-        self.optional_columns = ("old_logprobs",)
+        self.outputs: tuple[str, ...] = ("logprobs", "entropy") if self.with_entropy else ("logprobs",)
+        self.columns: tuple[str, ...] = ("advantages", "loss_mask", "loss_weights")
+        self.optional_columns: tuple[str, ...] = ("old_logprobs",)
         if config.use_kl_loss:
             get_kl_estimator(config.kl_loss_type)
             self.columns += ("ref_logprobs",)
@@ -156,9 +156,9 @@ class ValueLoss:
     """
 
     per_token = True
-    outputs = ("values",)
-    columns = ("values", "returns", "loss_mask", "loss_weights")
-    optional_columns = ()
+    outputs: tuple[str, ...] = ("values",)
+    columns: tuple[str, ...] = ("values", "returns", "loss_mask", "loss_weights")
+    optional_columns: tuple[str, ...] = ()
 
     def __init__(self, config: CriticConfig):
         self.clip_range = config.cliprange_value

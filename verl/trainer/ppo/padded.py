@@ -189,7 +189,7 @@ class PolicyLossAdapter:
         """One call of the outside function, `agg_loss` caught. All tensors are (N, W)."""
         token = _CAPTURE.set(capture)
         try:
-            return self.function(
+            loss, metrics = self.function(
                 old_log_prob=old,
                 log_prob=log_prob,
                 advantages=advantages,
@@ -198,6 +198,7 @@ class PolicyLossAdapter:
                 config=ActorView(config),
                 rollout_is_weights=None,
             )
+            return loss, metrics
         finally:
             _CAPTURE.reset(token)
 
