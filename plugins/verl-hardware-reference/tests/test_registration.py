@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+
 from verl.plugin.platform import PlatformBase, get_platform, platform_manager
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.workers.engine.base import EngineRegistry

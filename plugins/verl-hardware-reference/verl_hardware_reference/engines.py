@@ -1,6 +1,7 @@
 """The FSDP engines of each chip: what differs happens in `initialize`, after the parent's."""
 
 from torch.distributed.fsdp import FSDPModule
+
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
