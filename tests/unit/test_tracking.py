@@ -1,5 +1,6 @@
 """Trackers: what was logged is what a reader of each tracker's own files finds."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -153,6 +154,21 @@ def test_wandb_offline_run_holds_the_metrics(monkeypatch, tmp_path):
             items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
             history.append((json.loads(items["_step"]), json.loads(items["critic/score/mean"])))
     assert history == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_config_dataclass_reaches_the_tracker_as_a_tree(monkeypatch):
+    @dataclasses.dataclass
+    class Inner:
+        lr: float = 0.5
+
+    @dataclasses.dataclass
+    class Config:
+        optim: Inner
+
+    received = []
+    monkeypatch.setitem(BACKENDS, "wandb", lambda run: received.append(run) or trackers.ConsoleBackend(run))
+    Tracking("p", "e", "wandb", Config(Inner())).finish()
+    assert received[0].config == {"optim": {"lr": 0.5}}
 
 
 def test_mlflow_keeps_the_metrics_in_a_local_database(tmp_path):

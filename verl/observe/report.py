@@ -89,7 +89,8 @@ def series(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, 
 
 def group_curves(points: Mapping[str, list[tuple[float, float]]]) -> tuple[list[Curve], dict[str, list[Curve]]]:
     """(the curves people open the report for, all others by the first part of their name)."""
-    headline, groups = [], {}
+    headline: list[Curve] = []
+    groups: dict[str, list[Curve]] = {}
     for name in sorted(points):
         if name.startswith("training/"):
             continue

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -37,7 +38,7 @@ class Tracking:
     """Sends `log(data, step)` to the backends named in `default_backend`.
 
     One failing tracker raises TrackingError with its name, after the others have received the step. `config` (the
-    resolved run config as a plain dict) is stored by trackers that keep one.
+    resolved run config, dataclass or plain dict) is stored by trackers that keep one.
 
     >>> with Tracking("verl_examples", "gsm8k", ["console", "file"]) as tracking:
     ...     tracking.log({"critic/score/mean": 0.5}, step=1)
@@ -48,11 +49,11 @@ class Tracking:
         project_name: str,
         experiment_name: str,
         default_backend: str | Iterable[str] = "console",
-        config: dict[str, Any] | None = None,
+        config: Any = None,
     ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         check_names(names)
-        run = trackers.RunInfo(project_name, experiment_name, config or {})
+        run = trackers.RunInfo(project_name, experiment_name, asdict(config) if is_dataclass(config) else config or {})
         self.backends: dict[str, Backend] = {}
         for name in dict.fromkeys(names):
             try:

