@@ -178,7 +178,13 @@ def _read_weights(
             "or set +model.override_config.init_random=true to start from random ones"
         )
     model, info = auto_class.from_pretrained(
-        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, all of them
     )
     lacking = sorted(info["missing_keys"])
     wrong = [name for name in lacking if not name.startswith(may_lack or "\0")]

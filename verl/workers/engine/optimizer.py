@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verl.config import FSDPOptimizerConfig
 from verl.utils.errors import ConfigError
@@ -114,16 +114,16 @@ class LearningRateSchedule:
         return self.lr
 
 
-def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Norm of the whole gradient (0-d, before clipping); scales it down to `max_norm` (None or 0: never)."""
+def gradient_norm(parameters: list[nn.Parameter]) -> float:
+    """2-norm of the whole gradient; 0 where there is none."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-    return norm
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
+def clip_gradients(parameters: list[nn.Parameter], norm: float, max_norm: float | None) -> None:
+    """Scale a gradient of `norm` down to `max_norm`; None or 0 never clips."""
+    if max_norm and norm > max_norm:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], max_norm / (norm + 1e-6))
 
 
 def first_non_finite(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> str:

@@ -6,6 +6,7 @@ Shapes: T packed tokens of the batch given, M of a micro-batch that the loss is 
 import contextlib
 import importlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ from verl.utils.errors import ConfigError
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.forwards import ROWS, MicroBatch, hidden_states
-from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer, clip_gradients, first_non_finite
+from verl.workers.engine.optimizer import (
+    LearningRateSchedule,
+    build_optimizer,
+    clip_gradients,
+    first_non_finite,
+    gradient_norm,
+)
 from verl.workers.engine.precision import MasterWeights
 
 logger = logging.getLogger(__name__)
@@ -57,6 +64,7 @@ class TorchEngine(BaseEngine):
         """Loads the model on the platform's device and builds optimiser and schedule."""
         self.device = own_device()
         self.compute_dtype = compute_dtype(self.engine_config, self.device)
+        self.output_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         if self.engine_config.full_determinism:
             torch.use_deterministic_algorithms(True)
         self.model = self._build_model().to(self.device)
@@ -120,9 +128,9 @@ class TorchEngine(BaseEngine):
         micro: MicroBatching | None = None,
         temperature: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Each of `outputs` as (T,) float32 on the batch's device, zero where loss_mask is False."""
+        """Each of `outputs` as (T,) on the batch's device, zero where loss_mask is False; float32 (or float64)."""
         self._set_training(False)
-        out = {name: torch.zeros(batch.num_tokens) for name in outputs}
+        out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
         for part in self._micro_batches(batch, (), micro):
             columns = self._outputs(part, tuple(outputs), temperature)
             _place(out, columns, part)
@@ -135,7 +143,7 @@ class TorchEngine(BaseEngine):
         if not self.trains:
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
         self._set_training(True)
-        out = {name: torch.zeros(batch.num_tokens) for name in loss.outputs}
+        out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
         totals = _Totals()
         present = tuple(name for name in loss.optional_columns if name in batch)
         for part in self._micro_batches(batch, (*loss.columns, *present, "loss_weights"), micro):
@@ -235,9 +243,10 @@ class TorchEngine(BaseEngine):
         """Clips, steps and empties the gradient; one that is not finite changes nothing, is counted and named."""
         assert self.optimizer is not None and self.optimizer_config is not None, "initialize() a training engine first"
         metrics = Metrics()
-        norm = float(clip_gradients(self.weights.trainable, self.optimizer_config.clip_grad))
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        norm = gradient_norm(self.weights.trainable)
+        finite = math.isfinite(norm)
         if finite:
+            clip_gradients(self.weights.trainable, norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
             self.weights.publish()
             metrics.mean("grad_norm", norm, 1)
@@ -328,10 +337,8 @@ class _Totals:
 
     def metrics(self, num_tokens: int) -> Metrics:
         out = Metrics()
-        if not self.sums:
-            return out
-        totals = torch.stack([torch.stack([t.float() for t in parts]).sum() for parts in self.sums.values()]).tolist()
-        for name, total in zip(self.sums, totals, strict=True):
+        for name, parts in self.sums.items():
+            total = sum(torch.stack(parts).tolist())
             out.mean(name, total, 1 if name == "loss" or name.endswith("_loss") else num_tokens)
         return out
 

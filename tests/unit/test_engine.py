@@ -1,0 +1,221 @@
+"""The engine's sums: packed equals one sequence at a time, and no split changes a gradient."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.engine_cases import (
+    SquaredLogprob,
+    SquaredValue,
+    build_engine,
+    naive_logprobs,
+    random_batch,
+    save_tiny_model,
+    tiny_qwen3,
+)
+from verl.data.packing import MicroBatching
+from verl.utils.errors import CheckpointError, ConfigError
+
+HEADS = ["eager", "chunked", "fused"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def untied_folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("untied"), tiny_qwen3(tie_word_embeddings=False))
+
+
+def gradients(engine) -> dict[str, torch.Tensor]:
+    taken = {name: p.grad.clone() for name, p in engine.weights.named}
+    engine.optimizer.zero_grad()
+    return taken
+
+
+def naive_gradient(model, batch, temperature):
+    """(loss, gradients, logprobs): one unpacked sequence at a time, plain log-softmax over all logits."""
+    total, columns = 0.0, []
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        tokens = batch["tokens"][start:end]
+        table = naive_logprobs(model, tokens, temperature)[:-1]
+        logprobs = table.gather(1, tokens[1:, None])[:, 0]
+        entropy = -(table.exp() * table).sum(-1)
+        weights, targets = (batch[n][start + 1 : end].double() for n in ("loss_weights", "targets"))
+        losses = (logprobs - targets) ** 2 - 0.3 * entropy
+        loss = (losses * weights).sum()
+        loss.backward()
+        total += float(loss)
+        columns.append(torch.cat([torch.zeros(1), logprobs.detach()]) * batch["loss_mask"][start:end])
+    return total, {n: p.grad for n, p in model.named_parameters()}, torch.cat(columns)
+
+
+@pytest.mark.parametrize("mode", HEADS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_gradient_equals_one_sequence_at_a_time_in_float64(folder, untied_folder, mode, tied, packed):
+    where = folder if tied else untied_folder
+    batch = random_batch()
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64, attn_implementation="plain_test")
+    loss, expected, logprobs = naive_gradient(model, batch, temperature=0.7)
+    engine = build_engine(where, head_mode=mode, model={"use_remove_padding": packed})
+    result = engine.forward_backward(batch, SquaredLogprob(), MicroBatching(max_tokens=20), temperature=0.7)
+    assert result.metrics.values()["loss"] == pytest.approx(loss, rel=1e-10)
+    torch.testing.assert_close(result.outputs["logprobs"], logprobs, rtol=1e-10, atol=1e-12)
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunked"])
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gradient_does_not_depend_on_the_micro_batch_split(folder, mode, per_token, checkpointing):
+    batch = random_batch()
+    engine = build_engine(folder, head_mode=mode, model={"enable_gradient_checkpointing": checkpointing})
+    engine.forward_backward(batch, SquaredLogprob(per_token))
+    whole = gradients(engine)
+    for micro in (MicroBatching(max_tokens=12), MicroBatching(max_tokens=25), MicroBatching(max_sequences=1)):
+        found = engine.forward_backward(batch, SquaredLogprob(per_token), micro)
+        for name, gradient in gradients(engine).items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-13)
+        assert found.metrics.values()["logprob"] == pytest.approx(
+            float(found.outputs["logprobs"][batch["loss_mask"]].mean())
+        )
+
+
+def test_forward_gives_results_in_input_order_and_zero_outside_the_mask(folder):
+    batch, engine = random_batch(), build_engine(folder)
+    out = engine.forward(batch, ("logprobs", "entropy"), MicroBatching(max_tokens=14))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="plain_test")
+    _, _, expected = naive_gradient(model, batch, 1.0)
+    torch.testing.assert_close(out["logprobs"], expected, rtol=1e-10, atol=1e-12)
+    assert not out["logprobs"].requires_grad
+    assert bool((out["entropy"][~batch["loss_mask"]] == 0).all())
+    assert bool((out["entropy"][batch["loss_mask"]] > 0).all())
+
+
+def test_sequences_nobody_sampled_from_add_nothing(folder):
+    batch, engine = random_batch(), build_engine(folder)
+    mask = batch["loss_mask"].clone()
+    mask[batch.cu_seqlens[1] : batch.cu_seqlens[2]] = False
+    batch = batch.with_columns(loss_mask=mask, loss_weights=batch["loss_weights"] * mask)
+    engine.forward_backward(batch, SquaredLogprob(), MicroBatching(max_sequences=1))
+    whole = gradients(engine)
+    engine.forward_backward(batch.select([0, 2, 3, 4, 5]), SquaredLogprob())
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, whole[name])
+
+
+def test_critic_values_start_at_zero_and_learn(folder):
+    batch, engine = random_batch(), build_engine(folder, value_head=True)
+    assert bool((engine.forward(batch, ("values",))["values"] == 0).all())
+    first = engine.forward_backward(batch, SquaredValue()).metrics.values()["vf_loss"]
+    for _ in range(30):
+        engine.optim_step()
+        last = engine.forward_backward(batch, SquaredValue()).metrics.values()["vf_loss"]
+    assert last < 0.2 * first
+
+
+def test_critic_values_are_those_of_the_state_before_the_token(folder, tmp_path):
+    batch, engine = random_batch(), build_engine(folder, value_head=True)
+    engine.forward_backward(batch, SquaredValue())
+    engine.optim_step()
+    engine.save(tmp_path / "saved", ("hf_model",))
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved" / "huggingface", dtype=torch.float64)
+    values = engine.forward(batch, ("values",), MicroBatching(max_tokens=16))["values"]
+    start, end = int(batch.cu_seqlens[2]), int(batch.cu_seqlens[3])
+    alone = model.eval()(input_ids=batch["tokens"][None, start:end]).logits[0, :, 0]
+    mask = batch["loss_mask"][start:end]
+    torch.testing.assert_close(values[start:end][mask], alone[:-1][mask[1:]].detach())
+
+
+def test_bf16_compute_keeps_fp32_masters_and_adds_gradients_in_fp32(folder):
+    engine = build_engine(folder, dtype="fp32")
+    mixed = build_engine(folder, model_dtype="fp32", dtype="bf16")
+    batch = random_batch()
+    assert {p.dtype for p in mixed.model.parameters()} == {torch.bfloat16}
+    assert {t.dtype for _, t in mixed.export_weights()} == {torch.float32}
+    for e in (engine, mixed):
+        e.forward_backward(batch, SquaredLogprob(), MicroBatching(max_sequences=2))
+    plain, rounded = gradients(engine), gradients(mixed)
+    for name, gradient in rounded.items():
+        assert gradient.dtype == torch.float32
+        cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), plain[name].flatten(), dim=0)
+        assert cosine > 0.97, name
+
+
+def test_small_updates_survive_bf16_compute(folder):
+    engine = build_engine(folder, model_dtype="fp32", dtype="bf16", optim={"lr": 1e-6, "weight_decay": 0.0})
+    before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    for _ in range(3):
+        engine.forward_backward(random_batch(), SquaredLogprob())
+        engine.optim_step()
+    assert all(not torch.equal(before[name], tensor) for name, tensor in engine.export_weights())
+
+
+def test_a_non_finite_gradient_is_skipped_counted_and_named(folder, caplog):
+    batch, engine = random_batch(), build_engine(folder)
+    before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    engine.forward_backward(batch, SquaredLogprob())
+    engine.model.model.layers[1].mlp.up_proj.weight.grad[0, 0] = float("nan")
+    with caplog.at_level(logging.WARNING):
+        metrics = engine.optim_step().values()
+    assert metrics["skipped"] == 1 and "grad_norm" not in metrics
+    assert "layers.1.mlp.up_proj.weight" in caplog.text
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.export_weights())
+    engine.forward_backward(batch, SquaredLogprob())
+    assert engine.optim_step().values()["skipped"] == 0
+    assert engine.skipped_steps == 1
+
+
+def test_compute_type_auto_is_the_parameters_type_on_a_cpu(folder):
+    engine = build_engine(folder, model_dtype="fp32", dtype="auto")
+    assert engine.compute_dtype == torch.float32 and not engine.weights.has_copies
+
+
+def test_dropout_is_off_unless_asked_for(tmp_path):
+    folder = save_tiny_model(tmp_path, tiny_qwen3(attention_dropout=0.5))
+    batch, engine = random_batch(), build_engine(folder)
+    first, second = (engine.forward_backward(batch, SquaredLogprob()).outputs["logprobs"] for _ in range(2))
+    assert torch.equal(first, second)
+    noisy = build_engine(folder, model={"override_config": {"attention_dropout": 0.5}})
+    first, second = (noisy.forward_backward(batch, SquaredLogprob()).outputs["logprobs"] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_an_engine_that_only_runs_forward_has_no_optimizer_and_refuses_to_train(folder):
+    engine = build_engine(folder, forward_only=True)
+    assert engine.optimizer is None and not any(p.requires_grad for p in engine.model.parameters())
+    engine.forward(random_batch())
+    with pytest.raises(ConfigError, match="only runs forward"):
+        engine.forward_backward(random_batch(), SquaredLogprob())
+
+
+def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):
+    with pytest.raises(ConfigError, match="not a folder"):
+        build_engine(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        build_engine(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="init_random"):
+        build_engine(tmp_path / "empty")
+    build_engine(tmp_path / "empty", model={"override_config": {"init_random": True}})
+    with pytest.raises(CheckpointError, match="does not fit"):
+        build_engine(folder, model={"override_config": {"intermediate_size": 64}})
+    with pytest.raises(ConfigError, match="num_hiden_layers"):
+        build_engine(folder, model={"override_config": {"num_hiden_layers": 3}})
+
+
+def test_what_is_still_to_come_is_refused_by_name(folder):
+    with pytest.raises(ConfigError, match="lora_rank"):
+        build_engine(folder, model={"lora_rank": 8})
+
+
+def test_an_output_the_model_has_not_is_refused(folder):
+    with pytest.raises(ConfigError, match="values"):
+        build_engine(folder).forward(random_batch(), ("values",))
