@@ -14,5 +14,4 @@ class LikelihoodLoss:
     def __call__(
         self, outputs: dict[str, Tensor], columns: dict[str, Tensor], cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = -outputs["logprobs"]
-        return losses * columns["loss_weights"], {"nll_loss": losses.detach()}
+        return -outputs["logprobs"] * columns["loss_weights"], {}

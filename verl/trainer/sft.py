@@ -103,10 +103,8 @@ class SFTTrainer:
         batch = batch.with_columns(loss_weights=loss_weights(batch, "token-mean"))
         with self.engine.train_mode():
             result = self.engine.forward_backward(batch, LikelihoodLoss(), self.micro)
-            metrics = Metrics().merge(self.engine.optim_step().prefixed("train/"))
+            metrics = result.metrics.merge(self.engine.optim_step()).prefixed("train/")
             self.engine.lr_scheduler_step()
-        for name, value in result.metrics.values().items():
-            metrics.sum("train/loss" if name == "nll_loss" else f"train/{name}", value)
         return metrics
 
     def validate(self) -> float:

@@ -53,8 +53,11 @@ class Sampler:
             scores = await self.reward.score(inputs)
             return [(judged(t, s, row, x), s) for t, s, x in zip(trajectories, scores, texts, strict=True)]
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(row, i)) for row, i in zip(rows, request_ids, strict=True)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(answer(row, i)) for row, i in zip(rows, request_ids, strict=True)]
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None  # the others were cancelled because of it
         for trajectory, score in (pair for task in tasks for pair in task.result()):
             out.trajectories.append(trajectory)
             out.scores.append(score)
@@ -62,6 +65,14 @@ class Sampler:
             out.num_abstained += score.value is None and score.error is None
         out.reward_s = time.perf_counter() - start - out.generate_s
         return out
+
+
+def first_failure(group: BaseExceptionGroup) -> BaseException:
+    """The exception that ended a group of tasks."""
+    failure: BaseException = group
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
 
 
 def judged(trajectory: Trajectory, score: Score, row: PromptRow, text: str) -> Trajectory:

@@ -1,0 +1,66 @@
+"""A main job small enough for tests: the quickstart's task on a model of a few thousand parameters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl.config import load_config
+from verl.trainer.main_ppo import run_ppo
+from verl.trainer.quickstart.model import make_model
+from verl.trainer.quickstart.task import CHARACTERS, Problem, Split, write_split
+
+ARR = "actor_rollout_ref"
+
+
+def prepare(folder: Path, seed: int = 0) -> None:
+    """A random one-layer model and a few rows under `folder`."""
+    make_model(folder / "model", CHARACTERS, seed, hidden=32, layers=1)
+    problems = [Problem(a, b) for a in range(10, 14) for b in range(10, 14)]
+    write_split(Split(problems[:12], problems[12:], problems[:4]), folder / "data")
+    reward = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    reward += "    return sum(c.isdigit() for c in solution_str) / 8\n"
+    (folder / "reward.py").write_text(reward)
+
+
+def overrides(folder: Path, run: str, *extra: str) -> list[str]:
+    """GRPO on what `prepare` made, writing to `folder/run`; 12 prompts an epoch, 4 a step."""
+    return [
+        f"{ARR}.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'data' / 'train.jsonl'}",
+        f"data.val_files={folder / 'data' / 'test.jsonl'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "algorithm.adv_estimator=grpo",
+        f"{ARR}.rollout.n=4",
+        f"{ARR}.rollout.dtype=float32",
+        f"{ARR}.actor.ppo_mini_batch_size=4",
+        f"{ARR}.actor.optim.lr=1e-2",
+        f"{ARR}.actor.fsdp_config.dtype=float32",
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        "trainer.total_training_steps=6",
+        "trainer.logger=[file]",
+        "trainer.project_name=e2e",
+        f"trainer.experiment_name={run}",
+        f"trainer.default_local_dir={folder / run}",
+        *extra,
+    ]
+
+
+def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
+    """Run the main job as the command does."""
+    return run_ppo(load_config(overrides(folder, run, *extra)))
+
+
+def metrics(folder: Path, run: str) -> dict[int, dict[str, Any]]:
+    """What the file tracker wrote, by step (VERL_FILE_LOGGER_ROOT must be `folder/metrics`)."""
+    lines = (folder / "metrics" / "e2e" / f"{run}.jsonl").read_text().splitlines()
+    return {row["step"]: row["data"] for row in map(json.loads, lines)}
+
+
+TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/")
+
+
+def without_timings(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Everything that must repeat exactly."""
+    return {step: {k: v for k, v in row.items() if not k.startswith(TIMINGS)} for step, row in rows.items()}
