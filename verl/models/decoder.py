@@ -35,9 +35,13 @@ class Decoder(Protocol):
     joins: bool  # new sequences may enter while others run; otherwise only when no row is left
     pads: bool  # prompts of different lengths may enter together
     weights_version: int
+    copied_bytes: int  # weights that are not the module's own tensors
+    dtype: torch.dtype
 
+    def bytes_per_token(self) -> int: ...
     def allocate(self, rows: int, columns: int) -> None: ...
-    def release(self) -> None: ...
+    def free_cache(self) -> None: ...
+    def free_copies(self) -> None: ...
     def refresh(self, model: nn.Module, version: int) -> None: ...
     def prefill(self, prompts: list[list[int]], repeats: list[int], first_row: int, column: int) -> Tensor: ...
     def decode(self, tokens_B: Tensor, window: Window) -> Tensor: ...
@@ -63,11 +67,23 @@ class LeanDecoder:
     def weights_version(self) -> int:
         return self.weights.version
 
+    @property
+    def copied_bytes(self) -> int:
+        return self.weights.copied_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.dtype
+
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * self.dtype.itemsize
+
     def refresh(self, model: nn.Module, version: int) -> None:
         self.weights.refresh(model, version)
 
     def allocate(self, rows: int, columns: int) -> None:
-        """Room for `rows` rows, keeping what is there. Zeroed: hidden columns are multiplied by zero and must be finite."""
+        """Room for `rows` rows, keeping what is there; zeros, as hidden columns are multiplied by zero."""
         s = self.shape
         tail = (s.head_dim, columns) if self.transposed else (columns, s.head_dim)
         self.keys = self._grown(self.keys, (rows, s.kv_heads, *tail))
@@ -80,9 +96,11 @@ class LeanDecoder:
             new[: len(old)] = old
         return grown
 
-    def release(self) -> None:
+    def free_cache(self) -> None:
         self.keys, self.values = [], []
-        self.weights.release()
+
+    def free_copies(self) -> None:
+        self.weights.free_copies()
 
     def prefill(self, prompts: list[list[int]], repeats: list[int], first_row: int, column: int) -> Tensor:
         """Logits (N, V) float32 after each prompt, whose keys and values end before `column` in `repeats` rows each."""

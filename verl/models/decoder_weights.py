@@ -20,6 +20,8 @@ def why_not_lean(model: nn.Module) -> str:
     config = model.config
     if config.model_type not in FAMILIES:
         return f"model family {config.model_type!r} is not one of {', '.join(FAMILIES)}"
+    if not type(model).__name__.endswith("ForCausalLM"):
+        return f"{type(model).__name__} wraps the model"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in STATIC_ROPE:
         return f"rope_type {rope!r} depends on the sequence length"
@@ -39,10 +41,6 @@ class DecoderShape:
     head_dim: int
     sliding_window: int | None  # tokens a sliding layer sees, the newest included
     vocab: int
-
-    def bytes_per_token(self, itemsize: int) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
 def decoder_shape(model: nn.Module) -> DecoderShape:
@@ -135,21 +133,16 @@ class DecoderWeights:
         """Take the parameters as they are now, as `version`."""
         self._model, self.version, self.copied_bytes = model, version, 0
         self._copies: dict[int, Tensor] = {}
-        self._sources: list[tuple[Tensor, int]] = []
         self.embedding = self._take(model.get_input_embeddings().weight)
         self.head = self._projection(model.get_output_embeddings())
         self.final_norm = self._norm(model.model.norm)
         self.layers = [self._layer(block) for block in model.model.layers]
 
-    def release(self) -> None:
+    def free_copies(self) -> None:
         """Drop copies; the next `refresh` takes them again."""
         if self.copied_bytes:
             self.layers, self._copies, self.copied_bytes, self.version = [], {}, 0, -1
             self.embedding = self.head = self.final_norm = None
-
-    def changed_in_place(self) -> bool:
-        """Whether shared parameters were written to since `refresh`, so that the version no longer describes them."""
-        return any(source._version != seen for source, seen in self._sources)
 
     def _take(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None:
@@ -158,7 +151,6 @@ class DecoderWeights:
         if hasattr(local, "full_tensor"):  # DTensor: one rank holds it all, more must gather
             local = local.to_local() if local.device_mesh.size() == 1 else local.full_tensor()
         if local.dtype == self.dtype and local.device == self.device:
-            self._sources.append((local, local._version))
             return local
         key = local.data_ptr()
         if key not in self._copies:

@@ -83,10 +83,10 @@ class NativeCore:
             raise DataError(f"request {request.request_id} has an empty prompt; give at least one token (a BOS token)")
         if len(request.prompt_ids) + params.max_tokens > longest:
             raise DataError(
-                f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens + max_tokens={params.max_tokens} "
-                f"exceed the {longest} tokens one sequence may hold; shorten the prompt (data.max_prompt_length), "
-                f"lower max_tokens (at most {max(longest - len(request.prompt_ids), 0)} here) or raise "
-                f"actor_rollout_ref.rollout.max_model_len"
+                f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens + max_tokens="
+                f"{params.max_tokens} exceed the {longest} tokens one sequence may hold; shorten the prompt "
+                f"(data.max_prompt_length), lower max_tokens (at most {max(longest - len(request.prompt_ids), 0)} "
+                f"here) or raise actor_rollout_ref.rollout.max_model_len"
             )
         if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or params.temperature < 0:
             raise DataError(
@@ -145,7 +145,7 @@ class NativeCore:
     def reset(self) -> None:
         """Forget everything in flight and free the cache."""
         self.queue, self.states, self.table = WaitingQueue(), {}, None
-        self.decoder.release()
+        self.decoder.free_cache()
 
     def _admit(self) -> list[RequestState]:
         running = self.table.count if self.table is not None else 0
@@ -164,7 +164,7 @@ class NativeCore:
     def _make_room(self, rows: int) -> None:
         if self.table is None:
             self.decoder.allocate(rows, self.limits.columns)
-            self.table = RowTable(rows, self.limits.columns, self.device)
+            self.table = RowTable(rows, self.limits.columns, self.vocab, self.device)
         elif rows > self.allocated_rows:
             rows = min(self.limits.rows, max(rows, 2 * self.allocated_rows))
             self.decoder.allocate(rows, self.limits.columns)
@@ -203,7 +203,8 @@ class NativeCore:
         self.counters.prefill_tokens += sum(map(len, prompts))
         self.counters.prompts_computed += len(prompts)
         for admission in part:
-            self.table.append(admission, self.column, self.version, self.vocab)
+            self.table.append(admission, self.column, self.version)
+        self._measure()
         if max(repeats) > 1:
             logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), 0)
         return self._sample(logits, slice(first, self.table.count))
@@ -228,22 +229,19 @@ class NativeCore:
         started = time.perf_counter()
         table, column = self.table, self.column
         random = uniforms(table.keys[rows], column - table.firsts[rows])
-        tokens, logprobs = sample(logits, random, table.sharpening(rows, column, self.vocab))
+        tokens, logprobs = sample(logits, random, table.sharpening(rows, column))
         table.tokens[rows, column] = tokens
         table.logprobs[rows, column] = logprobs
         stopped = (tokens.unsqueeze(1) == table.stop_ids[rows]).any(1) & (column >= table.earliest[rows])
         ends = stopped | (column >= table.limits[rows]) | logprobs.isnan()
-        ended = [(rows.start + i, "") for i in ends.nonzero().squeeze(1).tolist()]
+        ended = [rows.start + i for i in ends.nonzero().squeeze(1).tolist()]
         self.counters.sampling_s += time.perf_counter() - started
         self.counters.generated_tokens += rows.stop - rows.start
-        ended = [(row, self._reason(row)) for row, _ in ended]
-        known = {row for row, _ in ended}
-        ended += [
-            (row, "stop") for row in range(rows.start, rows.stop) if row not in known and self._hits_stop_text(row)
-        ]
-        finished = self._retire(sorted(ended))
-        self._measure()
-        return finished
+        reasons = {row: self._reason(row) for row in ended}
+        if table.needs().stop_texts:
+            hits = [row for row in range(rows.start, rows.stop) if row not in reasons and self._hits_stop_text(row)]
+            reasons |= dict.fromkeys(hits, "stop")
+        return self._retire(sorted(reasons.items()))
 
     def _reason(self, row: int) -> str:
         table, column = self.table, self.column

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from verl.config.rollout import RolloutConfig
-from verl.models.decoder import LeanDecoder
+from verl.models.decoder import Decoder, LeanDecoder
+from verl.models.decoder_generic import GenericDecoder
 from verl.models.decoder_weights import why_not_lean
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
@@ -40,13 +41,16 @@ class NativeEngine(RolloutEngine):
         first = next(model.parameters())
         self.device = torch.device(device) if device is not None else first.device
         self.eos_token_ids = tuple(eos_token_ids) if eos_token_ids is not None else eos_ids(model, tokenizer)
-        self.decoder = LeanDecoder(model, rollout_dtype(config.dtype), self.device)
+        self.generic_because = why_not_lean(model)
+        kind = GenericDecoder if self.generic_because else LeanDecoder
+        self.decoder: Decoder = kind(model, rollout_dtype(config.dtype), self.device)
         self.limits = cache_limits(config, self.decoder, self.device)
         decode_text = None if tokenizer is None else tokenizer.decode
         self.core = NativeCore(self.decoder, self.limits, model.config.vocab_size, decode_text, self.device)
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._asleep = False
+        self._published = changes(model)
 
     @property
     def version(self) -> int:
@@ -55,6 +59,8 @@ class NativeEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if self._asleep:
             raise WorkerError(0, "generate", "the native engine is asleep; call wake() first")
+        if self._driver is None or self._driver.done():
+            self._refuse_unpublished()
         params = request.sampling
         eos = () if params.ignore_eos else self.eos_token_ids
         self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
@@ -62,7 +68,21 @@ class NativeEngine(RolloutEngine):
         self._futures[request.request_id] = future
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.core.abort(request.request_id)
+            self._futures.pop(request.request_id, None)
+            raise
+
+    def _refuse_unpublished(self) -> None:
+        """Weights written to since they were published would be sampled under the wrong version."""
+        if self._published != changes(self.model) and not self.decoder.copied_bytes:
+            raise WorkerError(
+                0, "generate",
+                f"the weights were changed in place after version {self.version} was published, so its samples would "
+                f"carry the wrong version; call update_weights(model, {self.version + 1}) first",
+            )  # fmt: skip
 
     async def _drive(self) -> None:
         """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
@@ -89,12 +109,13 @@ class NativeEngine(RolloutEngine):
         if not isinstance(weights, nn.Module):
             raise WorkerError(
                 0, "update_weights",
-                f"the native engine takes the trainer's module, not {type(weights).__name__}; pass the module it samples",
+                f"the native engine takes the trainer's module, not {type(weights).__name__}; pass that module",
             )  # fmt: skip
         self.model = weights
+        self.core.version = version
+        self._published = changes(weights)
         if not self._asleep:
             self.decoder.refresh(weights, version)
-        self.core.version = version
 
     async def sleep(self) -> None:
         if self.core.busy:
@@ -102,10 +123,12 @@ class NativeEngine(RolloutEngine):
                 0, "sleep", f"{len(self.core.states)} requests are in flight; await or abort() them before sleep()"
             )
         self.core.reset()
+        self.decoder.free_copies()
         self._asleep = True
 
     async def wake(self) -> None:
-        if self._asleep:
+        """Ready again. Weights changed since they were published must be published before `generate`."""
+        if self._asleep and self._published == changes(self.model):
             self.decoder.refresh(self.model, self.core.version)
         self._asleep = False
 
@@ -117,8 +140,13 @@ class NativeEngine(RolloutEngine):
         slots = max(c["decode_steps"], 1) * self.limits.rows
         c["occupancy"] = c.pop("row_steps") / slots
         c["cache_use"] = c.pop("cache_columns") / (slots * self.limits.columns)
-        c["copied_weight_bytes"] = self.decoder.weights.copied_bytes
+        c["copied_weight_bytes"] = self.decoder.copied_bytes
         return c
+
+
+def changes(model: nn.Module) -> list[int]:
+    """How often each parameter was written to."""
+    return [p._version for p in model.parameters()]
 
 
 def rollout_dtype(name: str) -> torch.dtype | None:
@@ -138,23 +166,23 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in found))
 
 
-def cache_limits(config: RolloutConfig, decoder: LeanDecoder, device: torch.device) -> CacheLimits:
+def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) -> CacheLimits:
     """How many rows the memory holds; a sequence that cannot fit is refused with the numbers."""
     longest = config.max_model_len or config.prompt_length + config.response_length
     columns = longest + max(64, min(longest // 4, 256))
     columns = -(-columns // 16) * 16
     columns += 16 * (columns // 16 % 2 == 0)  # an odd number of cache lines: no stride of a power of two
-    itemsize = decoder.weights.dtype.itemsize
-    per_row = columns * (decoder.shape.bytes_per_token(itemsize) + 12)
+    per_token = decoder.bytes_per_token() + 12  # 12: the token and its log-prob
+    per_row = columns * per_token
     budget = cache_budget(config, device)
     rows = min(config.max_num_seqs, budget // per_row)
     if rows < 1:
+        on_cpu = device.type == "cpu" or config.kv_cache_bytes is not None
+        key = "kv_cache_bytes" if on_cpu else "gpu_memory_utilization"
         raise ConfigError(
-            f"one sequence of {longest} tokens needs {per_row / 2**20:.1f} MiB of keys and values "
-            f"({decoder.shape.layers} layers x {decoder.shape.kv_heads} heads x {decoder.shape.head_dim}, {itemsize} bytes), "
-            f"but the cache may hold {budget / 2**20:.1f} MiB; raise actor_rollout_ref.rollout."
-            f"{'kv_cache_bytes' if device.type == 'cpu' or config.kv_cache_bytes else 'gpu_memory_utilization'} "
-            f"or lower max_model_len"
+            f"one sequence of {longest} tokens needs {per_row / 2**20:.2f} MiB of keys and values "
+            f"({columns} columns of {per_token} bytes), but the cache may hold "
+            f"{budget / 2**20:.2f} MiB; raise actor_rollout_ref.rollout.{key} or lower max_model_len"
         )
     return CacheLimits(rows, longest, columns, config.max_num_batched_tokens)
 

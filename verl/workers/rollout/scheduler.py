@@ -102,14 +102,27 @@ class WaitingQueue:
         return sorted(groups.values(), key=lambda admission: len(admission.prompt))
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Which of the costlier sampling steps any row needs."""
+
+    temperature: bool
+    greedy: bool
+    top_k: bool
+    top_p: bool
+    min_tokens: int
+    stop_texts: bool
+
+
 class RowTable:
     """What every running row samples with, as tensors over rows; rows 0..count-1 are in use."""
 
-    def __init__(self, rows: int, columns: int, device: torch.device):
+    def __init__(self, rows: int, columns: int, vocab: int, device: torch.device):
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-        self.device = device
+        self.vocab, self.device = vocab, device
+        self._needs: Needs | None = None
         self.starts, self.firsts, self.limits, self.earliest, self.keys = ints(5, rows).unbind(0)
         self.top_k = ints(rows)
         self.temperature, self.top_p = torch.ones(2, rows, device=device).unbind(0)
@@ -131,7 +144,7 @@ class RowTable:
 
     def grow(self, rows: int) -> None:
         """Room for `rows` rows, keeping those in use."""
-        wider = RowTable(rows, self.tokens.shape[1], self.device)
+        wider = RowTable(rows, self.tokens.shape[1], self.vocab, self.device)
         wider._widen_stops(self.stop_ids.shape[1])
         for new, old in zip(wider._columns(), self._columns(), strict=True):
             new[: len(old)] = old
@@ -143,8 +156,9 @@ class RowTable:
         if extra > 0:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, extra), value=-1)
 
-    def append(self, admission: Admission, column: int, version: int, vocab: int) -> None:
+    def append(self, admission: Admission, column: int, version: int) -> None:
         """New rows whose prompt ends before `column`, where their first token will be."""
+        self._needs = None
         for state, sample in admission.rows:
             params, row = state.request.sampling, self.count
             self.starts[row] = column - len(admission.prompt)
@@ -152,7 +166,7 @@ class RowTable:
             self.limits[row] = column + params.max_tokens - 1
             self.earliest[row] = column + params.min_tokens
             self.keys[row] = stream_key(params.seed, state.request.request_id, sample)
-            self.top_k[row] = params.top_k if params.top_k > 0 else vocab
+            self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab
             self.top_p[row] = params.top_p
             self.greedy[row] = params.temperature == 0
             self.temperature[row] = params.temperature or 1.0
@@ -165,6 +179,7 @@ class RowTable:
 
     def compact(self, dead: list[int]) -> tuple[list[int], list[int]]:
         """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
+        self._needs = None
         gone, count = set(dead), self.count - len(dead)
         sources = [row for row in range(count, self.count) if row not in gone]
         targets = [row for row in dead if row < count]
@@ -186,17 +201,29 @@ class RowTable:
         for row in self.rows:
             row.first += by
 
-    def sharpening(self, rows: slice, column: int, vocab: int) -> Sharpening:
+    def needs(self) -> Needs:
+        """What the rows in use ask for; kept until rows enter or leave."""
+        if self._needs is None:
+            params = [row.state.request.sampling for row in self.rows]
+            self._needs = Needs(
+                temperature=any(p.temperature not in (0, 1) for p in params),
+                greedy=any(p.temperature == 0 for p in params),
+                top_k=any(0 < p.top_k < self.vocab for p in params),
+                top_p=any(p.top_p < 1 for p in params),
+                min_tokens=max((p.min_tokens for p in params), default=0),
+                stop_texts=any(p.stop for p in params),
+            )
+        return self._needs
+
+    def sharpening(self, rows: slice, column: int) -> Sharpening:
         """Sampling settings of `rows` for the token in `column`; None for what no row needs."""
-        params = [row.state.request.sampling for row in self.rows[rows]]
-        held_back = any(p.min_tokens > column - row.first for p, row in zip(params, self.rows[rows], strict=True))
-        forbidden = None
-        if held_back:
+        needs, forbidden = self.needs(), None
+        if needs.min_tokens:
             forbidden = torch.where((column < self.earliest[rows]).unsqueeze(1), self.stop_ids[rows], -1)
         return Sharpening(
-            temperature_B=self.temperature[rows] if any(p.temperature not in (0, 1) for p in params) else None,
-            greedy_B=self.greedy[rows] if any(p.temperature == 0 for p in params) else None,
-            top_k_B=self.top_k[rows] if any(0 < p.top_k < vocab for p in params) else None,
-            top_p_B=self.top_p[rows] if any(p.top_p < 1 for p in params) else None,
+            temperature_B=self.temperature[rows] if needs.temperature else None,
+            greedy_B=self.greedy[rows] if needs.greedy else None,
+            top_k_B=self.top_k[rows] if needs.top_k else None,
+            top_p_B=self.top_p[rows] if needs.top_p else None,
             forbidden_BK=forbidden,
         )
