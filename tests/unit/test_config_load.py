@@ -100,6 +100,8 @@ def test_dictionaries_merge_and_nested_ones_reach_sections():
     )
     assert config.actor_rollout_ref.rollout.n == 4 and config.actor_rollout_ref.rollout.val_kwargs.n == 2
     assert config.data.apply_chat_template_kwargs == {"a": 1, "b": {"c": 2, "d": 1e-3}}
+    merged = load_config(["data.apply_chat_template_kwargs={b:{c:2}}", "data.apply_chat_template_kwargs={b:{d:3}}"])
+    assert merged.data.apply_chat_template_kwargs == {"b": {"c": 2, "d": 3}}
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def record_reads(on: bool) -> None:
     """Switch the record of every key that is read on (and empty it) or off. Off costs nothing."""
     if on:
         _reads.clear()
-        Section.__getattribute__ = _recording_getattribute  # type: ignore[method-assign]
+        Section.__getattribute__ = _recording_getattribute  # type: ignore[method-assign, assignment]
     elif "__getattribute__" in Section.__dict__:
-        del Section.__getattribute__  # type: ignore[misc]
+        del Section.__getattribute__
 
 
 def recorded_reads() -> set[tuple[str, str]]:

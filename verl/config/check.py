@@ -14,7 +14,7 @@ _DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half", "fp
 
 def check(config: Any) -> None:
     """ConfigError for a value out of range or a combination that cannot work."""
-    root = type(config)
+    root: type = type(config)
     for path in schema.keys(root):
         _check_value(path, path.rsplit(".", 1)[-1], _at(config, path))
     if isinstance(config, RunConfig):
@@ -26,7 +26,8 @@ def check(config: Any) -> None:
 
 def check_supported(config: Any) -> None:
     """ConfigError for a run that lacks what it needs, or asks for a feature that is still to come."""
-    for path, values in foreign.table(type(config)).later.items():
+    root: type = type(config)
+    for path, values in foreign.table(root).later.items():
         found = _at(config, path)
         for asked, feature in values.items():
             if found == asked or (isinstance(asked, str) and asked.startswith("> ") and (found or 0) > int(asked[2:])):

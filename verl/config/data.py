@@ -36,7 +36,6 @@ class DataConfig(Section):
     max_response_length: int = key(512, "Longest answer in tokens.", least=1)
     truncation: str = key("error", "What happens to longer prompts.", choices=TRUNCATION)
     filter_overlong_prompts: bool = key(False, "Leave rows with longer prompts out, and count them.")
-    filter_overlong_prompts_workers: int = key(1, "Processes for that filter.", least=1)
     train_batch_size: int = key(1024, "Prompts per training step, over all devices.", least=1)
     gen_batch_size: int | None = key(None, "Prompts taken at once from the data; null is train_batch_size.", least=1)
     shuffle: bool = key(True, "Shuffle training rows each epoch.")

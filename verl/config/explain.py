@@ -125,7 +125,8 @@ def print_config(arguments: Sequence[str]) -> int:
     only_changed = "--changed" in arguments
     given = parse_command_line([a for a in arguments if a != "--changed"], "ppo_trainer", USAGE)
     config = load_config(given.overrides, given.config_name, given.config_dir)
-    for path in schema.keys(type(config)):
+    root: type = type(config)
+    for path in schema.keys(root):
         origin = config._origins[path]
         if not (only_changed and (origin == "default" or origin.startswith("follows "))):
             print(f"{path}={show(value_at(config, path))}  # {origin}")

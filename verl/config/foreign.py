@@ -43,7 +43,7 @@ class Table:
     later: dict[str, dict[Any, str]] = field(default_factory=dict)
 
 
-NOTHING = (None, False, "", [], {})
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values of a refused key that ask for nothing."""
 
 

@@ -81,7 +81,8 @@ def unread_keys(config: Any) -> list[str]:
 
     A key counts as read when a key that follows it was.
     """
-    reads, table = recorded_reads(), schema.keys(type(config))
+    root: type = type(config)
+    reads, table = recorded_reads(), schema.keys(root)
     record_reads(False)
     was_set = set(config._set)
 

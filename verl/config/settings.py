@@ -178,7 +178,7 @@ def _build(cls: type, prefix: str, flat: dict[str, Any]) -> Section:
         inner = item.metadata.get("section")
         path = prefix + name
         arguments[name] = _build(inner, path + ".", flat) if inner else flat[path]
-    result = cls(**arguments)
+    result: Section = cls(**arguments)
     object.__setattr__(result, PATH, prefix[:-1] or "<root>")
     return result
 

@@ -1,0 +1,56 @@
+"""Every key of the schema has a reader in the library, or waits for a feature that is still to come."""
+
+import ast
+import fnmatch
+from pathlib import Path
+
+import pytest
+
+from verl.config import RunConfig, SFTConfig, schema
+
+PACKAGE = Path(__file__).parents[2] / "verl"
+WAITING = {
+    "engines over many ranks": "*.forward_prefetch *.fsdp_size *.reshard_after_forward *.use_orig_params"
+    " *.min_num_params",
+    "saving in the background, LoRA": "*.async_save *.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
+    "head kernels": "*.use_torch_compile *.impl_backend",
+    "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
+    "prefix sharing": "*.use_prefix_grouper",
+    "profiling": "*profiler.* trainer.profile_interval",
+    "the VeOmni engine": "*.veomni.*",
+    "agents with tools": "*.multi_turn.* *.agent.* data.tool_config_path data.function_tool_path",
+    "weight sync": "*.checkpoint_engine.* *.layered_summon",
+    "served rollout engines": "*.rollout.server.* *.rollout.*_parallel_size *.rollout.enable_*"
+    " *.rollout.load_format *.rollout.logprobs_mode *.rollout.scheduling_policy *.rollout.skip_tokenizer_init"
+    " *.rollout.free_cache_engine *.rollout.disable_log_stats *.rollout.custom *.rollout.calculate_log_probs",
+    "dynamic sampling and rollout correction": "algorithm.filter_groups.* algorithm.rollout_correction.*"
+    " data.gen_batch_size",
+    "the Ray runtime, many ranks": "ray_kwargs.* trainer.balance_batch",
+    "tables of validation answers": "trainer.log_val_generations",
+    "fine-tuning, second version": "data.enable_thinking_default data.pad_mode",
+}
+
+
+def names_read() -> set[str]:
+    """Every attribute and string in the package outside verl/config."""
+    found: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        if PACKAGE / "config" not in file.parents:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Attribute):
+                    found.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize("root", [RunConfig, SFTConfig])
+def test_every_key_has_a_reader_or_waits_for_a_named_feature(root):
+    read, waiting = names_read(), " ".join(WAITING.values()).split()
+    followed = {key.follows for key in schema.keys(root).values()}
+    without = [
+        path
+        for path in schema.keys(root)
+        if path.rsplit(".", 1)[-1] not in read and path not in followed and path != "model_engine"
+    ]
+    assert [path for path in without if not any(fnmatch.fnmatch(path, pattern) for pattern in waiting)] == []
