@@ -89,3 +89,19 @@ def test_the_import_paths_of_other_people_s_code_lead_to_our_classes():
     assert theirs is CheckpointConfig and engine is FSDPEngineConfig
     assert AlgoConfig().gamma == 1.0 and HFModelConfig(path="m").path == "m"
     assert RolloutConfig().n == 1 and FSDPOptimizerConfig().lr == 1e-3
+
+
+def test_presets_of_the_rollout_correction_are_classmethods():
+    from verl.trainer.config import RolloutCorrectionConfig as Correction
+
+    assert Correction.disabled() == Correction()
+    assert Correction.decoupled_token_is(threshold=3.0).rollout_is_threshold == 3.0
+    geo = Correction.bypass_pg_geo_rs_seq_tis(is_threshold=1.5)
+    assert (geo.bypass_mode, geo.loss_type, geo.rollout_is, geo.rollout_is_threshold) == (
+        True,
+        "reinforce",
+        "sequence",
+        1.5,
+    )
+    assert (geo.rollout_rs, geo.rollout_rs_threshold) == ("seq_mean_k1", "0.999_1.001")
+    assert Correction.decoupled_k3_rs(0.02).rollout_rs_threshold == 0.02

@@ -1,6 +1,7 @@
 """The algorithm: advantages, KL, filtering, and the correction for a sampler that differs from the trainer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.base import Section, key, section
 
@@ -31,6 +32,31 @@ class FilterGroupsConfig(Section):
     max_inflight_gen_batches: int = key(1, "Prompts in flight, in units of train_batch_size.")
 
 
+def _preset(**fixed: Any) -> Any:
+    """A classmethod that returns the section with `fixed` values; `is_threshold` and `rs_threshold` replace theirs.
+
+    `threshold` is the one of the two that the preset uses.
+    """
+
+    def build(
+        cls: type,
+        threshold: float | str | None = None,
+        *,
+        is_threshold: float | str | None = None,
+        rs_threshold: float | str | None = None,
+    ) -> Any:
+        first = "rollout_is_threshold" if "rollout_is" in fixed else "rollout_rs_threshold"
+        given = [(first, threshold), ("rollout_is_threshold", is_threshold), ("rollout_rs_threshold", rs_threshold)]
+        return cls(**(fixed | {name: value for name, value in given if value is not None}))
+
+    return classmethod(build)
+
+
+_GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_PG = {"bypass_mode": True, "loss_type": "reinforce"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(Section):
     """Importance weights and rejection for the gap between rollout and training log-probs."""
@@ -42,6 +68,25 @@ class RolloutCorrectionConfig(Section):
     bypass_mode: bool = key(False, "Use the rollout's log-probs as the old ones.")
     loss_type: str = key("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
     rollout_is_batch_normalize: bool = key(False, "Scale the weights of a batch to mean 1.")
+
+    decoupled_token_is = _preset(rollout_is="token")
+    decoupled_seq_is = _preset(rollout_is="sequence")
+    decoupled_token_icepop = _preset(rollout_is="token", rollout_is_threshold="0.5_5.0")
+    decoupled_seq_is_rs = _preset(rollout_is="sequence", rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0")
+    decoupled_geo_rs = _preset(**_GEO)
+    decoupled_geo_rs_seq_tis = _preset(rollout_is="sequence", **_GEO)
+    decoupled_geo_rs_token_tis = _preset(rollout_is="token", **_GEO)
+    decoupled_k3_rs = _preset(**_K3)
+    decoupled_k3_rs_seq_tis = _preset(rollout_is="sequence", **_K3)
+    decoupled_k3_rs_token_tis = _preset(rollout_is="token", **_K3)
+    bypass_ppo_clip = _preset(bypass_mode=True)
+    bypass_ppo_clip_geo_rs = _preset(bypass_mode=True, **_GEO)
+    bypass_ppo_clip_k3_rs = _preset(bypass_mode=True, **_K3)
+    bypass_pg_is = _preset(rollout_is="sequence", **_PG)
+    bypass_pg_geo_rs = _preset(**_PG, **_GEO)
+    bypass_pg_geo_rs_seq_tis = _preset(rollout_is="sequence", **_PG, **_GEO)
+    bypass_pg_geo_rs_token_tis = _preset(rollout_is="token", **_PG, **_GEO)
+    disabled = _preset()
 
 
 @dataclass(frozen=True, kw_only=True)
