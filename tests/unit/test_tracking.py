@@ -137,22 +137,30 @@ def leveldb_records(data, header=7, block=32768):
             parts = []
 
 
-def test_wandb_offline_run_holds_the_metrics(monkeypatch, tmp_path):
-    pytest.importorskip("wandb")
+def wandb_history(file):
+    """(step, score) of every logged step in an offline run's file."""
     from wandb.proto import wandb_internal_pb2
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with Tracking("p", "e", "wandb", {"trainer": {"total_epochs": 3}}) as tracking:
-        tracking.log({"critic/score/mean": 0.25}, 1)
-        tracking.log({"critic/score/mean": 0.5}, 2)
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    history = []
+    out = []
     for raw in leveldb_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(raw)
         if record.WhichOneof("record_type") == "history":
             items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
-            history.append((json.loads(items["_step"]), json.loads(items["critic/score/mean"])))
+            out.append((json.loads(items["_step"]), json.loads(items["critic/score/mean"])))
+    return out
+
+
+def test_wandb_offline_run_holds_the_metrics(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracking("p", "e", "wandb", {"trainer": {"total_epochs": 3}}) as tracking:
+        tracking.log({"critic/score/mean": 0.25}, 1)
+        tracking.log({"critic/score/mean": 0.5}, 2)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 30  # the library's own process writes the file and may still be busy
+    while len(history := wandb_history(file)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert history == [(1, 0.25), (2, 0.5)]
 
 

@@ -53,7 +53,8 @@ class Tracking:
     ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         check_names(names)
-        run = trackers.RunInfo(project_name, experiment_name, asdict(config) if is_dataclass(config) else config or {})
+        tree = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config or {}
+        run = trackers.RunInfo(project_name, experiment_name, tree)
         self.backends: dict[str, Backend] = {}
         for name in dict.fromkeys(names):
             try:
