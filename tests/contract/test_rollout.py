@@ -1,0 +1,249 @@
+"""One suite for every rollout engine: token ids in; token ids, log-probs and versions out."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from verl.config.rollout import RolloutConfig
+from verl.utils.errors import DataError, WorkerError
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.native_engine import NativeEngine
+
+CHARACTERS = [chr(c) for c in range(97, 123)]  # one token per letter
+EOS = len(CHARACTERS)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {token: i for i, token in enumerate([*CHARACTERS, "<eos>", "<pad>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def small_model(tied: bool = True) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=EOS + 2, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=tied, eos_token_id=EOS, bos_token_id=None,
+        pad_token_id=EOS + 1,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def native(config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
+    return NativeEngine(config, model, letters_tokenizer())
+
+
+@dataclass(frozen=True)
+class Adapter:
+    name: str
+    build: Callable[[RolloutConfig, PreTrainedModel], RolloutEngine]
+
+
+@pytest.fixture(params=[Adapter("native", native)], ids=lambda adapter: adapter.name)
+def adapter(request: pytest.FixtureRequest) -> Adapter:
+    return request.param
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return small_model()
+
+
+CONFIG = RolloutConfig(dtype="float32", prompt_length=16, response_length=24, max_num_seqs=8)
+
+
+@pytest.fixture
+def engine(adapter: Adapter, model: PreTrainedModel) -> RolloutEngine:
+    return adapter.build(CONFIG, model)
+
+
+def ask(number: int = 0, prompt: list[int] | None = None, **sampling: object) -> GenerationRequest:
+    return GenerationRequest(number, prompt or PROMPT, SamplingParams(**{"max_tokens": 24, **sampling}))
+
+
+def complete(engine: RolloutEngine, *requests: GenerationRequest) -> list[list[Completion]]:
+    async def together() -> list[list[Completion]]:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return asyncio.run(together())
+
+
+def own_logprobs(model: PreTrainedModel, ids: list[int], prompt: list[int] = PROMPT) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def test_n_completions_come_back_with_one_logprob_per_token(engine: RolloutEngine, model: PreTrainedModel):
+    [completions] = complete(engine, ask(n=5))
+    assert len(completions) == 5
+    assert len({tuple(c.token_ids) for c in completions}) == 5, "samples of a group repeat each other"
+    for c in completions:
+        torch.testing.assert_close(torch.tensor(c.logprobs), own_logprobs(model, c.token_ids), atol=1e-5, rtol=0)
+
+
+def test_a_completion_ends_with_its_eos_token_or_at_max_tokens(engine: RolloutEngine):
+    groups = complete(engine, *(ask(i, n=4) for i in range(10)))
+    for c in (c for group in groups for c in group):
+        assert EOS not in c.token_ids[:-1]
+        assert (c.stop_reason == "stop") == (c.token_ids[-1] == EOS)
+        assert c.stop_reason == "stop" or (c.stop_reason == "length" and len(c.token_ids) == 24)
+    assert {c.stop_reason for group in groups for c in group} == {"stop", "length"}
+
+
+def test_ignore_eos_goes_on_to_max_tokens(engine: RolloutEngine):
+    groups = complete(engine, *(ask(i, n=4, ignore_eos=True) for i in range(10)))
+    assert {len(c.token_ids) for group in groups for c in group} == {24}
+    assert any(EOS in c.token_ids[:-1] for group in groups for c in group)
+
+
+def test_max_tokens_of_one_gives_one_token(engine: RolloutEngine):
+    assert [len(c.token_ids) for c in complete(engine, ask(n=3, max_tokens=1))[0]] == [1, 1, 1]
+
+
+def test_min_tokens_holds_back_every_stop(engine: RolloutEngine):
+    stops = tuple(range(8))
+    groups = complete(engine, *(ask(i, n=4, min_tokens=6, stop_token_ids=stops) for i in range(10)))
+    for c in (c for group in groups for c in group):
+        assert not set(c.token_ids[:6]) & {*stops, EOS}
+        assert len(c.token_ids) >= 7  # a stop may be the seventh token at the earliest
+    assert min(len(c.token_ids) for group in groups for c in group) < 12
+
+
+def test_stop_token_ids_end_a_completion_beside_eos(engine: RolloutEngine):
+    groups = complete(engine, *(ask(i, n=4, stop_token_ids=(7, 9), ignore_eos=True) for i in range(10)))
+    for c in (c for group in groups for c in group):
+        assert not {7, 9} & set(c.token_ids[:-1])
+        assert (c.stop_reason == "stop") == (c.token_ids[-1] in (7, 9))
+
+
+def test_stop_strings_end_at_the_token_that_completes_them_and_keep_every_token(engine: RolloutEngine):
+    [[free]] = complete(engine, ask(1, ignore_eos=True))
+    text = letters_tokenizer().decode(free.token_ids)
+    stop = text[9:12]
+    [[stopped]] = complete(engine, ask(1, ignore_eos=True, stop=("never", stop)))
+    assert stopped.stop_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: text.index(stop) + 3]
+
+
+def test_greedy_takes_the_likeliest_token_every_time(engine: RolloutEngine, model: PreTrainedModel):
+    [[c]] = complete(engine, ask(temperature=0.0, ignore_eos=True))
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + c.token_ids]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]
+    assert c.token_ids == logits.argmax(-1).tolist()
+
+
+def test_top_k_of_one_and_a_tiny_top_p_are_greedy(engine: RolloutEngine):
+    [[greedy]] = complete(engine, ask(temperature=0.0))
+    [[top_k]] = complete(engine, ask(top_k=1))
+    [[top_p]] = complete(engine, ask(top_p=1e-6))
+    assert greedy.token_ids == top_k.token_ids == top_p.token_ids
+
+
+def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd_of_any_size(adapter: Adapter, model: PreTrainedModel):
+    mine = ask(7, n=2, prompt=[9, 8, 7])
+    crowd = [ask(100 + i, prompt=[i % 26] * (1 + i % 16), n=1 + i % 3, top_p=0.9, temperature=1.3) for i in range(20)]
+    answers = []
+    for rows, order in ((8, [mine]), (8, [*crowd, mine]), (3, [mine, *crowd]), (64, [*crowd[:9], mine, *crowd[9:]])):
+        engine = adapter.build(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=rows), model)
+        got = complete(engine, *order)[order.index(mine)]
+        answers.append([c.token_ids for c in got])
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_another_seed_or_request_id_gives_other_tokens(engine: RolloutEngine):
+    got = complete(engine, ask(0), ask(1), ask(2, seed=7))
+    assert len({tuple(group[0].token_ids) for group in got}) == 3
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(engine: RolloutEngine):
+    with pytest.raises(DataError, match=r"17 prompt tokens \+ max_tokens=24 exceed the 40 .*at most 23 here"):
+        complete(engine, ask(prompt=[1] * 17))
+
+
+def test_update_weights_is_sampled_and_stamped(adapter: Adapter):
+    for tied in (True, False):
+        model = small_model(tied)
+        engine = adapter.build(CONFIG, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for version in range(1, 4):
+            model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+            optimizer.step()
+            asyncio.run(engine.update_weights(model, version))
+            [[c]] = complete(engine, ask(version))
+            assert c.policy_version == (version, version) and engine.version == version
+            torch.testing.assert_close(torch.tensor(c.logprobs), own_logprobs(model, c.token_ids), atol=1e-5, rtol=0)
+
+
+def test_an_update_between_two_tokens_stamps_both_versions(engine: RolloutEngine, model: PreTrainedModel):
+    async def scenario() -> list[Completion]:
+        task = asyncio.create_task(engine.generate(ask(ignore_eos=True)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await engine.update_weights(model, 3)
+        return await task
+
+    [c] = asyncio.run(scenario())
+    assert c.policy_version == (0, 3) and len(c.token_ids) == 24
+
+
+def test_abort_returns_what_was_produced(engine: RolloutEngine):
+    whole = complete(engine, ask(0, n=2, ignore_eos=True), ask(1, ignore_eos=True))
+
+    async def scenario() -> list[list[Completion]]:
+        tasks = [asyncio.create_task(engine.generate(ask(i, n=2 - i, ignore_eos=True))) for i in range(2)]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await engine.abort(0)
+        return await asyncio.gather(*tasks)
+
+    (first, second), [other] = asyncio.run(scenario())
+    assert other.stop_reason == "length" and other.token_ids == whole[1][0].token_ids
+    for c, reference in zip((first, second), whole[0], strict=True):
+        assert c.stop_reason == "aborted" and 0 < len(c.token_ids) < 24
+        assert c.token_ids == reference.token_ids[: len(c.token_ids)] and len(c.logprobs) == len(c.token_ids)
+
+
+def test_abort_all_also_ends_what_waits(adapter: Adapter, model: PreTrainedModel):
+    engine = adapter.build(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=2), model)
+
+    async def scenario() -> list[list[Completion]]:
+        tasks = [asyncio.create_task(engine.generate(ask(i, n=3, ignore_eos=True))) for i in range(4)]
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await engine.abort()
+        return await asyncio.gather(*tasks)
+
+    got = asyncio.run(scenario())
+    assert {c.stop_reason for group in got for c in group} == {"aborted"}
+    assert [len(group) for group in got] == [3, 3, 3, 3]
+    [[after]] = complete(engine, ask(0))
+    assert after.stop_reason != "aborted"
+
+
+def test_sleep_refuses_to_generate_and_wake_continues_as_before(engine: RolloutEngine):
+    before = complete(engine, ask(n=2))
+    asyncio.run(engine.sleep())
+    with pytest.raises(WorkerError, match="asleep"):
+        complete(engine, ask())
+    asyncio.run(engine.wake())
+    assert complete(engine, ask(n=2)) == before
+
+
+def test_a_request_id_in_flight_is_refused(engine: RolloutEngine):
+    with pytest.raises(DataError, match="request_id 0 is already in flight"):
+        complete(engine, ask(0), ask(0))
+
+
+def test_stats_count_generated_tokens_since_the_last_call(engine: RolloutEngine):
+    groups = complete(engine, *(ask(i, n=3) for i in range(4)))
+    tokens = sum(len(c.token_ids) for group in groups for c in group)
+    assert engine.stats()["generated_tokens"] == tokens
+    assert engine.stats()["generated_tokens"] == 0
