@@ -109,7 +109,7 @@ def test_logprobs_equal_the_models_own_on_every_family(name: str):
 
 def test_long_runs_shift_the_shared_column_without_changing_anything():
     model = tiny_model("qwen3", {"head_dim": 16})
-    config = RolloutConfig(dtype="float32", max_model_len=60, max_num_seqs=3)
+    config = RolloutConfig(dtype="float32", max_model_len=60, max_num_seqs=4)
     engine = NativeEngine(config, model)
     asked = [
         replace(request, sampling=replace(request.sampling, max_tokens=4 + request.request_id % 7))
