@@ -18,7 +18,10 @@ install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check -
 
 if [[ ${TORCH:-} != skip ]]; then
   if [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
-    "${install[@]}" "torch==$torch+cpu" --extra-index-url "$cpu_index" || "${install[@]}" "torch==$torch"
+    # PyPI has no CPU build for Linux: a mirror of one's own may, then PyTorch's index; the large default build as the last resort
+    "${install[@]}" "torch==$torch+cpu" 2>/dev/null ||
+      "${install[@]}" --no-deps --retries 1 --extra-index-url "$cpu_index" "torch==$torch+cpu" ||
+      "${install[@]}" "torch==$torch"
   else
     "${install[@]}" "torch==$torch"
   fi
