@@ -179,8 +179,9 @@ class _Loop:
     async def _run_one(self, kwargs: dict[str, Any]) -> Outcome:
         task = asyncio.ensure_future(_await(self._function, kwargs))
         left = self._timeout_s
+        # Several slices even of a short limit: the one in which the loop was held up must not use it up.
+        step = _ASYNC_SLICE_S if left is None else min(_ASYNC_SLICE_S, left / 4)
         while not task.done():
-            step = _ASYNC_SLICE_S if left is None else min(_ASYNC_SLICE_S, left)
             # Only the slice counts, not the time that passed: a loop held up by others makes no call late.
             await asyncio.wait({task}, timeout=step)
             self._beat = time.monotonic()

@@ -6,8 +6,9 @@ from decimal import Decimal, InvalidOperation
 METHODS = ("strict", "flexible")
 
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-# `#### **-$1,234.50**.`: marks around the number are allowed, words are not.
-_MARKED = re.compile(r"####[ \t*$€£]*(?P<sign>[-\u2212]?)[ $€£]*" + _NUMBER)
+# `#### **-$1,234.50**.`: a few marks before the number are allowed, words are not. (Without limits the two runs of
+# marks could share a long one in quadratically many ways.)
+_MARKED = re.compile(r"####[ \t*$€£]{0,8}(?P<sign>[-\u2212]?)[ $€£]{0,3}" + _NUMBER)
 # A minus after a digit or letter is an operator or a hyphen, not a sign.
 _ANYWHERE = re.compile(r"(?<![\w.])(?:(?<![\w)])(?P<sign>[-\u2212]))?[$€£]?" + _NUMBER)
 
@@ -30,7 +31,7 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 def to_number(text: str) -> Decimal | None:
     """The value of a written number: thousands commas, currency signs, percent and a trailing dot do not matter."""
-    cleaned = text.strip().replace("\u2212", "-").strip("$€£%. ")
+    cleaned = text.strip().replace("\u2212", "-").lstrip("$€£ ").rstrip("%. ")
     negative = cleaned.startswith("-")
     cleaned = cleaned.removeprefix("-").lstrip("$€£ ").replace(",", "")
     try:

@@ -1,0 +1,429 @@
+"""Rewards: a score, an abstention or an error that names function and row; no silent zero, no endless wait."""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config import CustomRewardConfig, DataConfig, RewardConfig, RewardManagerConfig, RunConfig
+from verl.rewards.base import RewardInput, Score, reward_metrics
+from verl.rewards.build import build_reward
+from verl.rewards.function import FunctionReward
+from verl.rewards.verdict import read_verdict
+from verl.utils.errors import ConfigError, RewardError
+
+PASSED_AT_CALL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+
+
+def item(solution="72", number=0, **fields):
+    return RewardInput("toy", solution, "72", {"index": number}, where=f"rows.jsonl line {number + 1}", **fields)
+
+
+def score(reward, *inputs):
+    return asyncio.run(reward.score(list(inputs) or [item()]))
+
+
+def wrap(function, **settings):
+    return FunctionReward(function, "compute_score (mine.py)", **settings)
+
+
+# what a function may return
+
+
+@pytest.mark.parametrize(
+    ("result", "value"),
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (torch.tensor(2), 2.0),
+        (-3, -3.0),
+    ],
+)
+def test_a_number_is_the_score_and_is_stored_as_acc(result, value):
+    assert read_verdict(result) == Score(value=value, extra={"acc": value})
+
+
+def test_a_dict_gives_its_score_and_its_other_keys_as_columns():
+    verdict = read_verdict({"score": 0.5, "acc": True, "pred": "7"})
+    assert verdict == Score(value=0.5, extra={"acc": True, "pred": "7"})
+
+
+def test_a_function_may_abstain():
+    verdict = read_verdict({"abstain": True, "why": "no tests"})
+    assert verdict.abstained and verdict.extra == {"why": "no tests"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        "1.0",
+        [],
+        math.nan,
+        math.inf,
+        {},
+        {"acc": 1.0},
+        {"score": None},
+        {"score": "1"},
+        {"score": math.nan},
+        1j,
+        torch.ones(2),
+        np.array([1.0]),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["stop", "count"])
+def test_anything_else_is_an_error_that_names_function_and_row(bad, on_error):
+    reward = wrap(lambda **_: bad, on_error=on_error)
+    if on_error == "stop":
+        with pytest.raises(RewardError, match=r"compute_score \(mine.py\) failed on rows.jsonl line 5 .*'toy'"):
+            score(reward, item(number=4))
+    else:
+        (verdict,) = score(reward, item(number=4))
+        assert verdict.value is None and "compute_score (mine.py): ValueError" in verdict.error
+
+
+# calling it
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_function_gets_the_rows_fields_and_reward_kwargs_win(kind):
+    seen = []
+
+    def record(**kwargs):
+        seen.append(kwargs)
+        return len(seen)
+
+    async def record_async(**kwargs):
+        await asyncio.sleep(0)
+        return record(**kwargs)
+
+    reward = wrap(record if kind == "sync" else record_async, kwargs={"ground_truth": "mine", "bonus": 3})
+    score(reward, item("answer", number=2, num_turns=4))
+    assert seen[0].keys() == PASSED_AT_CALL | {"bonus"}
+    assert (seen[0]["solution_str"], seen[0]["ground_truth"], seen[0]["bonus"]) == ("answer", "mine", 3)
+    assert seen[0]["extra_info"] == {"index": 2, "num_turns": 4, "rollout_reward_scores": {}}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_scores_come_in_the_order_of_the_inputs(kind):
+    def delay(solution_str):
+        return 0.02 if int(solution_str) % 3 == 0 else 0.0
+
+    def sync(data_source, solution_str, ground_truth, extra_info):
+        time.sleep(delay(solution_str))
+        return int(solution_str)
+
+    async def coroutine(data_source, solution_str, ground_truth, extra_info):
+        await asyncio.sleep(delay(solution_str))
+        return int(solution_str)
+
+    reward = wrap(sync if kind == "sync" else coroutine)
+    for _ in range(2):  # a second event loop, the same reward
+        assert [s.value for s in score(reward, *(item(str(i)) for i in range(30)))] == list(range(30))
+
+
+def test_async_functions_keep_one_event_loop_for_the_whole_run():
+    loops = set()
+
+    async def remember(**_):
+        loops.add(id(asyncio.get_running_loop()))
+        return 1
+
+    reward = wrap(remember)
+    score(reward), score(reward)
+    assert len(loops) == 1
+
+
+def test_sync_functions_run_side_by_side_but_no_more_than_num_workers():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def function(**_):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return 1
+
+    score(wrap(function, num_threads=3), *(item() for _ in range(12)))
+    assert most == 3
+
+
+def test_the_event_loop_of_the_caller_stays_free_while_a_sync_function_works():
+    async def both():
+        ticks = 0
+        reward = wrap(lambda **_: time.sleep(0.2) or 1.0)
+        task = asyncio.create_task(reward.score([item()]))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(both()) > 5
+
+
+# failing
+
+
+def broken(**_):
+    return 1 / 0
+
+
+async def broken_async(**_):
+    raise KeyError("no such thing")
+
+
+async def cancels_itself(**_):
+    raise asyncio.CancelledError
+
+
+def leaves(**_):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (broken, "ZeroDivisionError"),
+        (broken_async, "KeyError"),
+        (cancels_itself, "CancelledError"),
+        (leaves, "SystemExit"),
+    ],
+)
+def test_a_failing_function_stops_the_run_or_is_counted_as_configured(function, name):
+    with pytest.raises(RewardError) as error:
+        score(wrap(function))
+    for part in (
+        name,
+        "compute_score (mine.py)",
+        "rows.jsonl line 1",
+        f"in {function.__name__}",
+        "reward.on_error=count",
+    ):
+        assert part in str(error.value)
+    scores = score(wrap(function, on_error="count"))
+    assert scores[0].value is None and name in scores[0].error
+
+
+def test_counted_errors_are_in_the_metrics_and_one_of_a_kind_in_the_log(caplog):
+    def odd_fails(solution_str, **_):
+        return 1 / (int(solution_str) % 2)
+
+    with caplog.at_level(logging.WARNING):
+        scores = score(wrap(odd_fails, on_error="count"), *(item(str(i), i) for i in range(6)))
+    assert [s.value for s in scores] == [None, 1.0] * 3
+    assert reward_metrics([*scores, Score(None)]).values() == {"reward/errors": 3.0, "reward/abstained": 1.0}
+    warnings = [r.getMessage() for r in caplog.records if "division by zero" in r.getMessage()]
+    assert len(warnings) == 1 and "rows.jsonl line 1" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda solution: 1, "cannot be called with the keywords data_source, solution_str, ground_truth, extra_info"),
+        (lambda data_source, solution_str, ground_truth: 1, "unexpected keyword argument 'extra_info'"),
+        (lambda bonus_of_mine, **kwargs: 1, "missing a required argument: 'bonus_of_mine'"),
+    ],
+)
+def test_a_function_with_the_wrong_parameters_is_refused_before_the_run(function, message):
+    with pytest.raises(ConfigError, match=message):
+        wrap(function)
+
+
+# time
+
+
+def test_a_call_that_hangs_is_timed_out_and_the_others_are_still_judged():
+    release = threading.Event()
+
+    def function(solution_str, **_):
+        return release.wait(30) if solution_str == "hang" else 1.0
+
+    started = time.monotonic()
+    reward = wrap(function, on_error="count", timeout_s=0.3, num_threads=1)
+    scores = score(reward, item("a"), item("hang"), item("b"), item("hang"), item("c"))
+    assert [s.value for s in scores] == [1.0, None, 1.0, None, 1.0]
+    assert "reward.timeout_s=0.3" in scores[1].error
+    assert time.monotonic() - started < 5
+    assert [s.value for s in score(reward, item("a"))] == [1.0]  # fresh threads took over
+    release.set()
+
+
+def test_waiting_for_a_turn_is_not_running_time():
+    reward = wrap(lambda **_: time.sleep(0.05) or 1.0, timeout_s=0.5, num_threads=1)
+    assert all(s.value == 1.0 for s in score(reward, *(item() for _ in range(15))))  # 0.75 s in the queue
+
+
+def test_an_async_call_that_hangs_is_timed_out():
+    async def function(solution_str, **_):
+        await asyncio.sleep(30 if solution_str == "hang" else 0)
+        return 1.0
+
+    started = time.monotonic()
+    scores = score(wrap(function, on_error="count", timeout_s=0.2), item("a"), item("hang"), item("b"))
+    assert [s.value for s in scores] == [1.0, None, 1.0]
+    assert "reward.timeout_s=0.2" in scores[1].error and time.monotonic() - started < 5
+
+
+def test_a_busy_event_loop_does_not_make_async_calls_late():
+    async def function(solution_str, **_):
+        if solution_str == "busy":
+            time.sleep(0.6)  # holds the loop up for longer than the limit
+            return 1.0
+        await asyncio.sleep(0.1)
+        return 1.0
+
+    scores = score(wrap(function, timeout_s=0.4), item("a"), item("busy"), item("b"))
+    assert [s.value for s in scores] == [1.0, 1.0, 1.0]
+
+
+def test_an_async_function_that_blocks_its_loop_for_good_is_named(monkeypatch):
+    monkeypatch.setattr("verl.rewards.calls._ASYNC_SLICE_S", 0.1)
+    release = threading.Event()
+
+    async def function(**_):
+        release.wait(30)
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"compute_score \(mine.py\): the async function has blocked its event loop"):
+        score(wrap(function, timeout_s=0.2, on_error="count"))
+    release.set()
+
+
+def test_too_many_hanging_calls_stop_the_run_even_where_errors_are_counted(monkeypatch):
+    monkeypatch.setattr("verl.rewards.calls.MAX_ABANDONED", 3)
+    release = threading.Event()
+    reward = wrap(lambda **_: release.wait(30), on_error="count", timeout_s=0.05, num_threads=4)
+    with pytest.raises(RewardError, match="4 calls have not returned"):
+        score(reward, *(item() for _ in range(10)))
+    release.set()
+
+
+@pytest.mark.parametrize(("key", "value"), [("on_error", "ignore"), ("timeout_s", 0.0)])
+def test_settings_out_of_range_are_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"reward\.{key}="):
+        wrap(broken, **{key: value})
+
+
+# from the configuration
+
+
+def run_config(**reward):
+    return RunConfig(reward=RewardConfig(**reward), data=DataConfig(max_response_length=20))
+
+
+def custom(path, name="compute_score", **kwargs):
+    return CustomRewardConfig(path=str(path), name=name, reward_kwargs=kwargs)
+
+
+FUNCTION = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):\n    return scale * 2\n"
+)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_the_custom_function_of_a_file_is_called_with_its_kwargs(tmp_path, form):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    config = run_config(custom_reward_function=custom(form.format(tmp_path / "mine.py"), scale=5))
+    assert score(build_reward(config, None))[0].value == 10.0
+
+
+@pytest.mark.parametrize("path", ["pkg://mine_pkg.inner", "pkg://mine_pkg/inner", "pkg://mine_pkg/inner.py"])
+def test_the_custom_function_of_a_module_is_found(tmp_path, monkeypatch, path):
+    (tmp_path / "mine_pkg").mkdir()
+    (tmp_path / "mine_pkg" / "inner.py").write_text(FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score(build_reward(run_config(custom_reward_function=custom(path)), None))[0].value == 2.0
+
+
+def test_a_file_runs_once_however_often_it_is_asked_for(tmp_path):
+    (tmp_path / "once.py").write_text(f"print('loaded', file=open({str(tmp_path / 'log')!r}, 'a'))\n" + FUNCTION)
+    config = run_config(custom_reward_function=custom(tmp_path / "once.py"))
+    build_reward(config, None), build_reward(config, None)
+    assert (tmp_path / "log").read_text() == "loaded\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "name", "message"),
+    [
+        (FUNCTION, "mien.py", "compute_score", "there is no file .*mien.py; did you mean 'mine.py'"),
+        (FUNCTION, "mine.py", "compute_scor", "name='compute_scor' is not defined in .*did you mean 'compute_score'"),
+        (
+            "import nothing_like_this\n",
+            "mine.py",
+            "compute_score",
+            "(?s)running .*mine.py failed:.*line 1.*ModuleNotFound",
+        ),
+        ("def compute_score(:\n", "mine.py", "compute_score", "(?s)running .*failed:.*SyntaxError"),
+        ("compute_score = 7\n", "mine.py", "compute_score", "is int, expected a function"),
+    ],
+)
+def test_a_custom_function_that_cannot_be_loaded_says_why(tmp_path, source, path, name, message):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        build_reward(run_config(custom_reward_function=custom(tmp_path / path, name)), None)
+
+
+def test_without_a_custom_function_the_data_source_selects_the_scorer():
+    reward = build_reward(run_config(), None)
+    (verdict,) = score(reward, RewardInput("openai/gsm8k", "so #### 72", "72"))
+    assert verdict == Score(value=1.0, extra={"acc": 1.0, "pred": "72"})
+    with pytest.raises(RewardError, match="no reward is known for data_source 'toy'"):
+        score(reward)
+
+
+def test_reward_kwargs_reach_the_built_in_scorer():
+    reward = build_reward(run_config(reward_kwargs={"method": "flexible"}), None)
+    assert score(reward, RewardInput("openai/gsm8k", "it is 72.", "72"))[0].value == 1.0
+
+
+# managers
+
+
+def dapo(**buffer):
+    kwargs = {"overlong_buffer_cfg": {"enable": True, "len": 8, "penalty_factor": 0.5, "log": True, **buffer}}
+    config = run_config(reward_manager=RewardManagerConfig(name="dapo"), reward_kwargs=kwargs)
+    return build_reward(config, None)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (12, 0.0), (14, -0.125), (16, -0.25), (20, -0.5)])
+def test_dapo_punishes_answers_that_run_into_the_buffer(length, penalty):
+    right = RewardInput("openai/gsm8k", "#### 72", "72", response_length=length)
+    (verdict,) = score(dapo(), right)  # max_resp_len is data.max_response_length=20, the buffer 8 tokens
+    assert verdict.value == pytest.approx(1.0 + penalty)
+    assert verdict.extra == {"acc": 1.0, "pred": "72", "overlong_reward": penalty, "overlong": penalty < 0}
+
+
+def test_dapo_leaves_errors_and_disabled_penalties_alone():
+    right = RewardInput("openai/gsm8k", "#### 72", "72", response_length=20)
+    assert score(dapo(enable=False), right)[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [({"len": 21}, "len=21 must be between 1 and"), ({"len": 0}, "len=0"), ({"size": 3}, r"overlong_buffer_cfg\.size")],
+)
+def test_impossible_penalties_are_refused(buffer, message):
+    with pytest.raises(ConfigError, match=message):
+        dapo(**buffer)
+
+
+@pytest.mark.parametrize("name", ["gdpo", "rate_limited", "remote", "prime", "batch"])
+def test_managers_of_later_are_refused_as_such(name):
+    with pytest.raises(ConfigError, match="still to come; so far: dapo, naive"):
+        build_reward(run_config(reward_manager=RewardManagerConfig(name=name)), None)
+
+
+def test_an_unknown_manager_lists_the_closest():
+    with pytest.raises(ConfigError, match="did you mean 'naive'"):
+        build_reward(run_config(reward_manager=RewardManagerConfig(name="naif")), None)
