@@ -33,6 +33,8 @@ class Batch:
     @classmethod
     def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
         """Columns tokens, loss_mask, rollout_logprobs; and rewards (NaN: none), group_ids, rows, policy_versions."""
+        if not trajectories:
+            raise ValueError("there are no trajectories to pack")
         lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
@@ -142,6 +144,12 @@ class Batch:
     def cat(batches: Sequence["Batch"]) -> "Batch":
         """Batches with the same columns, one after the other."""
         first = batches[0]
+        for other in batches[1:]:
+            differing = (first.token_columns.keys() ^ other.token_columns.keys()) | (
+                first.sequence_columns.keys() ^ other.sequence_columns.keys()
+            )
+            if differing:
+                raise ValueError(f"only some of the batches to be joined have the columns {sorted(differing)}")
         return Batch(
             cumulative(torch.cat([b.lengths for b in batches])),
             {n: torch.cat([b.token_columns[n] for b in batches]) for n in first.token_columns},

@@ -70,8 +70,11 @@ class ConversationDataset:
         kwargs = dict(self._config.apply_chat_template_kwargs)
         if row.get(self._config.tools_key) is not None:
             kwargs["tools"] = row[self._config.tools_key]
-        if row.get(self._config.enable_thinking_key) is not None:
-            kwargs["enable_thinking"] = bool(row[self._config.enable_thinking_key])
+        thinking = row.get(self._config.enable_thinking_key)
+        if thinking is None:
+            thinking = self._config.enable_thinking_default
+        if thinking is not None:
+            kwargs["enable_thinking"] = bool(thinking)
         return PromptTemplate(self._tokenizer, kwargs)
 
     def _limit(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:

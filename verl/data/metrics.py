@@ -1,5 +1,6 @@
 """Metrics that merge exactly: sums with counts, maxima, minima and plain sums, whatever the split."""
 
+import math
 from typing import Self
 
 
@@ -22,10 +23,14 @@ class Metrics:
         self._means[name] = (old_total + float(total), old_count + float(count))
 
     def max(self, name: str, value: float) -> None:
-        self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
+        """Keep the largest value; a NaN stays, so that it is seen."""
+        old, new = self._maxima.get(name, float("-inf")), float(value)
+        self._maxima[name] = new if new > old or math.isnan(new) else old
 
     def min(self, name: str, value: float) -> None:
-        self._minima[name] = min(self._minima.get(name, float("inf")), float(value))
+        """Keep the smallest value; a NaN stays, so that it is seen."""
+        old, new = self._minima.get(name, float("inf")), float(value)
+        self._minima[name] = new if new < old or math.isnan(new) else old
 
     def sum(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(value)

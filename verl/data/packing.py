@@ -1,5 +1,6 @@
 """Micro-batches: which sequences go through the model together."""
 
+import heapq
 from dataclasses import dataclass
 
 from verl.data.batch import Batch
@@ -8,10 +9,15 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a shard is cut into forwards: by a token budget, or by a fixed number of sequences. None means no limit."""
+    """How a shard is cut into forwards: by a token budget, by a number of sequences, or both. None means no limit."""
 
     max_tokens: int | None = None
     max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("max_tokens", self.max_tokens), ("max_sequences", self.max_sequences)):
+            if limit is not None and limit < 1:
+                raise ConfigError(f"a micro-batch of {name}={limit} is impossible; it must be at least 1, or null")
 
 
 def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
@@ -22,28 +28,43 @@ def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
     """
     lengths = batch.lengths.tolist()
     if micro.max_tokens is not None:
-        return pack_by_tokens(lengths, micro.max_tokens)
+        return pack_by_tokens(lengths, micro.max_tokens, micro.max_sequences)
     size = micro.max_sequences or max(len(lengths), 1)
     return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
 
 
-def pack_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Groups of indices whose lengths add up to at most `max_tokens`, balanced, each group in ascending order."""
-    longest = max(lengths, default=0)
+def pack_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
+    """Groups of indices whose lengths add up to at most `max_tokens`, balanced, each group in ascending order.
+
+    With `max_sequences`, no group has more members than that.
+    """
+    if not lengths:
+        return []
+    longest = max(lengths)
     if longest > max_tokens:
         raise ConfigError(
             f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
             f"*_max_token_len_per_gpu to at least {longest} or lower data.max_prompt_length/max_response_length"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = max(1, -(-sum(lengths) // max_tokens)) if lengths else 0
+    max_members = max_sequences or len(lengths)
+    count = max(-(-sum(lengths) // max_tokens), -(-len(lengths) // max_members))
     while True:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for i in order:
-            emptiest = min(range(count), key=loads.__getitem__)
-            bins[emptiest].append(i)
-            loads[emptiest] += lengths[i]
-        if all(load <= max_tokens for load in loads):
-            return [sorted(group) for group in bins if group]
+        groups = _spread(order, lengths, count, max_members)
+        if all(sum(lengths[i] for i in group) <= max_tokens for group in groups):
+            return [sorted(group) for group in groups if group]
         count += 1
+
+
+def _spread(order: list[int], lengths: list[int], count: int, max_members: int) -> list[list[int]]:
+    """`order` dealt out to `count` groups, each index to the group with the fewest tokens that has room."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]  # a heap of (tokens, group); full groups leave it
+    for i in order:
+        load, number = loads[0]
+        groups[number].append(i)
+        if len(groups[number]) < max_members:
+            heapq.heapreplace(loads, (load + lengths[i], number))
+        else:
+            heapq.heappop(loads)
+    return groups

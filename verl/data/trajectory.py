@@ -38,6 +38,8 @@ class Trajectory:
     ) -> "Trajectory":
         """A single-turn trajectory: every response token was sampled."""
         num_prompt, num_response = len(prompt_ids), len(response_ids)
+        if len(response_logprobs) != num_response:
+            raise ValueError(f"{len(response_logprobs)} log-probs for {num_response} response tokens")
         mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
         mask[num_prompt:] = True
         logprobs = torch.zeros(num_prompt + num_response, dtype=torch.float32)
