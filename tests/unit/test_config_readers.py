@@ -22,12 +22,11 @@ WAITING = {
     "weight sync": "*.checkpoint_engine.* *.layered_summon",
     "served rollout engines": "*.rollout.server.* *.rollout.*_parallel_size *.rollout.enable_*"
     " *.rollout.load_format *.rollout.logprobs_mode *.rollout.scheduling_policy *.rollout.skip_tokenizer_init"
-    " *.rollout.free_cache_engine *.rollout.disable_log_stats *.rollout.custom *.rollout.calculate_log_probs",
+    " *.rollout.disable_log_stats *.rollout.custom",
     "dynamic sampling and rollout correction": "algorithm.filter_groups.* algorithm.rollout_correction.*"
     " data.gen_batch_size",
     "the Ray runtime, many ranks": "ray_kwargs.* trainer.balance_batch",
-    "tables of validation answers": "trainer.log_val_generations",
-    "fine-tuning, second version": "data.enable_thinking_default data.pad_mode",
+    "fine-tuning, second version": "data.pad_mode",
 }
 
 

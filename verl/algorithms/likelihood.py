@@ -7,9 +7,9 @@ class LikelihoodLoss:
     """-log p of each trained token, times its weight."""
 
     per_token = True
-    outputs = ("logprobs",)
-    columns = ("loss_mask", "loss_weights")
-    optional_columns = ()
+    outputs: tuple[str, ...] = ("logprobs",)
+    columns: tuple[str, ...] = ("loss_mask", "loss_weights")
+    optional_columns: tuple[str, ...] = ()
 
     def __call__(
         self, outputs: dict[str, Tensor], columns: dict[str, Tensor], cu_seqlens: Tensor | None = None

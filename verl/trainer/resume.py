@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.config.trainer import TrainerConfig
+from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import atomic_directory, atomic_write_text, remove_leftovers
 
@@ -62,7 +62,7 @@ def complete_steps(root: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def find_resume(config: TrainerConfig) -> Path | None:
+def find_resume(config: TrainerConfig | SFTTrainerConfig) -> Path | None:
     """The checkpoint folder to continue from, or None to start afresh (`trainer.resume_mode`)."""
     root = Path(config.default_local_dir)
     if config.resume_mode == "disable":

@@ -22,6 +22,7 @@ class ByReference:
     async def publish(self, version: int) -> Receipt:
         """Make the engine sample from the module's present values as `version`."""
         start = time.perf_counter()
+        await self.engine.wake()
         await self.engine.update_weights(self.model, version)
         if self.engine.version != version:
             raise StaleWeightsError(

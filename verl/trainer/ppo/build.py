@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl.algorithms.advantages import get_advantage
 from verl.algorithms.kl import get_kl_controller
 from verl.config import RolloutConfig, RunConfig
 from verl.config.check import check_supported
@@ -32,8 +33,10 @@ def build_run(config: RunConfig) -> Run:
     prompts = PromptSampler(train_prompts(config.data, tokenizer), config.data.shuffle, config.data.seed)
     total_steps = count_steps(config, prompts)
     actor = build_actor(config, total_steps)
+    get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
     engine = build_rollout(config, actor, tokenizer)
-    sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer)
+    free_cache = config.actor_rollout_ref.rollout.free_cache_engine
+    sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer, free_cache)
     trainer = PPOTrainer(
         config,
         SyncSource(prompts, sampler, training_sampling(config.actor_rollout_ref.rollout)),

@@ -9,6 +9,7 @@ from typing import Any
 from verl.config import RunConfig
 from verl.config.load import unread_keys
 from verl.data.prompts import PromptDataset
+from verl.data.trajectory import Trajectory
 from verl.observe.dumps import dump_rollouts, remove_dumps_after
 from verl.observe.ledger import Ledger
 from verl.observe.memory import memory_metrics
@@ -83,7 +84,7 @@ class Run:
         self.config, self.trainer, self.validation = config, trainer, validation
         self.total_steps, self.tracking, self.note = total_steps, tracking, note
         self.root = Path(config.trainer.default_local_dir)
-        self.ledger = Ledger(self.root / "ledger")
+        self.ledger = Ledger(self.root / "ledger") if config.trainer.ledger else None
         self.stop_requested = False
         self.last_validation: dict[str, float] = {}
 
@@ -125,9 +126,10 @@ class Run:
             self.report_unread_keys()
 
     def record(self, record: StepRecord, timer: StageTimer) -> None:
-        """The ledger always; a readable dump when `trainer.rollout_data_dir` is set."""
-        with timer("ledger"):
-            self.ledger.append(record.step, record.batch, [t.stop_reason for t in judged_only(record.collected)])
+        """The ledger unless `trainer.ledger` is off; a readable dump when `trainer.rollout_data_dir` is set."""
+        if self.ledger is not None:
+            with timer("ledger"):
+                self.ledger.append(record.step, record.batch, [t.stop_reason for t in judged_only(record.collected)])
         if self.config.trainer.rollout_data_dir:
             with timer("dump_rollout_generations"):
                 dump_collected(self.config.trainer.rollout_data_dir, record.step, record.collected)
@@ -139,13 +141,14 @@ class Run:
         if self.config.trainer.validation_data_dir:
             dump_collected(self.config.trainer.validation_data_dir, self.trainer.global_step, collected)
         self.last_validation = metrics
-        self.last_collected = collected
+        for trajectory in collected.trajectories[: self.config.trainer.log_val_generations]:
+            self.note(sample_lines(self.trainer.global_step, trajectory))
         return metrics
 
     def save(self) -> None:
         """Write global_step_N, then drop what retention no longer wants."""
         trainer, settings = self.trainer, self.config.trainer
-        roles = {"actor": trainer.actor.save}
+        roles: dict[str, Callable[[Path], None]] = {"actor": trainer.actor.save}
         if trainer.critic is not None:
             roles["critic"] = trainer.critic.save
         folder = save_checkpoint(self.root, trainer.global_step, trainer.state_dict(), roles)
@@ -166,7 +169,8 @@ class Run:
                 self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
         step = self.trainer.global_step
         self.trainer.first_step = step + 1
-        self.ledger.rewind(step)
+        if self.ledger is not None:
+            self.ledger.rewind(step)
         self.tracking.rewind(step)
         for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir):
             if dumps:
@@ -208,7 +212,13 @@ def due(step: int, frequency: int, last: bool) -> bool:
     return frequency > 0 and (last or step % frequency == 0)
 
 
-def judged_only(collected: Collected) -> list[Any]:
+def sample_lines(step: int, trajectory: Trajectory) -> str:
+    """One validation answer, for people."""
+    text, source = trajectory.extra.get("response_text", ""), trajectory.extra["data_source"]
+    return f"validation at step {step}, {source} row {trajectory.row}, reward {trajectory.reward}:\n  {text!r}"
+
+
+def judged_only(collected: Collected) -> list[Trajectory]:
     """The trajectories a batch was packed from."""
     return [t for t in collected.trajectories if t.reward is not None]
 

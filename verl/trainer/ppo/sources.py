@@ -32,8 +32,10 @@ class Collected:
 class Sampler:
     """Answers prompts and has the answers judged: many prompts at once, each judged as soon as it is answered."""
 
-    def __init__(self, engine: RolloutEngine, reward: Reward, tokenizer: PreTrainedTokenizerBase):
-        self.engine, self.reward, self.tokenizer = engine, reward, tokenizer
+    def __init__(
+        self, engine: RolloutEngine, reward: Reward, tokenizer: PreTrainedTokenizerBase, free_cache: bool = False
+    ):
+        self.engine, self.reward, self.tokenizer, self.free_cache = engine, reward, tokenizer, free_cache
 
     async def collect(
         self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
@@ -41,11 +43,12 @@ class Sampler:
         """Trajectories of all rows, in order. Those whose reward failed or abstained carry no reward."""
         start = time.perf_counter()
         out = Collected(rows=list(rows))
+        await self.engine.wake()
 
         async def answer(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
             trajectories = await single_turn(row, request_id, sampling, self.engine)
             out.generate_s = time.perf_counter() - start
-            texts = [self.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
+            texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
                 RewardInput.from_row(row, text, int(t.loss_mask.sum()), t.extra["num_turns"])
                 for t, text in zip(trajectories, texts, strict=True)
@@ -58,6 +61,8 @@ class Sampler:
                 tasks = [group.create_task(answer(row, i)) for row, i in zip(rows, request_ids, strict=True)]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
+        if self.free_cache:
+            await self.engine.sleep()
         for trajectory, score in (pair for task in tasks for pair in task.result()):
             out.trajectories.append(trajectory)
             out.scores.append(score)

@@ -156,7 +156,7 @@ class PPOTrainer:
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
         out.update(turn_metrics(collected.trajectories))
-        if "old_logprobs" in batch:
+        if "old_logprobs" in batch and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
         versions = batch["policy_versions"].double()
         staleness = self.version - 1 - versions[:, 0]

@@ -218,7 +218,7 @@ def answers(folder: Path, problems: Sequence[Any]) -> list[str]:
     ids = torch.tensor(tokenizer([p.prompt for p in problems])["input_ids"])
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        out = model.generate(
+        out = model.generate(  # type: ignore[misc]
             ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )
     return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
