@@ -46,7 +46,10 @@ def test_odd_curves_are_drawn_without_an_error(points):
     assert draw_curve(points, width=40, unicode=False)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.13, 0.97), (-3, 1200), (5, 5), (0, 0), (1e-9, 3e-9)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 1), (0.13, 0.97), (-3, 1200), (5, 5), (0, 0), (1e-9, 3e-9), (1e-15, 4e-15), (1.0, 1.0 + 1e-15), (-2e-16, 0)],
+)
 def test_ticks_are_few_and_enclose_the_values(low, high):
     ticks = nice_ticks(low, high)
     assert 3 <= len(ticks) <= 8 and ticks[0] <= low <= high <= ticks[-1]

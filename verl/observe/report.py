@@ -151,14 +151,14 @@ def running_mean(values: list[float]) -> list[float]:
 
 def nice_ticks(low: float, high: float) -> list[float]:
     """3 to 8 round numbers that enclose [low, high]."""
-    if low == high:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def svg_path(pixels: list[tuple[float, float]]) -> str:
