@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.models import decoder_weights
 from verl.models.decoder_weights import why_not_lean
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -93,8 +94,12 @@ def largest_error(model: PreTrainedModel, asked: list[GenerationRequest], got: l
     return worst
 
 
-@pytest.mark.parametrize("name", [*LEAN, *GENERIC])
-def test_logprobs_equal_the_models_own_on_every_family(name: str):
+CASES = [*((name, packs) for name in LEAN for packs in (True, False)), *((name, False) for name in GENERIC)]
+
+
+@pytest.mark.parametrize(("name", "packs"), CASES, ids=[f"{name}{', packed' * packs}" for name, packs in CASES])
+def test_logprobs_equal_the_models_own_on_every_family(name: str, packs: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder_weights, "PACKED_BYTES", decoder_weights.PACKED_BYTES if packs else 0)
     family, extra = {**LEAN, **GENERIC}[name]
     model = tiny_model(family, extra)
     assert bool(why_not_lean(model)) == (name in GENERIC)
@@ -136,8 +141,8 @@ def test_a_longer_prompt_that_joins_moves_the_column_to_the_right():
 
 
 def test_the_lean_path_reads_the_modules_own_tensors():
-    model = tiny_model("llama", {})
-    engine = NativeEngine(RolloutConfig(dtype="float32"), model)
+    model = tiny_model("llama", {}).bfloat16()
+    engine = NativeEngine(RolloutConfig(dtype="bfloat16"), model)
     weights = engine.decoder.weights
     assert weights.copied_bytes == 0
     assert weights.layers[1].down.weight.data_ptr() == model.model.layers[1].mlp.down_proj.weight.data_ptr()

@@ -61,7 +61,7 @@ class LeanDecoder:
         self.transposed = self.weights.device.type == "cpu"  # keys (E, columns): what a batched product reads best
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.cos = self.sin = torch.empty(0)
+        self.tables: tuple[Tensor, ...] = ()
 
     @property
     def weights_version(self) -> int:
@@ -88,7 +88,7 @@ class LeanDecoder:
         tail = (s.head_dim, columns) if self.transposed else (columns, s.head_dim)
         self.keys = self._grown(self.keys, (rows, s.kv_heads, *tail))
         self.values = self._grown(self.values, (rows, s.kv_heads, columns, s.head_dim))
-        self.cos, self.sin = self.weights.rotary_table(columns)
+        self.tables = self.weights.rotary_tables(columns)
 
     def _grown(self, caches: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
         grown = [zeros(shape, self.weights.dtype, self.weights.device) for _ in range(self.shape.layers)]
@@ -109,23 +109,27 @@ class LeanDecoder:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=w.device)
         pads = torch.tensor([width - len(p) for p in prompts], device=w.device)
         positions = (torch.arange(width, device=w.device) - pads.unsqueeze(1)).clamp_(min=0)
-        cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+        rotation = self._rotation(positions)
         full, sliding = self._prefill_masks(pads, width)
         fan = None if max(repeats) == 1 else torch.tensor(repeats, device=w.device)
         rows, columns = slice(first_row, first_row + sum(repeats)), slice(column - width, column)
         x = w.embed(ids)
         for index, layer in enumerate(w.layers):
-            qk, v = layer.qkv(layer.input_norm(x))  # (N, P, H+K, E), (N, P, K, E)
-            q, k = rotate(qk, cos, sin).split((s.heads, s.kv_heads), dim=2)
+            qk, v = layer.qkv(x, rotation)  # (N, P, H+K, E), (N, P, K, E)
+            q, k = qk.split((s.heads, s.kv_heads), dim=2)
             self._write(index, rows, columns, k.transpose(1, 2), v.transpose(1, 2), fan)
             mask = full if layer.window is None else sliding
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
                 scale=layer.scale, enable_gqa=True,
             )  # fmt: skip
-            x = x + layer.attention_out(out.transpose(1, 2).reshape(num, width, -1))
-            x = x + layer.mlp(layer.post_norm(x))
+            x = layer.add_mlp(layer.add_attention(x, out.transpose(1, 2).reshape(num, width, -1)))
         return w.logits(x[:, -1])
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """Rows of the rotary tables, one head dimension wide."""
+        rows = tuple(table[positions].unsqueeze(-2) for table in self.tables)
+        return rows if len(rows) > 1 else rows[0]
 
     def _prefill_masks(self, pads: Tensor, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Boolean masks (N, 1, P, P) for full and sliding layers; None is plain causal. Padding sees itself: no nan."""
@@ -155,15 +159,14 @@ class LeanDecoder:
         """Logits (B, V) float32 after `tokens_B`, which take the window's column in rows 0..B-1."""
         s, w = self.shape, self.weights
         positions = window.column - window.starts_B
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        rotation = self._rotation(positions)
         bias = self._bias(window)
         x = w.embed(tokens_B)
         for index, layer in enumerate(w.layers):
-            qk, v = layer.qkv(layer.input_norm(x))  # (B, H+K, E), (B, K, E)
-            q, k = rotate(qk, cos, sin).split((s.heads, s.kv_heads), dim=1)
+            qk, v = layer.qkv(x, rotation)  # (B, H+K, E), (B, K, E)
+            q, k = qk.split((s.heads, s.kv_heads), dim=1)
             out = self._attend(index, layer, q, k, v, window, bias)
-            x = x + layer.attention_out(out.reshape(len(x), -1))
-            x = x + layer.mlp(layer.post_norm(x))
+            x = layer.add_mlp(layer.add_attention(x, out.reshape(len(x), -1)))
         return w.logits(x)
 
     def _bias(self, window: Window) -> Tensor | None:
@@ -199,7 +202,8 @@ class LeanDecoder:
         keys = keys.flatten(0, 1)[:, :, low : at + 1]
         values = values.flatten(0, 1)[:, low : at + 1]
         if bias is None:
-            scores = torch.bmm(q, keys).mul_(layer.scale)
+            scores = torch.bmm(q, keys)
+            scores = scores if layer.scale == 1 else scores.mul_(layer.scale)
         else:
             scores = torch.baddbmm(bias, q, keys, alpha=layer.scale)
         return torch.bmm(torch.softmax(scores, -1), values)
@@ -233,9 +237,3 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of (..., heads, E); cos and sin (..., 1, E)."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((-high, low), dim=-1), sin)

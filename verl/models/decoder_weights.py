@@ -1,15 +1,17 @@
 """The parameters of a Llama-like `transformers` module, as the lean decoder reads them.
 
-Where dtype and device agree the tensors are the module's own; otherwise one cast copy, stamped with the version it
-was taken at and refreshed by `refresh`.
+Where dtype and device agree the tensors are the module's own. Another dtype takes one cast copy, and a small float32
+model on a CPU one packed copy. A copy is stamped with the version it was taken at and refreshed by `refresh`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from verl.models.decoder_layer import Layer, Norm, Projection
+from verl.models.decoder_packed import PACKED_BYTES, Packed, PackedLayer, rotation_table, unit_norm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the sequence length
@@ -64,59 +66,6 @@ def _sliding_window(attention: nn.Module) -> int | None:
     return attention.config.sliding_window if attention.config.model_type == "mistral" else None
 
 
-class Norm:
-    """Root-mean-square norm over the last dimension, computed in float32."""
-
-    def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps, self.size = weight, eps, (weight.shape[-1],)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.size, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.size, None, self.eps).to(x.dtype)
-
-
-@dataclass
-class Projection:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass
-class Layer:
-    """One transformer block's tensors and the steps around attention."""
-
-    input_norm: Norm
-    post_norm: Norm
-    q: Projection
-    k: Projection
-    v: Projection
-    attention_out: Projection
-    q_norm: Norm | None
-    k_norm: Norm | None
-    gate: Projection
-    up: Projection
-    down: Projection
-    activation: Callable[[Tensor], Tensor]
-    head_dim: int
-    scale: float
-    window: int | None
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys side by side (..., H+K, E), and values (..., K, E); positions not yet applied."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = self.q(x).view(shape), self.k(x).view(shape), self.v(x).view(shape)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return torch.cat((q, k), dim=-2), v
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)).mul_(self.up(x)))
-
-
 class DecoderWeights:
     """Everything the lean decoder multiplies with. `copied_bytes` counts what is not the module's own."""
 
@@ -125,8 +74,11 @@ class DecoderWeights:
         self.dtype = dtype or first.dtype
         self.device = torch.device(device) if device is not None else first.device
         self.shape = decoder_shape(model)
+        size = sum(p.numel() for p in model.parameters()) * self.dtype.itemsize
+        self.packs = self.dtype == torch.float32 and self.device.type == "cpu" and size <= PACKED_BYTES
         self.version = -1
         self.copied_bytes = 0
+        self._packed_head: Packed | None = None
         self.refresh(model, 0)
 
     def refresh(self, model: nn.Module, version: int) -> None:
@@ -137,12 +89,21 @@ class DecoderWeights:
         self.head = self._projection(model.get_output_embeddings())
         self.final_norm = self._norm(model.model.norm)
         self.layers = [self._layer(block) for block in model.model.layers]
+        if self.packs:
+            self._pack()
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        self._packed_head = Packed.join([self.head], self.final_norm)
+        self._final_eps = torch.tensor(self.final_norm.eps)
+        self.layers = [PackedLayer(layer, self.shape.heads, self.shape.kv_heads) for layer in self.layers]
+        self.copied_bytes = self._packed_head.nbytes + sum(layer.nbytes for layer in self.layers)
 
     def free_copies(self) -> None:
         """Drop copies; the next `refresh` takes them again."""
         if self.copied_bytes:
             self.layers, self._copies, self.copied_bytes, self.version = [], {}, 0, -1
-            self.embedding = self.head = self.final_norm = None
+            self.embedding = self.head = self.final_norm = self._packed_head = None
 
     def _take(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None:
@@ -186,17 +147,19 @@ class DecoderWeights:
             window=_sliding_window(attention),
         )
 
-    def rotary_table(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (positions, E), from the model's own rotary module."""
+    def rotary_tables(self, positions: int) -> tuple[Tensor, ...]:
+        """What `layer.qkv` rotates with, one row per position, from the model's own rotary module."""
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         cos, sin = self._model.model.rotary_emb(probe, torch.arange(positions, device=self.device).unsqueeze(0))
-        return cos[0], sin[0]
+        return (rotation_table(cos[0], sin[0]),) if self.packs else (cos[0], sin[0])
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embedding)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., V) float32; never a view of anything kept."""
+        if self.packs:
+            return self._packed_head(unit_norm(x, self._final_eps))
         return self.head(self.final_norm(x)).float()
 
 

@@ -104,8 +104,9 @@ class Head:
         self._kept: tuple[Rows, Tensor] | None = None  # rows whose logits are all in the buffer
 
     def rows(self, source: Tensor, targets: Tensor, temperature: Tensor | None) -> Rows:
-        """The hidden states at `source`, ready for the matmul."""
-        scaled = self.hidden.index_select(0, source)
+        """The hidden states at `source`, ready for the matmul; they hold until the next call."""
+        scaled = self._buffer("rows", len(source), self.hidden.shape[1], self.hidden.dtype)
+        torch.index_select(self.hidden, 0, source, out=scaled)
         inverse = None if temperature is None else temperature.to(self.dtype).reciprocal().unsqueeze(1)
         if inverse is not None and not self.low_precision:
             scaled.mul_(inverse)
@@ -140,7 +141,9 @@ class Head:
         Computes the logits again unless `statistics` of the same rows has just left all of them in the buffer.
         """
         kept, self._kept = self._kept, None
-        grad_rows = torch.zeros_like(rows.scaled_RD, dtype=self.dtype) if out.hidden is not None else None
+        grad_rows = None
+        if out.hidden is not None:
+            grad_rows = self._buffer("grad_rows", *rows.scaled_RD.shape, self.dtype).zero_()
         slopes = _Slopes.of(stats, grad_logprobs, grad_entropy)
         for columns in self.blocks.column_slices(self.vocab_size):
             logits = kept[1] if kept is not None and kept[0] is rows else self._logits(rows, columns)
@@ -198,7 +201,8 @@ class Head:
             per_column = grad_logits if scaled else grad_logits * rows.inverse_temperature
             out.bias[columns] += per_column.sum(0, dtype=self.dtype)
         if grad_rows is not None and self.low_precision:
-            grad_rows.add_(grad_logits @ self.weight[columns])
+            product = self._buffer("product", *grad_rows.shape, self.weight.dtype)
+            grad_rows.add_(torch.mm(grad_logits, self.weight[columns], out=product))
         elif grad_rows is not None:
             grad_rows.addmm_(grad_logits, self.weight[columns])
         if out.weight is not None:

@@ -77,7 +77,7 @@ class NativeEngine(RolloutEngine):
 
     def _refuse_unpublished(self) -> None:
         """Weights written to since they were published would be sampled under the wrong version."""
-        if self._published != changes(self.model) and not self.decoder.copied_bytes:
+        if self._published != changes(self.model):
             raise WorkerError(
                 0, "generate",
                 f"the weights were changed in place after version {self.version} was published, so its samples would "

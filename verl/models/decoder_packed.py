@@ -1,0 +1,110 @@
+"""A packed float32 copy of a small model's weights: fewer operations per layer than over the module's own tensors.
+
+Queries, keys and values are one product, gate and up another; the norms' weights and the attention scale are folded
+into the matrices that follow; the rotary pairs (i, i + E/2) lie side by side, so a rotation is one complex product.
+Queries and keys are permuted alike, so their products do not change.
+
+Only worth it where operations, not arithmetic, take the time: `PACKED_BYTES` bounds the copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.models.decoder_layer import Layer, Norm, Projection
+
+PACKED_BYTES = 64 << 20
+
+
+@dataclass
+class Packed:
+    """x W' + b for W' stored input-major."""
+
+    weight: Tensor  # (in, out)
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x @ self.weight
+        return out if self.bias is None else out.add_(self.bias)
+
+    @classmethod
+    def join(cls, projections: list[Projection], norm: Norm | None = None) -> "Packed":
+        """Several projections of one input as one, behind a norm whose weight is folded in."""
+        weight = torch.cat([p.weight for p in projections])
+        if norm is not None:
+            weight = weight * norm.weight
+        biases = [p.bias for p in projections]
+        return cls(weight.t().contiguous(), None if biases[0] is None else torch.cat(biases))
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class PackedLayer:
+    """The steps of `Layer` on packed weights; rotations are complex numbers (..., 1, E/2)."""
+
+    scale = 1.0  # folded into the queries
+
+    def __init__(self, layer: Layer, heads: int, kv_heads: int):
+        self.head_dim, self.turned, self.window = layer.head_dim, heads + kv_heads, layer.window
+        q, k = (_interleaved(p, layer.head_dim) for p in (layer.q, layer.k))
+        self.norm_weight: Tensor | None = None
+        if layer.q_norm is None:
+            q = Projection(q.weight * layer.scale, None if q.bias is None else q.bias * layer.scale)
+        else:
+            q_weight, k_weight = (_interleave(n.weight, layer.head_dim) for n in (layer.q_norm, layer.k_norm))
+            self.norm_weight = torch.cat(((q_weight * layer.scale).expand(heads, -1), k_weight.expand(kv_heads, -1)))
+            self.head_eps = torch.tensor(layer.q_norm.eps)
+        self.qkv_packed = Packed.join([q, k, layer.v], layer.input_norm)
+        self.out = Packed.join([layer.attention_out])
+        self.gate_up = Packed.join([layer.gate, layer.up], layer.post_norm)
+        self.down = Packed.join([layer.down])
+        self.inner = layer.gate.weight.shape[0]
+        self.activation: Callable[[Tensor], Tensor] = layer.activation
+        self.input_eps, self.post_eps = torch.tensor(layer.input_norm.eps), torch.tensor(layer.post_norm.eps)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in (self.qkv_packed, self.out, self.gate_up, self.down))
+
+    def qkv(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys side by side (..., H+K, E), and values (..., K, E)."""
+        y = self.qkv_packed(unit_norm(x, self.input_eps)).unflatten(-1, (-1, self.head_dim))
+        qk, v = y[..., : self.turned, :], y[..., self.turned :, :]
+        if self.norm_weight is not None:
+            qk = unit_norm(qk, self.head_eps).mul_(self.norm_weight)
+        turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation
+        return torch.view_as_real(turned).flatten(-2), v
+
+    def add_attention(self, x: Tensor, out: Tensor) -> Tensor:
+        return x.add_(self.out(out))
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        y = self.gate_up(unit_norm(x, self.post_eps))
+        return x.add_(self.down(self.activation(y[..., : self.inner]).mul_(y[..., self.inner :])))
+
+
+def unit_norm(x: Tensor, eps: Tensor) -> Tensor:
+    """x over the root mean square of its last dimension."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+
+
+def rotation_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """(positions, E/2) complex from the model's own (positions, E) tables."""
+    half = cos.shape[-1] // 2
+    return torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous())
+
+
+def _interleave(x: Tensor, head_dim: int) -> Tensor:
+    """Rows (heads * E, ...) with the halves of each head dealt alternately."""
+    halves = x.reshape(-1, 2, head_dim // 2, *x.shape[1:])
+    return halves.transpose(1, 2).reshape(x.shape)
+
+
+def _interleaved(projection: Projection, head_dim: int) -> Projection:
+    bias = None if projection.bias is None else _interleave(projection.bias, head_dim)
+    return Projection(_interleave(projection.weight, head_dim), bias)
