@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import unavailable
 from verl.observe.curves import draw_curve
-from verl.observe.report import Sample, nice_ticks, series, write_report
+from verl.observe.report import Sample, nice_ticks, series, tick_label, write_report
 
 RISING = [(i, i / 50) for i in range(51)]
 
@@ -54,6 +54,13 @@ def test_ticks_are_few_and_enclose_the_values(low, high):
     ticks = nice_ticks(low, high)
     assert 3 <= len(ticks) <= 8 and ticks[0] <= low <= high <= ticks[-1]
     assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [(0, "0"), (0.25, "0.25"), (1200.0, "1200"), (2.2e-4, "2.2e-4"), (-5e-7, "-5e-7"), (2e6, "2e6")]
+)
+def test_axis_labels_are_short(value, label):
+    assert tick_label(value) == label
 
 
 def test_a_step_logged_twice_counts_once_and_gaps_are_left_out():

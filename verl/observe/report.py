@@ -39,7 +39,7 @@ class Curve:
     last: str = ""
 
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 200, 48, 14, 12, 26
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 200, 54, 14, 12, 26
 
 
 def write_report(
@@ -95,7 +95,8 @@ def group_curves(points: Mapping[str, list[tuple[float, float]]]) -> tuple[list[
         if name.startswith("training/"):
             continue
         curve = draw(name, points[name])
-        if name.startswith(HEADLINES):
+        same = name == "critic/rewards/mean" and points[name] == points.get("critic/score/mean")
+        if name.startswith(HEADLINES) and not same:
             headline.append(curve)
         else:
             groups.setdefault(name.split("/")[0], []).append(curve)
@@ -126,7 +127,7 @@ def draw(name: str, points: list[tuple[float, float]]) -> Curve:
         path=svg_path([place(x, y) for x, y in points]),
         smooth_path=svg_path([place(x, y) for x, y in zip(xs, smooth, strict=False)]),
         dots=[(*place(x, y), f"step {format_number(x)}: {format_number(y)}") for x, y in points],
-        y_ticks=[(place(x_low, y)[1], f"{y:g}") for y in y_ticks],
+        y_ticks=[(place(x_low, y)[1], tick_label(y)) for y in y_ticks],
         x_ticks=[(place(x, y_low)[0], format_number(x)) for x in dict.fromkeys((x_low, x_high))],
         last=format_number(ys[-1]),
     )
@@ -159,6 +160,14 @@ def nice_ticks(low: float, high: float) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def tick_label(value: float) -> str:
+    """At most seven characters for common magnitudes: 0.25, 1200, 2.2e-4."""
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:g}"
 
 
 def svg_path(pixels: list[tuple[float, float]]) -> str:
