@@ -193,4 +193,8 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_READERS = {".parquet": ParquetFile, ".json": JsonFile, ".jsonl": JsonFile}
+_READERS: dict[str, type[ParquetFile] | type[JsonFile]] = {
+    ".parquet": ParquetFile,
+    ".json": JsonFile,
+    ".jsonl": JsonFile,
+}

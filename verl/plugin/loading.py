@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from verl.utils.errors import PluginError
 from verl.utils.suggest import did_you_mean
@@ -53,14 +54,18 @@ def load_plugins() -> tuple[LoadedPlugin, ...]:
 def _load_modules() -> list[LoadedPlugin]:
     names = [name.strip() for name in os.environ.get(MODULES_VARIABLE, "").split(",") if name.strip()]
     for name in names:
-        _run(name, f"named in {MODULES_VARIABLE}", lambda name=name: importlib.import_module(name))
+        _run(name, f"named in {MODULES_VARIABLE}", partial(importlib.import_module, name))
     return [LoadedPlugin(name, MODULES_VARIABLE, name) for name in names]
+
+
+def _load_and_start(entry: importlib.metadata.EntryPoint) -> None:
+    _start(entry.load())
 
 
 def _load_entry_points() -> list[LoadedPlugin]:
     loaded = []
     for entry in _chosen(sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)):
-        _run(entry.name, f"entry point {entry.value}", lambda entry=entry: _start(entry.load()))
+        _run(entry.name, f"entry point {entry.value}", partial(_load_and_start, entry))
         loaded.append(LoadedPlugin(entry.name, GROUP, entry.value))
     return loaded
 

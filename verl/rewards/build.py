@@ -23,7 +23,7 @@ def build_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rewar
 def custom_reward(config: RewardConfig) -> FunctionReward:
     """The user's function, loaded from its file once."""
     custom = config.custom_reward_function
-    function = load_object(custom.path, custom.name, "reward.custom_reward_function")
+    function = load_object(custom.path or "", custom.name, "reward.custom_reward_function")
     if not callable(function):
         raise ConfigError(
             f"reward.custom_reward_function.name={custom.name!r} in {custom.path} is {type(function).__name__}, "

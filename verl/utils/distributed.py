@@ -56,9 +56,9 @@ def stateless_init_process_group(
     # A bare number is an index of the platform's device.
     kind = torch.device(device).type
     if kind == "cpu":
-        backend = dist.ProcessGroupGloo(dist.PrefixStore("stateless", store), rank, world_size, _TIMEOUT)
+        backend: Any = dist.ProcessGroupGloo(dist.PrefixStore("stateless", store), rank, world_size, _TIMEOUT)
     elif dist.is_nccl_available() and kind == get_platform().device_name == "cuda":
-        backend = dist.ProcessGroupNCCL(dist.PrefixStore("stateless", store), rank, world_size)
+        backend = dist.ProcessGroupNCCL(dist.PrefixStore("stateless", store), rank, world_size)  # type: ignore[call-arg]
     else:
         raise NotImplementedError(f"no stateless group for device {kind!r}; known: cpu (gloo), cuda (nccl)")
     return StatelessGroup(backend, store, rank, world_size)

@@ -79,7 +79,7 @@ class PlatformCUDA(TorchAccelerator):
 
     def driver_version(self) -> str | None:
         output = smi_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        return (output.split() or [None])[0] if output else None
+        return next(iter((output or "").split()), None)
 
     def runtime_version(self) -> str | None:
         import torch

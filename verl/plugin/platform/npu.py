@@ -35,7 +35,7 @@ class PlatformNPU(TorchAccelerator):
         import torch
 
         importlib.import_module("torch_npu")
-        return torch.npu
+        return torch.npu  # type: ignore[attr-defined]
 
     def is_available(self) -> bool:
         if not has_module("torch_npu"):
