@@ -1,6 +1,7 @@
 """scripts/slurm/slurm_script.sh for real: SLURM on loopback with two made-up nodes, and a Ray cluster over them."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -111,14 +112,17 @@ class Cluster:
         output = self.folder / f"job-{time.monotonic_ns()}.log"
         exported = {"RAY": str(RAY), "PYTHON": sys.executable, "RAY_PORT": str(free_ports(1)[0]), **variables}
         env = {**self.env, **exported, "RAY_TMPDIR": str(self.folder / "ray"), "OMP_NUM_THREADS": "1"}
-        command = ["sbatch", "--wait", f"--output={output}", "--ntasks-per-node=1", *options, str(SCRIPT)]
-        try:
-            done = subprocess.run(
-                command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the job did not end within {timeout_s} s:\n{output.read_text()}\n{self.logs()}")
-        return done.returncode, output.read_text() if output.exists() else done.stderr + self.logs()
+        command = ["sbatch", "--parsable", f"--output={output}", "--ntasks-per-node=1", *options, str(SCRIPT)]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + self.logs()
+        end = time.monotonic() + timeout_s
+        while True:
+            job = self.run("scontrol", "show", "job", "--oneliner", done.stdout.strip())
+            state = re.search(r"JobState=(\S+)", job).group(1)
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return int(re.search(r"ExitCode=(\d+)", job).group(1)), output.read_text()
+            assert time.monotonic() < end, f"the job is still {state}:\n{output.read_text()}\n{self.logs()}"
+            time.sleep(0.3)
 
     def stop(self):
         self.run("scancel", "--user", "root")
