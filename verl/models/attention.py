@@ -121,12 +121,13 @@ def _refuse_reset_positions(position_ids: Tensor | None) -> None:
 
 def _per_sequence(query: Tensor, key: Tensor, value: Tensor, packing: Packing, shape: _Shape) -> Tensor:
     """One call per run of equally long sequences. The fastest exact way on a CPU, and correct everywhere."""
-    outputs, start = [], 0
-    for count, length in packing.runs():
-        parts = (x[0, :, start : start + count * length].unflatten(1, (count, length)) for x in (query, key, value))
-        out = _attend(*(part.transpose(0, 1) for part in parts), shape)  # (count, H, length, D)
+    runs, outputs = packing.runs(), []
+    sizes = [count * length for count, length in runs]
+    # split, not slices: the gradient of a split is one concatenation, that of a slice a whole tensor of zeros
+    for (count, length), *parts in zip(runs, *(x.squeeze(0).split(sizes, 1) for x in (query, key, value)), strict=True):
+        rows = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        out = _attend(*rows, shape)  # (count, H, length, D)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # (count * length, H, D)
-        start += count * length
     return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).unsqueeze(0)
 
 

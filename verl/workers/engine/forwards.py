@@ -44,7 +44,7 @@ def _packed(backbone: nn.Module, micro: MicroBatch) -> Tensor:
         cu_seqlens=micro.packing,
         use_cache=False,
     )
-    return out.last_hidden_state[0]
+    return out.last_hidden_state.squeeze(0)
 
 
 def _padded(backbone: nn.Module, micro: MicroBatch) -> Tensor:
