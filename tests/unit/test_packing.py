@@ -29,6 +29,10 @@ def test_groups_are_balanced_when_all_lengths_are_alike():
     assert [len(group) for group in groups] == [4, 4, 4]
 
 
+def test_long_sequences_are_placed_first_so_that_few_groups_suffice():
+    assert pack_by_tokens([1, 2, 3, 6], 6) == [[3], [0, 1, 2]]
+
+
 def test_a_budget_that_holds_everything_makes_one_group():
     assert pack_by_tokens([3, 1, 2], 6) == [[0, 1, 2]]
 
@@ -58,9 +62,9 @@ def test_limits_that_are_not_set_do_not_limit(micro, expected):
     assert split_micro_batches(batch([3, 1, 4, 1, 5]), micro) == expected
 
 
+@pytest.mark.parametrize("lengths", [[3, 1, 4, 1, 5, 2, 6, 5], [7, 1, 1, 1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("budget", [8, 9, 12, 20])
-def test_both_limits_hold_together(budget):
-    lengths = [3, 1, 4, 1, 5, 2, 6, 5]
+def test_both_limits_hold_together(budget, lengths):
     groups = split_micro_batches(batch(lengths), MicroBatching(max_tokens=budget, max_sequences=2))
     assert sorted(i for group in groups for i in group) == list(range(8))
     assert all(len(group) <= 2 and sum(lengths[i] for i in group) <= budget for group in groups)

@@ -4,6 +4,8 @@ import json
 
 import pytest
 from test_chat import TEMPLATE, char_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from verl.config import CustomClassConfig, DataConfig
 from verl.data.prompts import load_prompts, train_prompts, truncate, validation_prompts
@@ -115,24 +117,29 @@ def test_overlong_prompts_are_removed_and_counted_when_filtering(load, text):
     assert f"1 longer than data.max_prompt_length={OVERHEAD + 10} removed" in dataset.summary.line()
 
 
+def test_short_texts_of_many_tokens_are_measured_by_tokens(tmp_path):
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    path = write(tmp_path / "rows.jsonl", [row("\u6f22" * 6)])  # six characters, eighteen bytes
+    with pytest.raises(DataError, match=f"line 1 with {OVERHEAD + 18}"):
+        load_prompts(path, DataConfig(max_prompt_length=OVERHEAD + 17), byte_tokenizer)
+
+
 @pytest.mark.parametrize(
     ("side", "expected"),
     [
         ("left", ">0123456789abcde<assistant>"),
         ("right", "<user>0123456789abcde<assis"),
-        ("middle", "<user>0123456" + "de<assistant>"),
+        ("middle", "<user>0123456" + "cde<assistant>"),
     ],
 )
 def test_overlong_prompts_are_shortened_on_the_side_asked_for_and_counted(load, side, expected):
     dataset = load([row("a"), row(LONG)], truncation=side)
     tokenizer = char_tokenizer(TEMPLATE)
-    assert len(expected) in (OVERHEAD + 10, OVERHEAD + 9)
-    characters = "".join(tokenizer.convert_ids_to_tokens(dataset[1].prompt_ids))
-    whole = f"<user>{LONG}<assistant>"
-    limit = OVERHEAD + 10
-    half = limit // 2
-    cut = {"left": whole[-limit:], "right": whole[:limit], "middle": whole[:half] + whole[-(limit - half) :]}
-    assert characters == cut[side]
+    assert len(expected) == OVERHEAD + 10
+    assert "".join(tokenizer.convert_ids_to_tokens(dataset[1].prompt_ids)) == expected
     assert dataset[1].truncated and not dataset[0].truncated
     assert dataset.summary.num_overlong == 1 and f"truncated ({side})" in dataset.summary.line()
 

@@ -261,7 +261,11 @@ def test_a_call_that_hangs_is_timed_out_and_the_others_are_still_judged():
 
 def test_waiting_for_a_turn_is_not_running_time():
     reward = wrap(lambda **_: time.sleep(0.05) or 1.0, timeout_s=0.5, num_threads=1)
-    assert all(s.value == 1.0 for s in score(reward, *(item() for _ in range(15))))  # 0.75 s in the queue
+
+    async def several():  # the last call's only answer waits behind 15 others, 0.75 s
+        return await asyncio.gather(reward.score([item()] * 15), reward.score([item()]))
+
+    assert all(verdict.value == 1.0 for scores in asyncio.run(several()) for verdict in scores)
 
 
 def test_an_async_call_that_hangs_is_timed_out():
