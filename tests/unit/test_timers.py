@@ -1,6 +1,7 @@
 """Stage times, throughput and memory."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -74,5 +75,7 @@ def test_memory_follows_what_the_process_holds():
     after = memory_metrics(lambda: 2 * GIB, lambda: 3 * GIB)
     assert after["perf/cpu_memory_used_gb"] - before == pytest.approx(0.125, abs=0.02)
     assert after["perf/cpu_max_memory_used_gb"] >= after["perf/cpu_memory_used_gb"] - 0.01
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert after["perf/cpu_memory_used_gb"] * GIB == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.01)
     assert (after["perf/max_memory_allocated_gb"], after["perf/max_memory_reserved_gb"]) == (2.0, 3.0)
     del block
