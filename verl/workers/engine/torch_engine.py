@@ -21,6 +21,7 @@ from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching, split_micro_batches
 from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass, token_values
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
+from verl.models.placement import move
 from verl.models.registry import check_head, logit_divisor, runs_packed
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
@@ -67,7 +68,7 @@ class TorchEngine(BaseEngine):
         self.output_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         if self.engine_config.full_determinism:
             torch.use_deterministic_algorithms(True)
-        self.model = self._build_model().to(self.device)
+        self.model = move(self._build_model(), self.device)
         self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
         self.weights = MasterWeights(self.model, self.compute_dtype)
         self.head_mode = self._head_mode()
@@ -287,7 +288,7 @@ class TorchEngine(BaseEngine):
         """Move parameters and optimiser state to a torch device, or to "device", the engine's own."""
         where = self.device if device == "device" else torch.device(device)
         if model:
-            self.model.to(where)
+            move(self.model, where)
             self.weights.to(where)
         if optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():
