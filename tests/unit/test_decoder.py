@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.models import decoder_weights
+from verl.models.decoder_graphs import GraphedDecode, capture_sizes
 from verl.models.decoder_weights import why_not_lean
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -155,3 +156,42 @@ def test_padding_prompts_to_one_width_does_not_reach_their_logits():
     together = NativeEngine(config, model).core.run(asked)
     alone = [NativeEngine(config, model).core.run([request])[0] for request in asked]
     assert [c[0].token_ids for c in together] == [c[0].token_ids for c in alone]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_graphed_steps_pad_the_batch_and_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder_weights, "PACKED_BYTES", 0)
+    model = tiny_model(family, {"sliding_window": 6})
+    asked = requests([3, 17, 24, 9, 3, 24], n=2, new=20)
+    config = RolloutConfig(dtype="float32", prompt_length=24, response_length=20, max_num_seqs=7)
+    eager = NativeEngine(config, model).core.run(asked, tuple(range(2, 9)))
+
+    engine = NativeEngine(config, model)
+    captured = []
+
+    def capture(step):  # a device would record the step here; the shapes and the static inputs are the same
+        captured.append(step().shape[0])
+        return step
+
+    engine.decoder.transposed = False  # the layout of devices that capture
+    engine.decoder.graphs = GraphedDecode(engine.decoder, [2, 4, 8], capture)
+    engine.core._make_room(8)
+    got = engine.core.run(asked, tuple(range(2, 9)))
+    assert [c.token_ids for group in got for c in group] == [c.token_ids for group in eager for c in group]
+    assert sorted(set(captured)) == [2, 4, 8] and len(captured) <= 6
+
+
+def test_graphs_are_captured_again_only_when_tensors_moved():
+    model = tiny_model("llama", {}).bfloat16()
+    engine = NativeEngine(RolloutConfig(dtype="float16", prompt_length=8, response_length=8), model)
+    engine.decoder.allocate(2, 64)
+    before = engine.decoder.addresses()
+    engine.decoder.refresh(model, 1)
+    assert engine.decoder.addresses() == before
+    engine.decoder.allocate(4, 64)
+    assert engine.decoder.addresses() != before
+
+
+def test_capture_sizes_follow_the_config_and_the_rows():
+    assert capture_sizes(None, 48) == [1, 2, 4, 8, 16, 32, 48]
+    assert capture_sizes([8, 512, 64], 48) == [8, 48]

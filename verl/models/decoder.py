@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.models.decoder_graphs import GraphedDecode
 from verl.models.decoder_weights import DecoderShape, DecoderWeights
 
 
@@ -62,6 +63,7 @@ class LeanDecoder:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.tables: tuple[Tensor, ...] = ()
+        self.graphs: GraphedDecode | None = None
 
     @property
     def weights_version(self) -> int:
@@ -96,6 +98,10 @@ class LeanDecoder:
             new[: len(old)] = old
         return grown
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors of a step lie: a captured graph is valid while they stay."""
+        return (*self.weights.addresses, *(t.data_ptr() for t in (*self.keys, *self.values, *self.tables)))
+
     def free_cache(self) -> None:
         self.keys, self.values = [], []
 
@@ -109,7 +115,7 @@ class LeanDecoder:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=w.device)
         pads = torch.tensor([width - len(p) for p in prompts], device=w.device)
         positions = (torch.arange(width, device=w.device) - pads.unsqueeze(1)).clamp_(min=0)
-        rotation = self._rotation(positions)
+        rotation = self.rotation(positions)
         full, sliding = self._prefill_masks(pads, width)
         fan = None if max(repeats) == 1 else torch.tensor(repeats, device=w.device)
         rows, columns = slice(first_row, first_row + sum(repeats)), slice(column - width, column)
@@ -126,7 +132,7 @@ class LeanDecoder:
             x = layer.add_mlp(layer.add_attention(x, out.transpose(1, 2).reshape(num, width, -1)))
         return w.logits(x[:, -1])
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, ...] | Tensor:
+    def rotation(self, positions: Tensor) -> tuple[Tensor, ...] | Tensor:
         """Rows of the rotary tables, one head dimension wide."""
         rows = tuple(table[positions].unsqueeze(-2) for table in self.tables)
         return rows if len(rows) > 1 else rows[0]
@@ -157,9 +163,12 @@ class LeanDecoder:
 
     def decode(self, tokens_B: Tensor, window: Window) -> Tensor:
         """Logits (B, V) float32 after `tokens_B`, which take the window's column in rows 0..B-1."""
+        logits = self.graphs(tokens_B, window) if self.graphs is not None else None
+        if logits is not None:
+            return logits
         s, w = self.shape, self.weights
         positions = window.column - window.starts_B
-        rotation = self._rotation(positions)
+        rotation = self.rotation(positions)
         bias = self._bias(window)
         x = w.embed(tokens_B)
         for index, layer in enumerate(w.layers):

@@ -1,8 +1,8 @@
 """A packed float32 copy of a small model's weights: fewer operations per layer than over the module's own tensors.
 
-Queries, keys and values are one product, gate and up another; the norms' weights and the attention scale are folded
-into the matrices that follow; the rotary pairs (i, i + E/2) lie side by side, so a rotation is one complex product.
-Queries and keys are permuted alike, so their products do not change.
+Queries, keys and values are one product (gate and up stay apart: halves of one product are slow to walk). The norms'
+weights and the attention scale are folded into the matrices that follow. The rotary pairs (i, i + E/2) lie side by
+side, so a rotation is one complex product; queries and keys are permuted alike, so their products do not change.
 
 Only worth it where operations, not arithmetic, take the time: `PACKED_BYTES` bounds the copy.
 """
@@ -60,15 +60,15 @@ class PackedLayer:
             self.head_eps = torch.tensor(layer.q_norm.eps)
         self.qkv_packed = Packed.join([q, k, layer.v], layer.input_norm)
         self.out = Packed.join([layer.attention_out])
-        self.gate_up = Packed.join([layer.gate, layer.up], layer.post_norm)
+        self.gate = Packed.join([layer.gate], layer.post_norm)
+        self.up = Packed.join([layer.up], layer.post_norm)
         self.down = Packed.join([layer.down])
-        self.inner = layer.gate.weight.shape[0]
         self.activation: Callable[[Tensor], Tensor] = layer.activation
         self.input_eps, self.post_eps = torch.tensor(layer.input_norm.eps), torch.tensor(layer.post_norm.eps)
 
     @property
     def nbytes(self) -> int:
-        return sum(p.nbytes for p in (self.qkv_packed, self.out, self.gate_up, self.down))
+        return sum(p.nbytes for p in (self.qkv_packed, self.out, self.gate, self.up, self.down))
 
     def qkv(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys side by side (..., H+K, E), and values (..., K, E)."""
@@ -83,8 +83,8 @@ class PackedLayer:
         return x.add_(self.out(out))
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        y = self.gate_up(unit_norm(x, self.post_eps))
-        return x.add_(self.down(self.activation(y[..., : self.inner]).mul_(y[..., self.inner :])))
+        y = unit_norm(x, self.post_eps)
+        return x.add_(self.down(self.activation(self.gate(y)).mul_(self.up(y))))
 
 
 def unit_norm(x: Tensor, eps: Tensor) -> Tensor:

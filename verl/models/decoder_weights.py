@@ -79,16 +79,20 @@ class DecoderWeights:
         self.version = -1
         self.copied_bytes = 0
         self._packed_head: Packed | None = None
+        self._copies: dict[int, Tensor] = {}  # by address of the source
+        self.addresses: tuple[int, ...] = ()
         self.refresh(model, 0)
 
     def refresh(self, model: nn.Module, version: int) -> None:
         """Take the parameters as they are now, as `version`."""
         self._model, self.version, self.copied_bytes = model, version, 0
-        self._copies: dict[int, Tensor] = {}
+        self._old_copies, self._copies, self._taken = self._copies, {}, []
         self.embedding = self._take(model.get_input_embeddings().weight)
         self.head = self._projection(model.get_output_embeddings())
         self.final_norm = self._norm(model.model.norm)
         self.layers = [self._layer(block) for block in model.model.layers]
+        self._old_copies = {}
+        self.addresses = tuple(self._taken)
         if self.packs:
             self._pack()
 
@@ -112,11 +116,17 @@ class DecoderWeights:
         if hasattr(local, "full_tensor"):  # DTensor: one rank holds it all, more must gather
             local = local.to_local() if local.device_mesh.size() == 1 else local.full_tensor()
         if local.dtype == self.dtype and local.device == self.device:
+            self._taken.append(local.data_ptr())
             return local
         key = local.data_ptr()
         if key not in self._copies:
-            self._copies[key] = local.to(device=self.device, dtype=self.dtype)
+            old = self._old_copies.get(key)
+            if old is not None and old.shape == local.shape:  # same place, so captured graphs stay valid
+                self._copies[key] = old.copy_(local)
+            else:
+                self._copies[key] = local.to(device=self.device, dtype=self.dtype)
             self.copied_bytes += self._copies[key].nbytes
+            self._taken.append(self._copies[key].data_ptr())
         return self._copies[key]
 
     def _projection(self, linear: nn.Module) -> Projection:

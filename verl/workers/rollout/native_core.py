@@ -162,6 +162,8 @@ class NativeCore:
         return finished
 
     def _make_room(self, rows: int) -> None:
+        if self.device.type != "cpu":
+            rows = self.limits.rows  # the memory is set aside, and captured graphs need it to stay in place
         if self.table is None:
             self.decoder.allocate(rows, self.limits.columns)
             self.table = RowTable(rows, self.limits.columns, self.vocab, self.device)

@@ -10,6 +10,7 @@ from torch import nn
 from verl.config.rollout import RolloutConfig
 from verl.models.decoder import Decoder, LeanDecoder
 from verl.models.decoder_generic import GenericDecoder
+from verl.models.decoder_graphs import GraphedDecode, capture_sizes, device_capture
 from verl.models.decoder_weights import why_not_lean
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
@@ -45,6 +46,9 @@ class NativeEngine(RolloutEngine):
         kind = GenericDecoder if self.generic_because else LeanDecoder
         self.decoder: Decoder = kind(model, rollout_dtype(config.dtype), self.device)
         self.limits = cache_limits(config, self.decoder, self.device)
+        if isinstance(self.decoder, LeanDecoder) and self.device.type != "cpu" and not config.enforce_eager:
+            sizes = capture_sizes(config.cudagraph_capture_sizes, self.limits.rows)
+            self.decoder.graphs = GraphedDecode(self.decoder, sizes, device_capture(self.device))
         decode_text = None if tokenizer is None else tokenizer.decode
         self.core = NativeCore(self.decoder, self.limits, model.config.vocab_size, decode_text, self.device)
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
