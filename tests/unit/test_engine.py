@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.engine_cases import (
+    SHAPE,
     SquaredLogprob,
     SquaredValue,
     build_engine,
@@ -155,6 +156,42 @@ def test_small_updates_survive_bf16_compute(folder):
         engine.forward_backward(random_batch(), SquaredLogprob())
         engine.optim_step()
     assert all(not torch.equal(before[name], tensor) for name, tensor in engine.export_weights())
+
+
+def test_after_a_step_the_model_computes_with_the_rounded_trained_values(folder):
+    engine = build_engine(folder, model_dtype="fp32", dtype="bf16")
+    engine.forward_backward(random_batch(), SquaredLogprob())
+    engine.optim_step()
+    computed = dict(engine.model.named_parameters())
+    for name, trained in engine.export_weights():
+        assert torch.equal(computed[name], trained.to(torch.bfloat16)), name
+
+
+FAMILIES = [
+    ("granite", {"logits_scaling": 3.0}),  # divides its logits
+    ("phi", {}),  # a bias in the head
+    ("gpt_neox", {}),  # runs padded
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_other_families_give_the_log_probs_of_their_own_logits(tmp_path, family, changes):
+    config = AutoConfig.for_model(family, **{**SHAPE, **changes})
+    folder = save_tiny_model(tmp_path, config)
+    batch, engine = random_batch(), build_engine(folder)
+    found = engine.forward(batch, ("logprobs",), MicroBatching(max_tokens=30), temperature=0.7)["logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="plain_test").eval()
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        tokens, mask = batch["tokens"][start:end], batch["loss_mask"][start:end]
+        alone = naive_logprobs(model, tokens, 0.7)[:-1].gather(1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(found[start:end][mask], alone[mask[1:]].detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_logits_that_are_bounded_are_refused_by_name(tmp_path):
+    folder = save_tiny_model(tmp_path, AutoConfig.for_model("gemma2", **SHAPE, query_pre_attn_scalar=8))
+    with pytest.raises(ConfigError, match=r"gemma2.*final_logit_softcapping"):
+        build_engine(folder)
+    build_engine(folder, model={"override_config": {"final_logit_softcapping": None}}).forward(random_batch())
 
 
 def test_a_non_finite_gradient_is_skipped_counted_and_named(folder, caplog):
