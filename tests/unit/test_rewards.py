@@ -263,7 +263,9 @@ def test_waiting_for_a_turn_is_not_running_time():
     reward = wrap(lambda **_: time.sleep(0.05) or 1.0, timeout_s=0.5, num_threads=1)
 
     async def several():  # the last call's only answer waits behind 15 others, 0.75 s
-        return await asyncio.gather(reward.score([item()] * 15), reward.score([item()]))
+        first = asyncio.create_task(reward.score([item()] * 15))
+        await asyncio.sleep(0.05)
+        return [await reward.score([item()]), await first]
 
     assert all(verdict.value == 1.0 for scores in asyncio.run(several()) for verdict in scores)
 

@@ -57,6 +57,7 @@ def test_every_gold_answer_scores_one_and_its_neighbour_zero(test_data):
         ("v1.2", None, None),
         ("", None, None),
         ("1,2,3", None, "3"),
+        ("#### 1,2345", "1", "2345"),  # a comma that groups no thousands separates
     ],
 )
 def test_the_number_is_found_as_people_write_it(text, strict, flexible):
