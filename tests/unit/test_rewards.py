@@ -172,6 +172,43 @@ def test_the_event_loop_of_the_caller_stays_free_while_a_sync_function_works():
     assert asyncio.run(both()) > 5
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_slow_rewards_leave_the_callers_thread_pool_free(kind):
+    """The default executor has a few threads: an engine that steps in it must not wait for rewards."""
+
+    async def slow_async(**_):
+        await asyncio.sleep(0.3)
+        return 1.0
+
+    async def engine_delay():
+        reward = wrap(slow_async if kind == "async" else lambda **_: time.sleep(0.3) or 1.0, num_threads=2)
+        tasks = [asyncio.create_task(reward.score([item()])) for _ in range(64)]
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        await asyncio.to_thread(time.sleep, 0)
+        for task in tasks[2:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return time.monotonic() - started
+
+    assert asyncio.run(engine_delay()) < 2
+
+
+def test_answers_nobody_waits_for_any_more_are_not_judged():
+    judged = []
+
+    async def cancel_early():
+        reward = wrap(lambda solution_str, **_: judged.append(solution_str) or time.sleep(0.1) or 1.0, num_threads=1)
+        task = asyncio.create_task(reward.score([item(str(i)) for i in range(20)]))
+        await asyncio.sleep(0.15)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return await reward.score([item("next")])
+
+    assert asyncio.run(cancel_early())[0].value == 1.0
+    assert judged[-1] == "next" and len(judged) < 6
+
+
 # failing
 
 

@@ -48,7 +48,7 @@ class Calls:
         if self._loop is not None:
             return await self._loop.run(all_kwargs)
         assert self._threads is not None
-        return await asyncio.to_thread(self._threads.run, all_kwargs)
+        return await self._threads.run(all_kwargs)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -59,9 +59,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 @dataclass
 class _Job:
     kwargs: dict[str, Any]
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Future[Outcome] = field(default_factory=Future)
     started: float | None = None  # monotonic
-    outcome: Outcome | None = None
     abandoned: bool = False
 
 
@@ -76,12 +75,17 @@ class _Threads:
         self._num_abandoned = 0
         self._missing = max(1, num_threads)  # threads to be started at first use
 
-    def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         self._start_missing()
         jobs = [_Job(kwargs) for kwargs in all_kwargs]
+        waiting = [asyncio.wrap_future(job.done) for job in jobs]
         for job in jobs:
             self._jobs.put(job)
-        return [self._wait(job) for job in jobs]
+        try:
+            return [await self._wait(job, future) for job, future in zip(jobs, waiting, strict=True)]
+        finally:
+            for future in waiting:
+                future.cancel()  # no effect on those that are done; jobs nobody waits for any more are not begun
 
     def _start_missing(self) -> None:
         with self._lock:
@@ -92,20 +96,21 @@ class _Threads:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
+            if not job.done.set_running_or_notify_cancel():
+                continue
             job.started = time.monotonic()
             outcome = _call(self._function, job.kwargs)
             with self._lock:
                 if job.abandoned:
                     self._num_abandoned -= 1
                     return  # a replacement is at work already
-                job.outcome = outcome
-            job.done.set()
+                job.done.set_result(outcome)
 
-    def _wait(self, job: _Job) -> Outcome:
-        while not job.done.wait(self._patience(job)):
+    async def _wait(self, job: _Job, future: asyncio.Future[Outcome]) -> Outcome:
+        while not future.done():
+            await asyncio.wait({future}, timeout=self._patience(job))
             self._give_up_if_late(job)
-        assert job.outcome is not None
-        return job.outcome
+        return future.result()
 
     def _patience(self, job: _Job) -> float | None:
         """Seconds until the job can be late; a queued one is looked at again shortly."""
@@ -116,18 +121,18 @@ class _Threads:
         return max(0.001, job.started + self._timeout_s - time.monotonic())
 
     def _give_up_if_late(self, job: _Job) -> None:
-        assert self._timeout_s is not None
+        if self._timeout_s is None:
+            return
         with self._lock:
             late = job.started is not None and time.monotonic() - job.started >= self._timeout_s
-            if not late or job.outcome is not None:
+            if not late or job.done.done():
                 return
             job.abandoned = True
             self._num_abandoned += 1
             self._missing += 1
             if self._num_abandoned > MAX_ABANDONED:
                 raise TooManyHangingCallsError(f"{self._num_abandoned} calls have not returned and still run")
-            job.outcome = Outcome(error=_timeout(self._timeout_s))
-        job.done.set()
+            job.done.set_result(Outcome(error=_timeout(self._timeout_s)))
         self._start_missing()
 
 
@@ -150,7 +155,11 @@ class _Loop:
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         self._beat = time.monotonic()
         future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
-        return await asyncio.to_thread(self._wait, future)
+        waiting = asyncio.wrap_future(future)
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=_SLICE_S)
+            self._check_beat(waiting)
+        return waiting.result()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -158,17 +167,10 @@ class _Loop:
             threading.Thread(target=self._loop.run_forever, name="async reward", daemon=True).start()
         return self._loop
 
-    def _wait(self, future: "Future[list[Outcome]]") -> list[Outcome]:
-        while True:
-            try:
-                return future.result(timeout=_SLICE_S)
-            except TimeoutError:
-                self._check_beat()
-
-    def _check_beat(self) -> None:
+    def _check_beat(self, waiting: asyncio.Future[list[Outcome]]) -> None:
         silence = time.monotonic() - self._beat
         # Tasks beat every slice, so a silent loop is blocked by the function itself, which no await can interrupt.
-        if self._timeout_s is not None and silence > self._timeout_s + 4 * _ASYNC_SLICE_S:
+        if not waiting.done() and self._timeout_s is not None and silence > self._timeout_s + 4 * _ASYNC_SLICE_S:
             raise TooManyHangingCallsError(
                 f"the async function has blocked its event loop for {silence:.1f} s; it must await instead of blocking"
             )
