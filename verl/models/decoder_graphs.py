@@ -19,10 +19,20 @@ Replay = Callable[[], Tensor]
 Capture = Callable[[Replay], Replay]
 
 
+def can_capture(device: torch.device) -> bool:
+    """Whether the device's torch module has graphs; a vendor's may not."""
+    module = torch.get_device_module(device)
+    return device.type != "cpu" and hasattr(module, "graph") and hasattr(module, _graph_name(device))
+
+
+def _graph_name(device: torch.device) -> str:
+    return "NPUGraph" if device.type == "npu" else "CUDAGraph"
+
+
 def device_capture(device: torch.device) -> Capture:
     """Captures a function into a graph of the device's own module; the replay returns its static output."""
     module = torch.get_device_module(device)
-    graph_type = module.NPUGraph if device.type == "npu" else module.CUDAGraph
+    graph_type = getattr(module, _graph_name(device))
 
     def capture(function: Replay) -> Replay:
         side = module.Stream()

@@ -10,7 +10,7 @@ from torch import nn
 from verl.config.rollout import RolloutConfig
 from verl.models.decoder import Decoder, LeanDecoder
 from verl.models.decoder_generic import GenericDecoder
-from verl.models.decoder_graphs import GraphedDecode, capture_sizes, device_capture
+from verl.models.decoder_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
 from verl.models.decoder_weights import why_not_lean
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
@@ -40,13 +40,14 @@ class NativeEngine(RolloutEngine):
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         first = next(model.parameters())
-        self.device = torch.device(device) if device is not None else first.device
+        # "cuda" is not "cuda:0" to torch; a tensor knows its index.
+        self.device = torch.empty(0, device=device).device if device is not None else first.device
         self.eos_token_ids = tuple(eos_token_ids) if eos_token_ids is not None else eos_ids(model, tokenizer)
         self.generic_because = why_not_lean(model)
         kind = GenericDecoder if self.generic_because else LeanDecoder
         self.decoder: Decoder = kind(model, rollout_dtype(config.dtype), self.device)
         self.limits = cache_limits(config, self.decoder, self.device)
-        if isinstance(self.decoder, LeanDecoder) and self.device.type != "cpu" and not config.enforce_eager:
+        if isinstance(self.decoder, LeanDecoder) and can_capture(self.device) and not config.enforce_eager:
             sizes = capture_sizes(config.cudagraph_capture_sizes, self.limits.rows)
             self.decoder.graphs = GraphedDecode(self.decoder, sizes, device_capture(self.device))
         decode_text = None if tokenizer is None else tokenizer.decode
