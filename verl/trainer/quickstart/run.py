@@ -76,15 +76,15 @@ def show(
     from verl.trainer.quickstart.task import compute_score
 
     curve = [(r["step"], r["data"]["critic/score/mean"]) for r in records if "critic/score/mean" in r["data"]]
-    print(draw_curve(curve, title="share of sampled answers that are right, by step"))
+    print(draw_curve(curve, title="mean reward of sampled answers, by step"))
     samples = [
         Sample(
             prompt=p.prompt,
             before=b,
             after=a,
             truth=p.result,
-            before_score=compute_score("", b, p.result)["score"],
-            after_score=compute_score("", a, p.result)["score"],
+            before_score=compute_score("", b, p.result)["acc"],
+            after_score=compute_score("", a, p.result)["acc"],
         )
         for p, b, a in zip(problems, before, after, strict=True)
     ]
@@ -228,7 +228,7 @@ def accuracy(problems: Sequence[Any], texts: Sequence[str]) -> float:
     """Share of exact results."""
     from verl.trainer.quickstart.task import compute_score
 
-    scores = [compute_score("", text, p.result)["score"] for p, text in zip(problems, texts, strict=True)]
+    scores = [compute_score("", text, p.result)["acc"] for p, text in zip(problems, texts, strict=True)]
     return sum(scores) / len(scores)
 
 

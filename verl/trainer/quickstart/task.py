@@ -3,7 +3,7 @@
     prompt    37+48=
     answer    7+8=15,3+4+1=8;85
 
-Units, tens with the carry, then the result. Only the result after `;` is judged, exactly.
+Units, tens with the carry, then the result. Only the result after `;` is judged.
 """
 
 import json
@@ -41,10 +41,18 @@ class Problem:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> dict:
-    """1 for the exact result after the last `;`, otherwise 0; `acc` is the same, for validation metrics."""
+    """Half a point for the exact result after the last `;`, half for the share of its digits that are right.
+
+    Digits are compared from the units up. `acc` is 1 for the exact result only, and is what validation reports.
+    """
     _, mark, result = solution_str.rpartition(";")
-    correct = float(bool(mark) and result.strip() == ground_truth)
-    return {"score": correct, "acc": correct, "pred": result if mark else ""}
+    exact = float(bool(mark) and result == ground_truth)
+    right = sum(a == b for a, b in zip(reversed(result), reversed(ground_truth), strict=False)) if mark else 0
+    return {
+        "score": 0.5 * exact + 0.5 * right / max(len(result), len(ground_truth)),
+        "acc": exact,
+        "pred": result if mark else "",
+    }
 
 
 @dataclass(frozen=True)
