@@ -359,3 +359,17 @@ def test_an_unknown_mode_and_a_zero_temperature_are_refused():
         token_logprobs(*args, mode="liger")
     with pytest.raises(ConfigError, match="temperature must be above 0"):
         token_logprobs(*args, temperature=0.0)
+
+
+def test_one_pass_of_a_loss_that_ignores_the_model_has_zero_gradient():
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN, not a lucky zero
+    try:
+        loss, _, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, lambda o, c, _: (c["w"], {}), columns_for(len(tokens))
+        )
+        gradients = gradients_of(loss, hidden, weight)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert loss > 0
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)

@@ -16,7 +16,8 @@ from verl.models.head_blocks import Blocks, Head, Statistics, statistics_dtype
 LossOfRows = Callable[[slice, Statistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-BLOCK_BYTES = 4 << 20  # logits of one block, and hidden states of its rows
+BLOCK_BYTES = 5 << 19  # logits of one block, and hidden states of its rows: 16 MB with gradients and matmul buffers
+KEPT_BYTES = 8 << 20  # whole rows of logits
 MAX_ROWS = 1024  # more do not raise the matmul rate
 MIN_ROWS_KEPT = 256  # fewer would stream the weight and its gradient through memory too often
 
@@ -37,7 +38,7 @@ def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) ->
     matmuls left are bound by memory and take longer than four at their full rate.
     """
     vocab_size = weight_VD.shape[0]
-    fit = BLOCK_BYTES // (vocab_size * weight_VD.dtype.itemsize)
+    fit = KEPT_BYTES // (vocab_size * weight_VD.dtype.itemsize)
     if chunk_size is None and fit < min(MIN_ROWS_KEPT, num_rows):
         return narrow_blocks(weight_VD, num_rows, None)
     return Blocks(_even(num_rows, chunk_size or min(fit, MAX_ROWS)), vocab_size)
