@@ -109,8 +109,9 @@ def test_a_prompt_of_exactly_the_limit_is_kept_whole(load):
 
 
 @pytest.mark.parametrize("text", [LONG, "é" * 11])
-def test_overlong_prompts_are_removed_and_counted_when_filtering(load, text):
+def test_overlong_prompts_are_removed_and_counted_when_filtering(load, text, caplog):
     dataset = load([row("a"), row(text), row("b"), row("0123456789")], filter_overlong_prompts=True)
+    assert dataset.summary.line() in caplog.text
     assert contents(dataset) == ["a", "b", "0123456789"]
     assert [prompt.index for prompt in dataset] == [0, 2, 3]  # numbers of the file, not of what is left
     assert (dataset.summary.num_overlong, dataset.summary.num_kept) == (1, 3)

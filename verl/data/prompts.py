@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from verl.utils.seeds import derive_seed
 from verl.utils.suggest import did_you_mean
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 _CHUNK = 512
@@ -93,6 +95,7 @@ class PromptDataset:
         self.summary = PromptSummary(
             source, len(rows), len(selected), len(overlong), longest, config.max_prompt_length, action, len(kept)
         )
+        logger.log(logging.WARNING if overlong else logging.INFO, "%s", self.summary.line())
         if len(kept) == 0:
             raise DataError(f"no prompts are left: {self.summary.line()}; raise data.max_prompt_length")
         self.digest = hashlib.sha256(rows.digest.encode() + kept.astype("<i8").tobytes()).hexdigest()
