@@ -61,7 +61,7 @@ def _detection(platform: PlatformBase) -> list[Finding]:
         reason = f"chosen by VERL_PLATFORM={chosen}"
     else:
         probes = probe_platforms()
-        found = next((f"found by {probe.reason}" for probe in probes if probe.available), None)
+        found = next((f"detected: {probe.reason}" for probe in probes if probe.available), None)
         names = ", ".join(dict.fromkeys(probe.name for probe in probes))
         reason = found or f"no accelerator answered (asked {names}), so the CPU is used"
     if not platform.is_available():

@@ -106,13 +106,14 @@ def probe_platforms() -> list[Probe]:
 
 
 def _probe(name: str, use_smi_check: bool) -> Probe:
-    how = "monitoring program" if use_smi_check else "torch alone"
     try:
         available = bool(PlatformRegistry._platforms[name]().is_platform_available(use_smi_check=use_smi_check))
     except Exception as error:  # a vendor's broken driver must not stop the next vendor from being asked
         logger.info("platform %r cannot be probed: %s: %s", name, type(error).__name__, error)
-        return Probe(name, False, f"{how}: {type(error).__name__}: {error}")
-    return Probe(name, available, f"{how}: {'present' if available else 'not present'}")
+        return Probe(name, False, f"{type(error).__name__}: {error}")
+    if not available:
+        return Probe(name, False, "not present")
+    return Probe(name, True, "present" if use_smi_check else "usable in torch, without its monitoring program")
 
 
 def _detect_platform_name() -> str:
