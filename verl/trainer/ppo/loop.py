@@ -45,7 +45,7 @@ class Validation:
 def validation_metrics(collected: Collected) -> dict[str, float]:
     """Metrics of judged answers; answers without a reward are counted, not scored as zero."""
     judged = [t for t in collected.trajectories if t.reward is not None]
-    if not judged:
+    if not judged:  # nothing to average
         return {"val-aux/reward_errors": float(collected.num_reward_errors)}
     parts = set.intersection(*(numeric_parts(t.extra) for t in judged))
     infos: dict[str, list[Any]] = {"reward": [t.reward for t in judged]}

@@ -20,7 +20,7 @@ from verl.workers.rollout.base import RolloutEngine, SamplingParams
 class Collected:
     """Judged trajectories, grouped prompt by prompt, and the prompts they answer."""
 
-    trajectories: list[Trajectory] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list, repr=False)
     rows: list[PromptRow] = field(default_factory=list)  # one per prompt, in order
     generate_s: float = 0.0  # until the last answer was complete
     reward_s: float = 0.0  # from then until the last was judged
