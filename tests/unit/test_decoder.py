@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.models import decoder_weights
+from verl.models.decoder_generic import GenericDecoder
 from verl.models.decoder_graphs import GraphedDecode, capture_sizes
 from verl.models.decoder_weights import why_not_lean
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
@@ -190,6 +191,11 @@ def test_graphs_are_captured_again_only_when_tensors_moved():
     assert engine.decoder.addresses() == before
     engine.decoder.allocate(4, 64)
     assert engine.decoder.addresses() != before
+
+
+def test_recurrent_models_take_prompts_of_one_length_at_a_time():
+    decoders = {name: GenericDecoder(tiny_model(*GENERIC[name])) for name in GENERIC}
+    assert [name for name, decoder in decoders.items() if not decoder.pads] == ["qwen3_next: recurrent layers"]
 
 
 def test_capture_sizes_follow_the_config_and_the_rows():

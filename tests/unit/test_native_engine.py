@@ -53,8 +53,8 @@ def test_the_prompt_of_a_group_is_computed_once(model: PreTrainedModel):
 def test_rows_are_refilled_as_sequences_end(model: PreTrainedModel):
     engine = NativeEngine(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=4), model)
     complete(engine, *(ask(i, max_tokens=30 if i == 0 else 3) for i in range(30)))
-    steps = engine.stats()["decode_steps"]
-    assert steps < 45  # one batch after the other would be 29 + 7 x 2; without refilling behind the long one, 43
+    # 29 steps for the long one; the 29 short ones pass through the other three rows meanwhile, not in 7 waves after it.
+    assert engine.stats()["decode_steps"] <= 30
 
 
 def test_a_cast_copy_is_counted_versioned_and_refreshed(model: PreTrainedModel):

@@ -91,7 +91,6 @@ class NativeEngine(RolloutEngine):
 
     async def _drive(self) -> None:
         """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
-        await asyncio.sleep(0)  # let every coroutine of this turn submit, so that they start in one prefill
         try:
             while self.core.busy:
                 self._settle(self.core.step())
