@@ -166,6 +166,34 @@ def test_ascend_quick_starts_set_the_ports_of_the_collectives(launched):
             assert seen["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
 
 
+DOCUMENTS = [*sorted((ROOT / "docs" / "hardware").glob("*")), *sorted((ROOT / "docs" / "amd_tutorial").glob("*"))]
+OVERRIDE = re.compile(r"(?<![\w.])\+{0,2}(?:actor_rollout_ref|critic|data|trainer|algorithm|reward)(?:\.\w+)+=[^\s`]+")
+LATER = (*ENGINES_TO_COME, "VeOmni engine", "training on several machines")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_override_in_the_documents_is_stale(document):
+    for text in OVERRIDE.findall(document.read_text()):
+        argument = text.rstrip('".,;)')
+        argument += '"' if argument.count('"') % 2 else ""
+        try:
+            load([argument])
+        except ConfigError as error:
+            assert any(name in feature_of(error) for name in LATER), argument
+
+
+def test_the_documents_are_there_and_name_overrides():
+    assert len(DOCUMENTS) == 5
+    assert sum(len(OVERRIDE.findall(path.read_text())) for path in DOCUMENTS) >= 20
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_in_the_documents_exists(document):
+    paths = re.findall(r"(?<![\w/.-])((?:docker|docs|examples|plugins|scripts|tests)/[\w./-]+)", document.read_text())
+    missing = [path for path in paths if not (ROOT / path.rstrip(".")).exists()]
+    assert not missing
+
+
 def tracked(*patterns):
     done = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *patterns], cwd=ROOT, capture_output=True)
     return [ROOT / name for name in done.stdout.decode().split("\n") if name and (ROOT / name).is_file()]
