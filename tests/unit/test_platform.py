@@ -347,6 +347,7 @@ def test_npu_is_found_and_named(ascend, monkeypatch):
         ("25.3", "8.3.0", True),
         ("25.2.1", "8.3.RC1", False),
         ("25.3.rc1", "8.2.RC2", False),
+        ("25.3.rc1", "8.2.1", False),
         ("26.0.rc1", "9.1.0", True),
     ],
 )

@@ -49,8 +49,9 @@ def test_modules_of_the_environment_load_before_entry_points_and_only_once(site,
     assert builtins.plug_log == ["b", "a"]
 
 
-def test_an_entry_point_that_is_a_function_is_called(site, monkeypatch):
+def test_an_entry_point_that_is_a_function_is_called_once(site):
     site("plug_f", "called = []\ndef register(): called.append(1)", entry="f = plug_f:register")
+    load_plugins()
     load_plugins()
     assert sys.modules["plug_f"].called == [1]
 
