@@ -86,7 +86,8 @@ class DecoderWeights:
     def refresh(self, model: nn.Module, version: int) -> None:
         """Take the parameters as they are now, as `version`."""
         self._model, self.version, self.copied_bytes = model, version, 0
-        self._old_copies, self._copies, self._taken = self._copies, {}, []
+        self._old_copies, self._copies = self._copies, {}
+        self._taken: list[int] = []
         self.embedding = self._take(model.get_input_embeddings().weight)
         self.head = self._projection(model.get_output_embeddings())
         self.final_norm = self._norm(model.model.norm)

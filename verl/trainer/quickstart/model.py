@@ -23,7 +23,7 @@ def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(folder: Path, characters: str, seed: int, hidden: int = 128, layers: int = 3) -> int:
+def make_model(folder: Path, characters: str, seed: int, hidden: int = 128, layers: int = 2) -> int:
     """Write model and tokenizer to `folder`; returns the number of parameters."""
     tokenizer = make_tokenizer(characters)
     config = Qwen3Config(
