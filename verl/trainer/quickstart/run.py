@@ -96,7 +96,7 @@ def show(
     facts = {
         "held-out problems right before": f"{summary['before']:.1%}",
         "held-out problems right after": f"{summary['after']:.1%}",
-        "training problems per step": "32 x 16 answers",
+        "training problems per step": "64 x 8 answers",
         "time": f"{seconds:.0f} s",
     }
     config = load_config(grpo_overrides(out, out / SFT, 0, None))
@@ -146,14 +146,14 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list
         f"{arr}.model.enable_gradient_checkpointing=False",
         f"data.train_files={out / 'data' / 'train.jsonl'}",
         f"data.val_files={out / 'data' / 'test.jsonl'}",
-        "data.train_batch_size=32",
+        "data.train_batch_size=64",
         f"data.seed={seed}",
         "data.max_prompt_length=8",
         "data.max_response_length=24",
         "algorithm.adv_estimator=grpo",
-        f"{arr}.rollout.n=16",
+        f"{arr}.rollout.n=8",
         f"{arr}.rollout.seed={seed}",
-        f"{arr}.actor.ppo_mini_batch_size=32",
+        f"{arr}.actor.ppo_mini_batch_size=64",
         f"{arr}.actor.use_dynamic_bsz=True",
         f"{arr}.actor.optim.lr=3e-4",
         f"{arr}.actor.optim.lr_warmup_steps=5",
