@@ -1,0 +1,156 @@
+"""The jobs that several benchmarks run: the 1M model's GRPO job and the quickstart's, stepped from outside."""
+
+import contextlib
+import json
+import random
+import string
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl.config import load_config
+from verl.observe.progress import Progress
+from verl.trainer.ppo.build import build_run
+from verl.trainer.ppo.loop import Run
+from verl.trainer.quickstart.model import make_tokenizer
+from verl.trainer.quickstart.run import grpo_overrides, warm_up
+from verl.trainer.quickstart.task import CHARACTERS, make_split, write_split
+
+ARR = "actor_rollout_ref"
+CHARACTERS_1M = string.digits + string.ascii_letters + string.punctuation + " \n"
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(character.isdigit() for character in solution_str) / 64
+"""
+
+
+@dataclass(frozen=True)
+class GRPOCase:
+    """One GRPO job on the 1M model: `prompts` x `group` completions a step."""
+
+    name: str
+    max_tokens: int
+    natural: bool  # EOS ends a completion; otherwise all have `max_tokens`
+    prompts: int = 16
+    group: int = 8
+    lr: float = 1e-4
+
+
+EQUAL = GRPOCase("equal", 64, natural=False)
+NATURAL = GRPOCase("natural", 512, natural=True)
+
+
+def prepare_1m(folder: Path) -> None:
+    """The 1M model, the prompts (`12+34=` padded to eight characters) and the reward, under `folder`."""
+    tokenizer = make_tokenizer(CHARACTERS_1M)
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    generator = random.Random(0)
+    prompts = [f"{generator.randint(10, 99)}+{generator.randint(10, 99)}=".rjust(8) for _ in range(2048)]
+    rows = [
+        {"data_source": "benchmark", "prompt": [{"role": "user", "content": p}], "reward_model": {"ground_truth": ""}}
+        for p in prompts
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def overrides_1m(folder: Path, case: GRPOCase) -> list[str]:
+    """GRPO on what `prepare_1m` made, as anyone would type it."""
+    return [
+        f"{ARR}.model.path={folder / 'model'}",
+        f"{ARR}.model.enable_gradient_checkpointing=False",
+        f"data.train_files={folder / 'train.jsonl'}",
+        f"data.train_batch_size={case.prompts}",
+        "data.max_prompt_length=8",
+        f"data.max_response_length={case.max_tokens}",
+        "algorithm.adv_estimator=grpo",
+        f"{ARR}.rollout.n={case.group}",
+        f"{ARR}.rollout.temperature=1.0",
+        f"{ARR}.rollout.dtype=float32",
+        f"{ARR}.rollout.ignore_eos={not case.natural}",
+        f"{ARR}.actor.ppo_mini_batch_size={case.prompts}",
+        f"{ARR}.actor.use_dynamic_bsz=True",
+        f"{ARR}.actor.optim.lr={case.lr}",
+        f"{ARR}.actor.fsdp_config.dtype=float32",
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        "trainer.total_training_steps=1000000",
+        *unattended(folder, case.name),
+    ]
+
+
+def unattended(folder: Path, run: str) -> list[str]:
+    """Where a benchmark's run writes, and nothing that is not a training step."""
+    return [
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[file]",
+        "trainer.project_name=benchmark",
+        f"trainer.experiment_name={run}",
+        f"trainer.default_local_dir={folder / run}",
+    ]
+
+
+def prepare_quickstart(folder: Path) -> list[str]:
+    """The quickstart up to its GRPO stage (data, model, supervised warm-up); the overrides of that stage."""
+    from verl.trainer.quickstart.model import make_model
+
+    split = make_split(1, 200, 160)
+    write_split(split, folder / "data")
+    make_model(folder / "model", CHARACTERS, 1)
+    with contextlib.redirect_stdout(None):
+        warm = warm_up(folder, 1)
+    return [*grpo_overrides(folder, warm, 1, 1_000_000), *unattended(folder, "grpo")]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step with its records and logging: seconds, sampled tokens, and what the file tracker got."""
+
+    seconds: float
+    tokens: int
+    timing_s: dict[str, float]
+
+
+class Stepper:
+    """Runs the ordinary trainer one step at a time."""
+
+    def __init__(self, run: Run, progress: Progress):
+        self.run, self.progress = run, progress
+        self._record = run.record
+        run.record = self._keep  # type: ignore[method-assign]
+
+    def _keep(self, record, timer) -> None:
+        self.tokens, self.timer = int(record.batch["loss_mask"].sum()), timer
+        self._record(record, timer)
+
+    def step(self) -> Step:
+        started = time.perf_counter()
+        self.run.one_step(self.progress)
+        seconds = time.perf_counter() - started
+        return Step(seconds, self.tokens, dict(self.timer.seconds))
+
+
+@contextlib.contextmanager
+def stepper(overrides: list[str]) -> Iterator[Stepper]:
+    """A run of the main job, ready for its first step."""
+    run = build_run(load_config(overrides))
+    with run.tracking:
+        try:
+            run.resume()
+            run.trainer.publish()
+            with Progress(run.total_steps, 0) as progress:
+                yield Stepper(run, progress)
+        finally:
+            run.trainer.close()

@@ -1,0 +1,97 @@
+"""The peer's side of grpo_step.py: TRL's GRPOTrainer, a block of steps whenever stdin asks for one.
+
+Runs under the peer's own Python; speaks JSON lines: `{"steps": 3}` in, `[[seconds, tokens], ...]` out.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Blocks(TrainerCallback):
+    """Steps are timed from one on_log to the next, so with data loading and logging; between blocks the clock stops."""
+
+    def __init__(self, replies):
+        self.replies, self.left, self.done, self.tokens = replies, 0, [], 0
+
+    def reward(self, completion_ids, completions, **_):
+        self.tokens = sum(map(len, completion_ids))
+        return [sum(character.isdigit() for character in text) / 64 for text in completions]
+
+    def next_block(self, control):
+        line = sys.stdin.readline()
+        if not line:
+            control.should_training_stop = True
+            self.left = -1
+            return
+        self.left, self.done = json.loads(line)["steps"], []
+        self.mark = time.perf_counter()
+
+    def reply(self, value):
+        print(json.dumps(value), file=self.replies, flush=True)
+
+    def on_train_begin(self, args, state, control, **_):
+        self.reply("ready")
+        self.next_block(control)
+
+    def on_log(self, args, state, control, **_):
+        if self.left < 0:
+            return
+        now = time.perf_counter()
+        self.done.append((now - self.mark, self.tokens))
+        self.mark = now
+        self.left -= 1
+        if self.left == 0:
+            self.reply(self.done)
+            self.next_block(control)
+
+
+def main():
+    folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    torch.set_num_threads(case["threads"])
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    dataset = Dataset.from_list([{"prompt": row["prompt"][0]["content"]} for row in rows])
+    blocks = Blocks(replies)
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=case["prompts"] * case["group"],
+        num_generations=case["group"],
+        steps_per_generation=1,
+        max_completion_length=case["max_tokens"],
+        generation_kwargs={} if case["natural"] else {"min_new_tokens": case["max_tokens"]},
+        learning_rate=case["lr"],
+        lr_scheduler_type="constant",
+        max_steps=1_000_000,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        beta=0.0,
+        temperature=1.0,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=blocks.reward,
+        args=config,
+        train_dataset=dataset,
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[blocks],
+    )
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
