@@ -63,19 +63,22 @@ def measure(name: str, job: Stepper, maths: MathsTimer, steps: int) -> dict:
         if number < 2:
             continue  # warm-up
         kinds |= {"decode": stats["model_s"], "sampling": stats["sampling_s"]}
-        rows.append({"step_s": step.seconds, "tokens": step.tokens, **shares(step.seconds, step.timing_s, kinds)})
+        parts = shares(step.seconds, step.timing_s, kinds, stats["scheduling_s"])
+        rows.append({"step_s": step.seconds, "tokens": step.tokens, **parts})
     row = {key: statistics.median(r[key] for r in rows) for key in rows[0]}
     return {"job": name, "steps": steps, **row}
 
 
-def shares(seconds: float, timing_s: dict[str, float], kinds: dict[str, float]) -> dict[str, float]:
+def shares(
+    seconds: float, timing_s: dict[str, float], kinds: dict[str, float], scheduling_s: float
+) -> dict[str, float]:
     """Of one step: each kind of maths, and where the rest was spent."""
     training = kinds["forward"] + kinds["backward"] + kinds["optimizer"]
     stage = {name: timing_s.get(name, 0.0) for name in STAGES}
     engines = stage["old_log_prob"] + stage["update_actor"]
     other = {
-        "rollout": stage["gen"] - kinds["decode"] - kinds["sampling"],
-        "rewards": stage["reward"],
+        "scheduling": scheduling_s,
+        "answers and rewards": stage["gen"] + stage["reward"] - kinds["decode"] - kinds["sampling"] - scheduling_s,
         "advantages": stage["adv"],
         "mini-batches": engines - training,
         "publishing": stage["update_weights"],

@@ -1,6 +1,7 @@
 """The jobs that several benchmarks run: the 1M model's GRPO job and the quickstart's, stepped from outside."""
 
 import contextlib
+import io
 import json
 import random
 import string
@@ -109,7 +110,7 @@ def prepare_quickstart(folder: Path) -> list[str]:
     split = make_split(1, 200, 160)
     write_split(split, folder / "data")
     make_model(folder / "model", CHARACTERS, 1)
-    with contextlib.redirect_stdout(None):
+    with io.StringIO() as unseen, contextlib.redirect_stdout(unseen), contextlib.redirect_stderr(unseen):
         warm = warm_up(folder, 1)
     return [*grpo_overrides(folder, warm, 1, 1_000_000), *unattended(folder, "grpo")]
 
@@ -150,7 +151,7 @@ def stepper(overrides: list[str]) -> Iterator[Stepper]:
         try:
             run.resume()
             run.trainer.publish()
-            with Progress(run.total_steps, 0) as progress:
+            with io.StringIO() as unseen, Progress(run.total_steps, 0, unseen) as progress:
                 yield Stepper(run, progress)
         finally:
             run.trainer.close()
