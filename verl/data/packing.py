@@ -9,10 +9,15 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a shard is cut into forwards: by a token budget, by a number of sequences, or both. None means no limit."""
+    """How a shard is cut into forwards: by a token budget, by a number of sequences, or both. None means no limit.
+
+    A `plan` names the sequences of every forward instead: rows of the shard. An empty forward is one that only other
+    ranks have something for.
+    """
 
     max_tokens: int | None = None
     max_sequences: int | None = None
+    plan: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (("max_tokens", self.max_tokens), ("max_sequences", self.max_sequences)):
@@ -26,6 +31,8 @@ def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
     With `max_tokens`, longest-first into the emptiest of the fewest bins that hold the total, one bin more at a time
     until none is over the budget. A sequence longer than the budget is refused: it is never split.
     """
+    if micro.plan is not None:
+        return [list(part) for part in micro.plan]
     lengths = batch.lengths.tolist()
     if micro.max_tokens is not None:
         return pack_by_tokens(lengths, micro.max_tokens, micro.max_sequences)

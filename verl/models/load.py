@@ -100,13 +100,15 @@ def load_causal_lm(
     config: PreTrainedConfig | None = None,
     init_random: bool = False,
     packed: bool = True,
+    structure_only: bool = False,
 ) -> PreTrainedModel:
     """A causal LM in eval mode on the CPU, packed attention selected where its family allows it.
 
     Weights come from the folder; a tensor that is missing there is an error. `init_random` makes them up instead.
+    With `structure_only` nothing is read and every tensor is on the meta device.
     """
     config = config if config is not None else load_config(path)
-    return _load(AutoModelForCausalLM, path, config, dtype, init_random, packed, may_lack=())
+    return _load(AutoModelForCausalLM, path, config, dtype, init_random, packed, structure_only, may_lack=())
 
 
 def load_value_model(
@@ -115,6 +117,7 @@ def load_value_model(
     config: PreTrainedConfig | None = None,
     init_random: bool = False,
     packed: bool = True,
+    structure_only: bool = False,
 ) -> PreTrainedModel:
     """The backbone of a model with a head of one value per token, `score` (1, D).
 
@@ -123,7 +126,8 @@ def load_value_model(
     config = config if config is not None else load_config(path)
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    model = _load(AutoModelForTokenClassification, path, config, dtype, init_random, packed, may_lack=("score.",))
+    kind = AutoModelForTokenClassification
+    model = _load(kind, path, config, dtype, init_random, packed, structure_only, may_lack=("score.",))
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear head named score; it cannot be a critic")
     return model
@@ -136,6 +140,7 @@ def _load(
     dtype: torch.dtype,
     init_random: bool,
     packed: bool,
+    structure_only: bool,
     may_lack: tuple[str, ...],
 ) -> PreTrainedModel:
     folder = model_folder(path)
@@ -143,9 +148,12 @@ def _load(
         raise ConfigError(
             f"model family {config.model_type!r} of {folder} has no {auto_class.__name__} in transformers"
         )
-    if init_random:
+    if structure_only:
+        with torch.device("meta"):
+            model, lacking = auto_class.from_config(config, dtype=dtype), []
+    elif init_random:
         model = auto_class.from_config(config, dtype=dtype)
-        lacking: list[str] = list(may_lack)
+        lacking = list(may_lack)
     else:
         model, lacking = _read_weights(auto_class, folder, config, dtype, may_lack)
     if lacking and may_lack:

@@ -1,11 +1,60 @@
 """Parameters trained in one type and computed with in another, without autocast."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
+from verl.config import FSDPEngineConfig
+from verl.models.load import dtype_of
+from verl.models.placement import move
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
+from verl.workers.engine.weights import Weights
 
-class MasterWeights:
-    """The trained copy of a model's parameters, in the type the optimiser works in.
+PARTS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types of one engine."""
+
+    held: torch.dtype  # of the trained parameters
+    compute: torch.dtype  # of forward and backward
+    reduce: torch.dtype  # in which gradients are summed over ranks
+    buffers: torch.dtype | None  # of the model's buffers; None leaves them as they are
+
+    @classmethod
+    def of(cls, config: FSDPEngineConfig, device: torch.device) -> "Precision":
+        """`mixed_precision` where it is set, otherwise `dtype`; sums are in float32 or better."""
+        chosen = dict(config.mixed_precision or {})
+        for name in chosen:
+            if name not in PARTS:
+                raise ConfigError(f"mixed_precision.{name} is unknown; {did_you_mean(name, PARTS)}")
+        held = dtype_of(config.model_dtype, "model_dtype")
+        computed = chosen.get("param_dtype", config.dtype)
+        if computed == "auto":
+            compute = held if device.type == "cpu" else torch.bfloat16
+        else:
+            compute = dtype_of(computed, "mixed_precision.param_dtype" if "param_dtype" in chosen else "dtype")
+        summed, buffers = chosen.get("reduce_dtype"), chosen.get("buffer_dtype")
+        return cls(
+            held,
+            compute,
+            dtype_of(summed, "mixed_precision.reduce_dtype") if summed else torch.promote_types(held, torch.float32),
+            dtype_of(buffers, "mixed_precision.buffer_dtype") if buffers else None,
+        )
+
+    def cast_buffers(self, model: nn.Module) -> None:
+        """Give the model's floating-point buffers the type asked for."""
+        for module in model.modules() if self.buffers is not None else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(self.buffers)
+
+
+class MasterWeights(Weights):
+    """The trained copy of a model's parameters, in the type the optimiser works in; the whole model on one rank.
 
     Where that is the type the model computes in, there is no copy: `parameters` are the model's own. Otherwise the
     model's parameters are cast; the gradient of every micro-batch is added to the master's in the master's type as soon
@@ -13,16 +62,13 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
+        self._model = model
         self._computed: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
-        self.named: list[tuple[str, nn.Parameter]] = []
+        self.named = []
         for name, parameter in model.named_parameters():
             cast = parameter.is_floating_point() and parameter.dtype != compute_dtype
             self.named.append((name, self._cast(parameter, compute_dtype) if cast else parameter))
-
-    @property
-    def trainable(self) -> list[nn.Parameter]:
-        return [p for _, p in self.named if p.requires_grad]
 
     @property
     def has_copies(self) -> bool:
@@ -35,8 +81,8 @@ class MasterWeights:
             torch._foreach_copy_([p.data for p in self._computed], [m.data for m in self._masters])
 
     def to(self, device: torch.device) -> None:
-        for master in self._masters:
-            master.data = master.data.to(device)
+        move(self._model, device)
+        move(nn.ParameterList(self._masters), device)
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)

@@ -1,13 +1,14 @@
-"""The training engine of one device: micro-batches through a model, exact sums, one optimiser step.
+"""The training engine: micro-batches through a model, exact sums, one optimiser step; one rank of any number.
 
 Shapes: T packed tokens of the batch given, M of a micro-batch that the loss is about.
 """
 
-import contextlib
 import importlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from verl.algorithms.losses import TokenLoss
 from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.data.packing import MicroBatching, split_micro_batches
+from verl.data.packing import MicroBatching
 from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass, token_values
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
 from verl.models.placement import move
@@ -27,21 +28,19 @@ from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
-from verl.workers.engine.forwards import ROWS, MicroBatch, hidden_states
-from verl.workers.engine.optimizer import (
-    LearningRateSchedule,
-    build_optimizer,
-    clip_gradients,
-    first_non_finite,
-    gradient_norm,
-)
-from verl.workers.engine.precision import MasterWeights
+from verl.workers.engine.forwards import MicroBatch, hidden_states, micro_batches, place
+from verl.workers.engine.mesh import Ranks
+from verl.workers.engine.offload import move_state, on_device
+from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
+from verl.workers.engine.precision import MasterWeights, Precision
+from verl.workers.engine.totals import Totals
+from verl.workers.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
 
 
 class TorchEngine(BaseEngine):
-    """A model of `transformers` on one device. Derived classes say which head it has."""
+    """A model of `transformers`, whole on one rank. Derived classes say which head it has and how it is sharded."""
 
     has_value_head = False
 
@@ -64,26 +63,36 @@ class TorchEngine(BaseEngine):
     def initialize(self) -> None:
         """Loads the model on the platform's device and builds optimiser and schedule."""
         self.device = own_device()
-        self.compute_dtype = compute_dtype(self.engine_config, self.device)
+        self.ranks = Ranks.of(self.engine_config, self.device)
+        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
+        self.data_group, self.sequence_group = self.ranks.data_group, self.ranks.sequence_group
+        self.precision = Precision.of(self.engine_config, self.device)
+        self.compute_dtype = self.precision.compute
         self.output_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         if self.engine_config.full_determinism:
             torch.use_deterministic_algorithms(True)
-        self.model = move(self._build_model(), self.device)
+        self.model = self._build_model()
         self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
-        self.weights = MasterWeights(self.model, self.compute_dtype)
         self.head_mode = self._head_mode()
         if not self.trains:
             self.model.requires_grad_(False)
-            return
-        if self.model_config.enable_gradient_checkpointing:
+        elif self.model_config.enable_gradient_checkpointing:
             self.model.gradient_checkpointing_enable(
                 {"use_reentrant": False, "preserve_rng_state": has_dropout(self.model)}
             )
-        assert self.optimizer_config is not None
-        self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
-        self.lr_scheduler = LearningRateSchedule(self.optimizer, self.optimizer_config)
+        self.precision.cast_buffers(self.model)
+        self.weights = self._hold()
+        if self.trains:
+            assert self.optimizer_config is not None
+            self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
+            self.lr_scheduler = LearningRateSchedule(self.optimizer, self.optimizer_config)
+
+    def _hold(self) -> Weights:
+        """Parameters on the device, in the types they are trained in and computed with."""
+        return MasterWeights(move(self.model, self.device), self.compute_dtype)
 
     def _build_model(self) -> nn.Module:
+        """The model on the CPU; beyond rank 0 only its structure, on the meta device."""
         settings = self.model_config
         for name in _listed(settings.external_lib):
             importlib.import_module(name)
@@ -100,6 +109,7 @@ class TorchEngine(BaseEngine):
                 config,
                 init_random,
                 packed=settings.use_remove_padding,
+                structure_only=self.rank > 0,
             )
 
     def _head_mode(self) -> str:
@@ -133,8 +143,9 @@ class TorchEngine(BaseEngine):
         self._set_training(False)
         out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
         for part in self._micro_batches(batch, (), micro):
-            columns = self._outputs(part, tuple(outputs), temperature)
-            _place(out, columns, part)
+            columns = self.weights.run(partial(self._outputs, part, tuple(outputs), temperature))
+            place(out, columns, part)
+        self.weights.rest()
         return {name: column.to(batch.device) for name, column in out.items()}
 
     def forward_backward(
@@ -145,25 +156,22 @@ class TorchEngine(BaseEngine):
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
         self._set_training(True)
         out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
-        totals = _Totals()
+        totals = Totals()
         present = tuple(name for name in loss.optional_columns if name in batch)
         for part in self._micro_batches(batch, (*loss.columns, *present, "loss_weights"), micro):
-            loss_sum, columns, token_metrics = self._loss(part, loss, temperature)
-            loss_sum.backward()
+            self.weights.synchronize(part.is_last)
+            loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, part, loss, temperature))
+            (loss_sum * self.weights.gradient_scale).backward()
             totals.add(loss_sum, token_metrics, part)
-            _place(out, columns, part)
-        metrics = totals.metrics(num_tokens=int(batch["loss_mask"].sum()))
+            place(out, columns, part)
+        metrics = totals.metrics(int(batch["loss_mask"].sum()), updates=1 if self.ranks.data_rank == 0 else 0)
         return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
-        """Micro-batches with something to learn from; the others would add nothing."""
-        for name in columns:
-            batch.require(name, "the stage that fills it")
-        slim = batch.keep(columns).with_columns(**{ROWS: torch.arange(batch.num_tokens, device=batch.device)})
-        sampled = batch.sum_per_sequence(batch["loss_mask"].int()).tolist()
-        for indices in split_micro_batches(batch, micro or MicroBatching()):
-            if any(sampled[i] for i in indices):
-                yield MicroBatch.of(slim, indices, self.device)
+        return micro_batches(batch, columns, micro or MicroBatching(), self.device, self._most_on_any_rank)
+
+    def _most_on_any_rank(self, number: int) -> int:
+        return self.ranks.most(number, self.device)
 
     def _outputs(self, part: MicroBatch, names: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
         """The model's outputs about the tokens of a micro-batch, zero where loss_mask is False."""
@@ -192,6 +200,9 @@ class TorchEngine(BaseEngine):
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """(0-d loss attached to the graph, outputs (T,), token metrics (T,)); metrics are 0 outside loss_mask."""
         batch = part.batch
+        if part.is_dummy:
+            values = self._outputs(part, loss.outputs, temperature).values()
+            return torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {}
         present = {name for name in loss.optional_columns if name in batch}
         columns = {name: batch[name] for name in {*loss.columns, *present, "loss_weights"}}
         if loss.per_token and not self.has_value_head and self.head_mode != "eager":
@@ -201,8 +212,8 @@ class TorchEngine(BaseEngine):
         mask = batch["loss_mask"]
         return (
             losses.masked_fill(~mask, 0.0).sum(),
-            outputs,
-            {name: value.masked_fill(~mask, 0.0) for name, value in metrics.items()},
+            {name: value.detach() for name, value in outputs.items()},
+            {name: value.detach().masked_fill(~mask, 0.0) for name, value in metrics.items()},
         )
 
     def _loss_one_pass(
@@ -244,10 +255,10 @@ class TorchEngine(BaseEngine):
         """Clips, steps and empties the gradient; one that is not finite changes nothing, is counted and named."""
         assert self.optimizer is not None and self.optimizer_config is not None, "initialize() a training engine first"
         metrics = Metrics()
-        norm = gradient_norm(self.weights.trainable)
+        norm = self.weights.gradient_norm()
         finite = math.isfinite(norm)
         if finite:
-            clip_gradients(self.weights.trainable, norm, self.optimizer_config.clip_grad)
+            self.weights.clip_gradients(norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
             self.weights.publish()
             metrics.mean("grad_norm", norm, 1)
@@ -256,12 +267,12 @@ class TorchEngine(BaseEngine):
             logger.warning(
                 "the gradient is not finite (norm %s, first in %s): optimiser step skipped, %d so far",
                 norm,
-                first_non_finite(self.weights.named),
+                self.weights.first_non_finite(),
                 self.skipped_steps,
             )
         self.optimizer.zero_grad(set_to_none=True)
         metrics.mean("lr", self.optimizer.param_groups[0]["lr"], 1)
-        metrics.sum("skipped", 0 if finite else 1)
+        metrics.sum("skipped", 0 if finite or self.rank > 0 else 1)
         return metrics
 
     def lr_scheduler_step(self) -> float:
@@ -272,9 +283,11 @@ class TorchEngine(BaseEngine):
     # --- weights ------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every parameter, the trained copy where there is one; tied parameters once."""
-        for name, parameter in self.weights.named:
-            yield name, parameter.detach()
+        """(name, whole tensor) of every parameter, the trained copy where there is one; tied parameters once.
+
+        Over several ranks this is a collective that gathers one tensor at a time: all ranks must take all of them.
+        """
+        return self.weights.full_tensors()
 
     def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:
         """Write `contents` into `folder`; the manifest with digests comes last."""
@@ -288,67 +301,17 @@ class TorchEngine(BaseEngine):
         """Move parameters and optimiser state to a torch device, or to "device", the engine's own."""
         where = self.device if device == "device" else torch.device(device)
         if model:
-            move(self.model, where)
             self.weights.to(where)
         if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and name != "step":
-                        state[name] = value.to(where)
+            move_state(self.optimizer, where)
 
-    @contextlib.contextmanager
-    def train_mode(self) -> Iterator["TorchEngine"]:
+    def train_mode(self) -> AbstractContextManager[None]:
         """Everything on the device inside the block."""
-        with self._on_device(optimizer=True):
-            self._set_training(True)
-            yield self
+        return on_device(self, training=True)
 
-    @contextlib.contextmanager
-    def eval_mode(self) -> Iterator["TorchEngine"]:
+    def eval_mode(self) -> AbstractContextManager[None]:
         """The parameters on the device inside the block."""
-        with self._on_device(optimizer=False):
-            self._set_training(False)
-            yield self
-
-    @contextlib.contextmanager
-    def _on_device(self, optimizer: bool) -> Iterator[None]:
-        config = self.engine_config
-        model, optimizer = config.param_offload, optimizer and config.optimizer_offload
-        if model or optimizer:
-            self.to("device", model, optimizer)
-        try:
-            yield
-        finally:
-            if model or optimizer:
-                self.to("cpu", model, optimizer)
-
-
-class _Totals:
-    """Sums of token metrics over micro-batches, kept on the device until the end so that nothing waits for it."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, list[Tensor]] = {}
-
-    def add(self, loss_sum: Tensor, token_metrics: dict[str, Tensor], part: MicroBatch) -> None:
-        self.sums.setdefault("loss", []).append(loss_sum.detach())
-        weights = part.batch["loss_weights"]
-        for name, values in token_metrics.items():
-            total = (values * weights).sum() if name.endswith("_loss") else values.sum()
-            self.sums.setdefault(name, []).append(total.detach())
-
-    def metrics(self, num_tokens: int) -> Metrics:
-        out = Metrics()
-        for name, parts in self.sums.items():
-            total = sum(torch.stack(parts).tolist())
-            out.mean(name, total, 1 if name == "loss" or name.endswith("_loss") else num_tokens)
-        return out
-
-
-def _place(out: dict[str, Tensor], columns: dict[str, Tensor], part: MicroBatch) -> None:
-    """Put the outputs of a micro-batch where its tokens are in the batch."""
-    rows = part.batch[ROWS].cpu()
-    for name, whole in out.items():
-        whole[rows] = columns[name].detach().to("cpu", whole.dtype)
+        return on_device(self, training=False)
 
 
 def _only(wanted: tuple[str, ...], offered: tuple[str, ...], whose: str) -> None:
@@ -365,16 +328,6 @@ def own_device() -> torch.device:
     """This process's device on the current platform."""
     platform = get_platform()
     return torch.device(platform.device_name, *([] if platform.device_name == "cpu" else [platform.current_device()]))
-
-
-def compute_dtype(config: FSDPEngineConfig, device: torch.device) -> torch.dtype:
-    """The type of forward and backward: `dtype`, where auto is float32 on a CPU and bfloat16 elsewhere."""
-    name = config.dtype
-    if config.mixed_precision is not None:
-        name = config.mixed_precision.get("param_dtype", name)
-    if name == "auto":
-        return dtype_of(config.model_dtype, "model_dtype") if device.type == "cpu" else torch.bfloat16
-    return dtype_of(name, "dtype")
 
 
 def has_dropout(model: nn.Module) -> bool:

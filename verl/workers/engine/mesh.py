@@ -1,0 +1,79 @@
+"""Which rank holds which part of the parameters, and which ranks see the same data."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.config import FSDPEngineConfig
+from verl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place among all. Consecutive ranks share sequences; parameters are sharded over consecutive ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    sequence_size: int = 1  # ranks that share the tokens of a sequence (Ulysses)
+    shards: DeviceMesh | None = None  # ("shard",), or ("replicate", "shard"); None: the whole model is here
+    data_group: dist.ProcessGroup | None = None  # the ranks that see other data, this one among them
+    sequence_group: dist.ProcessGroup | None = None  # the ranks that see the same data
+
+    @classmethod
+    def of(cls, config: FSDPEngineConfig, device: torch.device) -> "Ranks":
+        """The place of this process among those of `torch.distributed`; alone without it."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world == 1:
+            return cls()
+        sequence = _divides(config.ulysses_sequence_parallel_size, world, "ulysses_sequence_parallel_size")
+        shards = _divides(world if config.fsdp_size < 1 else min(config.fsdp_size, world), world, "fsdp_size")
+        kind = device.type
+        if shards == world:
+            mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+        data_group, sequence_group = dist.group.WORLD, None
+        if sequence > 1:
+            grid = init_device_mesh(kind, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
+            data_group, sequence_group = grid.get_group("data"), grid.get_group("sequence")
+        return cls(dist.get_rank(), world, sequence, mesh, data_group, sequence_group)
+
+    @property
+    def data_size(self) -> int:
+        """How many shards of data there are."""
+        return self.world_size // self.sequence_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which shard of the data this rank sees."""
+        return self.rank // self.sequence_size
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold one copy of the parameters between them."""
+        return 1 if self.shards is None else self.shards.size(self.shards.ndim - 1)
+
+    def most(self, number: int, device: torch.device) -> int:
+        """The largest `number` of any rank."""
+        return number if self.world_size == 1 else int(_reduced(number, dist.ReduceOp.MAX, device))
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest `number` of any rank."""
+        return number if self.world_size == 1 else int(_reduced(number, dist.ReduceOp.MIN, device))
+
+
+def _reduced(number: int, how: dist.ReduceOp.RedOpType, device: torch.device) -> int:
+    value = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(value, how)
+    return int(value)
+
+
+def _divides(size: int, world: int, name: str) -> int:
+    if world % size:
+        sizes = [n for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"fsdp_config.{name}={size} does not divide {world} ranks; use one of {', '.join(map(str, sizes))}"
+        )
+    return size
