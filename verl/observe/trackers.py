@@ -42,7 +42,6 @@ class ConsoleBackend:
         ("train/lr", "lr"),
         ("response_length/mean", "length"),
         ("perf/throughput", "tokens/s"),
-        ("train/perf/throughput", "tokens/s"),
         ("timing_s/step", "step_s"),
     )
 
