@@ -130,7 +130,7 @@ def main():
     subprocess.run([sys.executable, str(HERE / "prepare.py"), *source], check=True)
     command("verl.trainer.sft_trainer", sft(out, options.sft_steps))
     trained = time.time()
-    model = newest(out / "sft") / "model" / "huggingface"
+    model = newest(out / "sft") / "huggingface"
     command("verl.trainer.main_ppo", grpo(out, model, options.grpo_steps))
     before, exact_before = scores(out / "test_answers" / "0.jsonl")
     after, exact_after = scores(out / "test_answers" / f"{options.grpo_steps}.jsonl")

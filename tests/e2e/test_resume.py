@@ -111,6 +111,19 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path):
         jobs.train(folder, "run", EVERY_STEP)
 
 
+def test_the_ledger_is_on_the_disk_before_the_checkpoint_that_follows_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    synced, original = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    jobs.train(folder, "run", "trainer.save_freq=2", "trainer.total_training_steps=2")
+    first = next(place for place, name in enumerate(synced) if "latest_checkpointed_iteration" in name)
+    assert {"step_000001.parquet", "step_000002.parquet", "ledger"} <= set(synced[:first])
+
+
 NUM_KILLS = 20
 
 

@@ -1,6 +1,10 @@
 """Supervised fine-tuning on a tiny model."""
 
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e import jobs
-from verl.config import load_config
+from verl.config import SFTConfig, load_config
+from verl.observe.tracking import Tracking
+from verl.trainer import sft
+from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
+from verl.utils.errors import DataError
 
 
 @pytest.fixture
@@ -19,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
+def config(folder: Path, run: str, *extra: str) -> SFTConfig:
     overrides = [
         f"model.path={folder / 'model'}",
         "model.enable_gradient_checkpointing=False",
@@ -36,7 +44,11 @@ def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
         f"trainer.default_local_dir={folder / run}",
         *extra,
     ]
-    return run_sft(load_config(overrides, config_name="sft_trainer"))
+    return load_config(overrides, config_name="sft_trainer")
+
+
+def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
+    return run_sft(config(folder, run, *extra))
 
 
 def test_the_loss_falls_and_is_the_mean_over_trained_tokens(folder: Path):
@@ -65,12 +77,160 @@ def test_the_loss_is_that_of_transformers(folder: Path):
     assert jobs.metrics(folder, "run")[1]["train/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-def test_a_resumed_run_continues_bit_for_bit(folder: Path):
-    train(folder, "whole", "trainer.save_freq=2")
-    train(folder, "parts", "trainer.save_freq=2", "trainer.total_training_steps=4", "optim.total_training_steps=8")
-    train(folder, "parts", "trainer.save_freq=2")
-    whole, parts = (
-        load_file(folder / run / "global_step_8" / "model" / "huggingface" / "model.safetensors")
-        for run in ("whole", "parts")
-    )
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+COMMON = ["trainer.save_freq=2", "data.train_batch_size=3", "optim.lr_scheduler_type=cosine"]
+
+
+def weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / run / f"global_step_{step}" / "huggingface" / "model.safetensors")
+
+
+def optimizer_state(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / run / f"global_step_{step}" / "optimizer.safetensors")
+
+
+def assert_same_run(folder: Path, first: str, second: str, step: int) -> None:
+    for tensors in (weights, optimizer_state):
+        ours, theirs = tensors(folder, first, step), tensors(folder, second, step)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert without_timings(folder, first) == without_timings(folder, second)
+
+
+def without_timings(folder: Path, run: str) -> dict[int, dict[str, float]]:
+    timings = ("timing_s/", "train/perf/")
+    rows = jobs.metrics(folder, run).items()
+    return {step: {name: v for name, v in row.items() if not name.startswith(timings)} for step, row in rows}
+
+
+@pytest.mark.parametrize("stop", [2, 4])  # 4 rows, 3 a step: an epoch is one step
+def test_a_resumed_run_continues_bit_for_bit(folder: Path, stop: int):
+    train(folder, "whole", *COMMON, "trainer.test_freq=2")
+    train(folder, "parts", *COMMON, "trainer.test_freq=2", f"trainer.total_training_steps={stop}", SCHEDULE)
+    train(folder, "parts", *COMMON, "trainer.test_freq=2")
+    assert_same_run(folder, "whole", "parts", 8)
+
+
+SCHEDULE = "optim.total_training_steps=8"
+
+
+def test_a_run_killed_inside_its_saves_ends_like_one_that_never_was(folder: Path):
+    """Each child is killed at some moment of a save; the last one finishes."""
+    train(folder, "whole", *COMMON)
+    for delay_s in (0.0, 0.02, 0.005):
+        child, reader = forked(lambda told: killed_run(folder, told))
+        with os.fdopen(reader, "rb") as pipe:
+            pipe.read(1)
+        time.sleep(delay_s)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    train(folder, "killed", *COMMON)
+    assert_same_run(folder, "whole", "killed", 8)
+
+
+def forked(run: Callable[[int], None]) -> tuple[int, int]:
+    """(process, pipe to read from) of a child that runs `run(pipe to write to)`."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            run(writer)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return child, reader
+
+
+def killed_run(folder: Path, told: int) -> None:
+    """Train; write a byte whenever a save begins."""
+    original = sft.save_checkpoint
+
+    def telling(*args: object) -> Path:
+        os.write(told, b"s")
+        return original(*args)  # type: ignore[arg-type]
+
+    sft.save_checkpoint = telling  # type: ignore[assignment]
+    train(folder, "killed", *COMMON)
+
+
+def test_retention_keeps_the_newest(folder: Path):
+    train(folder, "run", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2")
+    assert sorted(p.name for p in (folder / "run").glob("global_step_*")) == ["global_step_6", "global_step_8"]
+
+
+def test_a_resume_that_would_train_on_other_rows_is_refused(folder: Path):
+    train(folder, "run", "trainer.total_training_steps=2")
+    with pytest.raises(DataError, match=r"other data.train_batch_size \(2, now 1\)"):
+        train(folder, "run", "data.train_batch_size=1")
+
+
+def test_auto_resume_prefers_the_path_that_was_given(folder: Path, capsys: pytest.CaptureFixture[str]):
+    train(folder, "run", "trainer.save_freq=2")
+    train(folder, "run", f"trainer.resume_from_path={folder / 'run' / 'global_step_4'}")
+    assert "step 4 of 8 is done" in capsys.readouterr().out
+
+
+EXACT = ["engine.model_dtype=fp64", "engine.dtype=float64"]
+WAYS = {
+    "one sequence at a time": ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1"],
+    "two sequences": ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"],
+    "a small token budget": ["data.max_token_len_per_gpu=64"],
+    "padded": ["data.pad_mode=right"],
+    "recomputed": ["model.enable_gradient_checkpointing=True"],
+}
+
+
+def test_the_loss_and_the_weights_do_not_depend_on_how_a_batch_is_cut(folder: Path):
+    rows = [{"messages": turns} for turns in conversations(8)]
+    path = folder / "data" / "worked.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = [*EXACT, "data.train_batch_size=8", "trainer.total_training_steps=3"]
+    train(folder, "whole", *common, "data.max_token_len_per_gpu=10000")
+    expected = weights(folder, "whole", 3)
+    for number, how in enumerate(WAYS.values()):
+        train(folder, f"way{number}", *common, *how)
+        found = weights(folder, f"way{number}", 3)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
+        for name in ("train/loss", "train/grad_norm", "val/loss"):
+            ours, theirs = (jobs.metrics(folder, run)[3][name] for run in ("whole", f"way{number}"))
+            assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def conversations(count: int) -> list[list[dict[str, str]]]:
+    """Two turns each, of different lengths."""
+    roles = ("user", "assistant", "user", "assistant")
+    texts = [[f"{i}+1=", f"{i + 1}", f"{i}*{10**i}=", str(i * 10**i)] for i in range(count)]
+    return [[{"role": r, "content": t} for r, t in zip(roles, row, strict=True)] for row in texts]
+
+
+def test_each_epoch_has_an_order_of_its_own_unless_shuffling_is_off(folder: Path):
+    trainer = SFTTrainer(config(folder, "order"), FourRows(), None, Tracking("p", "e", []))
+    orders = [trainer.order(epoch) for epoch in range(8)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders) and len({*map(tuple, orders)}) > 2
+    other = SFTTrainer(config(folder, "order", "data.seed=7"), FourRows(), None, Tracking("p", "e", []))
+    assert [other.order(epoch) for epoch in range(8)] != orders
+    plain = SFTTrainer(config(folder, "order", "data.shuffle=False"), FourRows(), None, Tracking("p", "e", []))
+    assert plain.order(5) == [0, 1, 2, 3]
+
+
+class FourRows:
+    digest, notes = "", []
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_the_metrics_have_their_public_names_and_validation_runs_at_the_end(folder: Path):
+    train(folder, "run", "trainer.total_training_steps=2")
+    rows = jobs.metrics(folder, "run")
+    names = {"loss", "lr", "grad_norm", "global_tokens", "total_tokens(B)", "perf/throughput"}
+    assert {f"train/{name}" for name in names} <= rows[1].keys()
+    assert "val/loss" not in rows[1] and "val/loss" in rows[2]
+    total = rows[1]["train/global_tokens"] + rows[2]["train/global_tokens"]
+    assert rows[2]["train/total_tokens(B)"] == pytest.approx(total / 1e9)
+
+
+def test_keys_that_nothing_reads_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    train(folder, "run", "data.micro_batch_size_per_gpu=2", "trainer.save_freq=4", "trainer.test_freq=4")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert said == ["warning: data.micro_batch_size_per_gpu was set, but nothing reads it in this run"]

@@ -26,7 +26,6 @@ WAITING = {
     "dynamic sampling and rollout correction": "algorithm.filter_groups.* algorithm.rollout_correction.*"
     " data.gen_batch_size",
     "the Ray runtime, many ranks": "ray_kwargs.* trainer.balance_batch",
-    "fine-tuning, second version": "data.pad_mode",
 }
 
 

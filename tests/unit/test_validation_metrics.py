@@ -7,7 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
+from verl.data.trajectory import Trajectory
+from verl.trainer.ppo.loop import validation_metrics
+from verl.trainer.ppo.sources import Collected
 from verl.trainer.validation import process_validation_metrics, subset_sizes
 
 
@@ -115,3 +119,24 @@ def test_a_large_validation_takes_seconds():
     started = time.monotonic()
     metrics(values, uids, pred=[str(generator.randrange(5)) for _ in uids])
     assert time.monotonic() - started < 20  # about half a second on an idle core; a loop over draws takes minutes
+
+
+def answer(group: int, reward: float | None, source: str = "toy", **extra) -> Trajectory:
+    mask = torch.tensor([False, True])
+    fields = {"group_id": group, "reward": reward, "extra": {"data_source": source, **extra}}
+    return Trajectory(torch.tensor([1, 2]), mask, torch.zeros(2), **fields)
+
+
+def test_answers_nobody_judged_are_counted_and_score_nothing():
+    answers = [answer(0, 1.0, acc=1.0), answer(0, None), answer(1, 0.0, acc=0.0), answer(1, None, acc=1.0)]
+    found = validation_metrics(Collected(answers, num_reward_errors=1))
+    assert found["val-aux/toy/reward/mean@1"] == 0.5 and found["val-core/toy/acc/mean@1"] == 0.5
+    assert found["val-aux/toy/reward/unscored"] == found["val-aux/toy/acc/unscored"] == 2.0
+    assert found["val-aux/reward_errors"] == 1.0
+
+
+def test_a_source_without_any_judged_answer_still_shows():
+    found = validation_metrics(Collected([answer(0, 1.0), answer(1, None, "other"), answer(2, None, "other")]))
+    assert found["val-aux/other/reward/unscored"] == 2.0 and "val-aux/toy/reward/unscored" not in found
+    nothing = validation_metrics(Collected([answer(0, None)]))
+    assert nothing["val-aux/toy/reward/unscored"] == 1.0

@@ -63,5 +63,5 @@ class SFTTrainerConfig(Section):
     resume_mode: str = key(
         "auto", "Start from the newest checkpoint, from none, or from one path.", choices=RESUME_MODES
     )
-    resume_from_path: str | None = key(None, "Folder global_step_N to start from.")
+    resume_from_path: str | None = key(None, "Folder global_step_N to start from; auto prefers it to the newest.")
     profile_interval: list[int] = key([-1, -1], "First and last profiled step; -1 is none.")

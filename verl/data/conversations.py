@@ -1,17 +1,43 @@
 """Supervised rows: conversations as tokens, with a loss mask that covers exactly what the assistant says."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.config.sft import SFTDataConfig
+from verl.config.data import SFTDataConfig
 from verl.data.chat import Message, PromptTemplate, read_messages
 from verl.data.rows import FileRows
 from verl.data.trajectory import Trajectory
-from verl.utils.errors import DataError
+from verl.data.turns import Piece, Tokens, TurnTokenizer
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.external_code import load_object
+
+_CHUNK = 1024  # rows tokenised at once: a fast tokenizer uses every core
+
+
+class Conversations(Protocol):
+    """Numbered conversations; each is one sequence, or several where the chat template rewrites earlier turns."""
+
+    digest: str  # changes when the rows or their order do
+    notes: list[str]  # what a user should know about them
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int) -> list[Trajectory]: ...
+
+
+def load_conversations(
+    files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, max_samples: int = -1
+) -> Conversations:
+    """The conversations of one or several data files, read by data.custom_cls when it is set."""
+    if config.custom_cls.path:
+        return CustomConversations(files, tokenizer, config, max_samples)
+    return ConversationDataset(files, tokenizer, config, max_samples)
 
 
 class ConversationDataset:
@@ -25,34 +51,76 @@ class ConversationDataset:
         max_samples: int = -1,
     ):
         self._rows, self._config, self._tokenizer = FileRows(files), config, tokenizer
+        self._turns = TurnTokenizer(tokenizer, append_only=config.ignore_input_ids_mismatch)
+        self.num_truncated = self.num_split = self.num_left_out = 0
         count = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
-        self.num_truncated = 0
-        self._items = [self._tokenise(i) for i in range(count)]
+        self._items: list[tuple[int, list[tuple[np.ndarray, np.ndarray]]]] = []
+        for start in range(0, count, _CHUNK):
+            self._read(range(start, min(start + _CHUNK, count)))
+        if not self._items:
+            raise DataError(f"{self._rows.names()}: no row is left to train on; raise data.max_length")
         self.digest = hashlib.sha256(f"{self._rows.digest} {count}".encode()).hexdigest()
+        self.notes = self._notes()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, position: int) -> Trajectory:
-        return self._items[position]
+    def __getitem__(self, position: int) -> list[Trajectory]:
+        row, sequences = self._items[position]
+        return [_trajectory(ids, mask, row) for ids, mask in sequences]
 
-    def _tokenise(self, index: int) -> Trajectory:
-        row = self._rows[index]
+    def _read(self, indices: Sequence[int]) -> None:
+        """Tokenise some rows and keep those with something to train on."""
+        chains: list[list[Piece]] = []
+        spans: list[tuple[int, list[Tokens] | slice]] = []
+        for index in indices:
+            found = self._located(index, self._texts, index)
+            if isinstance(found, tuple):
+                spans.append((index, [found]))
+            else:
+                spans.append((index, slice(len(chains), len(chains) + len(found))))
+                chains += found
+        encoded = self._turns.encode(chains)
+        for index, span in spans:
+            tokens = encoded[span] if isinstance(span, slice) else span
+            sequences = self._located(index, self._finish, tokens)
+            if sequences:
+                self._items.append((index, sequences))
+
+    def _located(self, index: int, work: Any, argument: Any) -> Any:
+        """`work(argument)`; what goes wrong names the file and the row."""
         try:
-            messages = self._messages(row)
-            pieces = turn_pieces(messages, self._template(row), self._tokenizer, self._config)
-            ids = [i for piece, _ in pieces for i in piece]
-            mask = [trained for piece, trained in pieces for _ in piece]
-            ids, mask = self._limit(ids, mask)
+            return work(argument)
         except (ValueError, DataError) as error:
             raise DataError(f"{self._rows.where(index)}: {error}") from error
-        if not any(mask[1:]):
-            raise DataError(f"{self._rows.where(index)}: no assistant token is left to train on")
-        mask[0] = False
-        tokens = torch.tensor(ids, dtype=torch.int64)
-        return Trajectory(tokens, torch.tensor(mask), torch.zeros(len(ids)), group_id=index, row=index)
+
+    def _texts(self, index: int) -> "list[list[Piece]] | Tokens":
+        row = self._rows[index]
+        messages, template = self._messages(row), self._template(row)
+        if template.has_template:
+            return self._turns.chains(messages, template)
+        return self._turns.plain(messages, template)
+
+    def _finish(self, sequences: "list[Tokens | ValueError]") -> list[tuple[np.ndarray, np.ndarray]]:
+        """The sequences of a row within data.max_length; those that lost all they had to train are left out."""
+        self.num_split += len(sequences) > 1
+        kept = []
+        for sequence in sequences:
+            if isinstance(sequence, ValueError):
+                raise sequence
+            ids, mask = self._limit(*sequence)
+            mask[0] = False
+            if any(mask):
+                kept.append((np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
+        if not kept and self._config.truncation == "error":
+            raise ValueError("no assistant token is there to train on")
+        self.num_left_out += not kept
+        return kept
 
     def _messages(self, row: Mapping[str, Any]) -> list[Message]:
+        for column in ("images", "videos"):
+            if row.get(column) is not None and len(row[column]):
+                raise ValueError(f"the row has {column}; only text conversations are supported so far")
         key = self._config.messages_key
         if row.get(key) is not None:
             messages = read_messages(row[key])
@@ -64,12 +132,18 @@ class ConversationDataset:
             )
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("the conversation has no assistant message")
+        if messages[0]["role"] == "assistant":
+            raise ValueError("the conversation begins with an assistant message; there is nothing it could answer")
+        for message in messages:
+            if "tool_calls" in message:
+                message["tool_calls"] = _given(message["tool_calls"])
         return messages
 
     def _template(self, row: Mapping[str, Any]) -> PromptTemplate:
         kwargs = dict(self._config.apply_chat_template_kwargs)
-        if row.get(self._config.tools_key) is not None:
-            kwargs["tools"] = row[self._config.tools_key]
+        tools = row.get(self._config.tools_key)
+        if tools is not None:
+            kwargs["tools"] = _given(_parsed(tools, self._config.tools_key))
         thinking = row.get(self._config.enable_thinking_key)
         if thinking is None:
             thinking = self._config.enable_thinking_default
@@ -77,66 +151,92 @@ class ConversationDataset:
             kwargs["enable_thinking"] = bool(thinking)
         return PromptTemplate(self._tokenizer, kwargs)
 
-    def _limit(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+    def _limit(self, ids: list[int], mask: list[bool]) -> Tokens:
         limit, side = self._config.max_length, self._config.truncation
         if len(ids) <= limit:
             return ids, mask
         if side == "error":
             raise ValueError(
                 f"the conversation has {len(ids)} tokens, data.max_length is {limit}; raise it, or set "
-                f"data.truncation to left or right"
+                f"data.truncation to left, right or middle"
             )
         self.num_truncated += 1
-        part = slice(len(ids) - limit, None) if side == "left" else slice(limit)
-        return ids[part], mask[part]
+        head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+        tail = len(ids) - (limit - head)
+        return ids[:head] + ids[tail:], mask[:head] + mask[tail:]
+
+    def _notes(self) -> list[str]:
+        sequences = sum(len(sequences) for _, sequences in self._items)
+        notes = {
+            f"the chat template rewrites earlier turns: {self.num_split} conversations became several sequences "
+            f"({len(self)} rows, {sequences} sequences), so that each turn is trained as it would be sampled": (
+                self.num_split
+            ),
+            f"{self.num_truncated} sequences were cut to data.max_length={self._config.max_length} tokens "
+            f"(data.truncation={self._config.truncation})": self.num_truncated,
+            f"{self.num_left_out} rows had no assistant token left after truncation and are not used": (
+                self.num_left_out
+            ),
+        }
+        return [f"{self._rows.names()}: {note}" for note, happened in notes.items() if happened]
 
 
-def turn_pieces(
-    messages: list[Message], template: PromptTemplate, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig
-) -> list[tuple[list[int], bool]]:
-    """Token ids turn by turn, and whether they are trained. A turn's end mark belongs to the turn.
+class CustomConversations:
+    """A user's Dataset class (data.custom_cls): items with `input_ids` and `loss_mask`, (L,) each."""
 
-    Each piece is tokenised on its own, so a boundary always lies between tokens. ValueError where the template renders
-    earlier turns differently once later ones follow (unless `data.ignore_input_ids_mismatch`).
-    """
-    if not template.has_template:
-        return _plain_pieces(messages, template, tokenizer)
-    pieces: list[tuple[list[int], bool]] = []
-    done = ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = template.render(messages[:i])
-        whole = template.render(messages[: i + 1], add_generation_prompt=False)
-        if not (prompt.startswith(done) and whole.startswith(prompt)):
-            if not config.ignore_input_ids_mismatch:
-                raise ValueError(
-                    f"the chat template rewrites earlier text when message {i} is added, so turns have no stable "
-                    f"boundary; set data.ignore_input_ids_mismatch=True to train on the turns as rendered one by one"
-                )
-            prompt, done = template.render(messages[:i]), ""
-            pieces.clear()
-        context, answer = template.encode([prompt[len(done) :], whole[len(prompt) :]])
-        pieces += [(context, False), (answer, True)]
-        done = whole
-    return pieces
+    def __init__(
+        self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, max_samples: int
+    ):
+        path, self._name = config.custom_cls.path, config.custom_cls.name
+        if not (path and self._name):
+            raise ConfigError(f"data.custom_cls needs path and name; found path={path!r}, name={self._name!r}")
+        cls = load_object(path, self._name, "data.custom_cls")
+        given = [files] if isinstance(files, str) else list(files)
+        self._items = cls(
+            parquet_files=given, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
+        )
+        self.digest = hashlib.sha256(f"{path} {self._name} {given} {len(self)}".encode()).hexdigest()
+        self.notes: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, position: int) -> list[Trajectory]:
+        item = self._items[position]
+        missing = [name for name in ("input_ids", "loss_mask") if name not in item]
+        if missing:
+            raise DataError(f"{self._name} item {position} has no {missing[0]!r}; it has {', '.join(sorted(item))}")
+        ids, mask = (np.asarray(item[name]).reshape(-1) for name in ("input_ids", "loss_mask"))
+        if len(ids) != len(mask):
+            raise DataError(f"{self._name} item {position} has {len(ids)} input_ids and {len(mask)} loss_mask values")
+        if item.get("attention_mask") is not None:  # padding is not part of a sequence
+            real = np.asarray(item["attention_mask"]).reshape(-1).astype(bool)
+            ids, mask = ids[real], mask[real]
+        mask = mask.astype(bool)
+        if len(mask):
+            mask[0] = False
+        if not mask.any():
+            raise DataError(f"{self._name} item {position} has no token to train on: loss_mask is 0 everywhere")
+        return [_trajectory(ids, mask, position)]
 
 
-def _plain_pieces(
-    messages: list[Message], template: PromptTemplate, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[list[int], bool]]:
-    """Without a chat template: contents one after the other; an assistant message ends with end-of-sequence."""
-    pieces: list[tuple[list[int], bool]] = []
-    context: list[Message] = []
-    for message in messages:
-        if message["role"] != "assistant":
-            context.append(message)
-            continue
-        if context:
-            pieces += [(template.encode([template.render(context)])[0], False)]
-        text = message["content"] if isinstance(message["content"], str) else template.render([message])
-        answer = tokenizer(text, add_special_tokens=False)["input_ids"]
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        pieces.append(([*answer, *end], True))
-        context = []
-    return pieces
+def _trajectory(ids: np.ndarray, mask: np.ndarray, row: int) -> Trajectory:
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    return Trajectory(tokens, torch.from_numpy(mask), torch.zeros(len(tokens)), group_id=row, row=row)
+
+
+def _parsed(value: Any, key: str) -> Any:
+    """Tool schemas; a string is JSON, since schemas of different shapes do not fit one parquet column."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"column {key!r} is a string that is not JSON ({error.msg})") from error
+
+
+def _given(value: Any) -> Any:
+    """Nested values without fields that are None: parquet fills fields that a row lacks with None."""
+    if isinstance(value, Mapping):
+        return {name: _given(inner) for name, inner in value.items() if inner is not None}
+    return [_given(inner) for inner in value] if isinstance(value, list) else value

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, TextIO
 
 REWARD_NAMES = ("critic/score/mean", "critic/rewards/mean")
 LOSS_NAMES = ("train/loss", "actor/pg_loss")
+THROUGHPUT_NAMES = ("perf/throughput", "train/perf/throughput")
 
 
 class Display(Protocol):
@@ -61,7 +62,7 @@ class Progress:
         self._step_ends.append(self.clock())
         self.reward = first(metrics, REWARD_NAMES, self.reward)
         self.loss = first(metrics, LOSS_NAMES, self.loss)
-        self.tokens_per_s = first(metrics, ("perf/throughput",), self.tokens_per_s)
+        self.tokens_per_s = first(metrics, THROUGHPUT_NAMES, self.tokens_per_s)
         self.display.show(self, force=step >= self.total_steps)
 
     @property

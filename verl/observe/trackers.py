@@ -42,6 +42,7 @@ class ConsoleBackend:
         ("train/lr", "lr"),
         ("response_length/mean", "length"),
         ("perf/throughput", "tokens/s"),
+        ("train/perf/throughput", "tokens/s"),
         ("timing_s/step", "step_s"),
     )
 

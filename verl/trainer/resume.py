@@ -33,7 +33,7 @@ def save_checkpoint(root: Path, step: int, state: dict[str, Any], roles: dict[st
     target = step_folder(root, step)
     with atomic_directory(target) as folder:
         for role, save in roles.items():
-            (folder / role).mkdir()
+            (folder / role).mkdir(exist_ok=True)  # "." is the folder itself
             save(folder / role)
         (folder / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
     atomic_write_text(Path(root) / LATEST, str(step))

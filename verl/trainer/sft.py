@@ -1,5 +1,8 @@
 """Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy."""
 
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
 from verl.config.check import check_supported
+from verl.config.load import unread_keys
 from verl.data.batch import Batch
-from verl.data.conversations import ConversationDataset
+from verl.data.conversations import Conversations, load_conversations
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.models.load import load_tokenizer
@@ -19,7 +23,8 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
-from verl.trainer.resume import find_resume, prune, read_state, save_checkpoint
+from verl.trainer.interrupt import Interrupt
+from verl.trainer.resume import complete_steps, find_resume, read_state, save_checkpoint, step_folder
 from verl.utils.errors import DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import schedule_over
@@ -27,41 +32,51 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 
 
 class SFTTrainer:
-    """Steps over epochs of shuffled conversations; `state_dict` restores the order exactly."""
+    """Steps over epochs of shuffled conversations; a checkpoint restores the order exactly."""
 
     def __init__(
         self,
         config: SFTConfig,
-        engine: BaseEngine,
-        train: ConversationDataset,
-        validation: ConversationDataset | None,
+        train: Conversations,
+        validation: Conversations | None,
         tracking: Tracking,
+        note: Callable[[str], None] = print,
     ):
-        self.config, self.engine, self.train_set, self.validation_set = config, engine, train, validation
-        self.tracking = tracking
-        self.global_step = 0
+        self.config, self.train_set, self.validation_set = config, train, validation
+        self.tracking, self.note = tracking, note
+        self.engine: BaseEngine
+        self.global_step = self.first_step = self.trained_tokens = 0
+        self.stop_requested = False
         self.root = Path(config.trainer.default_local_dir)
-        self.steps_per_epoch = len(train) // config.data.train_batch_size
+        data, settings = config.data, config.trainer
+        self.steps_per_epoch = len(train) // data.train_batch_size
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} training rows; "
+                f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} training rows; "
                 f"lower it to at most {len(train)}"
             )
-        limit = config.trainer.total_training_steps
-        self.total_steps = limit if limit is not None else config.trainer.total_epochs * self.steps_per_epoch
-        data = config.data
+        limit = settings.total_training_steps
+        self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
+        self.seed = settings.seed if data.seed is None else data.seed
+        self.save_contents = list(config.checkpoint.save_contents)
+        self.load_contents = list(config.checkpoint.load_contents)
+        self.checkpoints_kept, self.save_freq, self.test_freq = (
+            settings.max_ckpt_to_keep,
+            settings.save_freq,
+            settings.test_freq,
+        )
         self.micro = (
-            MicroBatching(max_tokens=data.max_token_len_per_gpu)
+            MicroBatching(max_tokens=data.max_token_len_per_gpu * config.engine.ulysses_sequence_parallel_size)
             if data.use_dynamic_bsz
             else MicroBatching(max_sequences=data.micro_batch_size_per_gpu)
         )
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the metrics of the last one."""
+        """Train to the last step; returns the metrics of the last one. Ctrl-C saves after the step in progress."""
         self.resume()
         metrics: dict[str, float] = {}
-        with Progress(self.total_steps, self.global_step) as progress:
-            while self.global_step < self.total_steps:
+        with Progress(self.total_steps, self.global_step) as progress, Interrupt(self):
+            while self.global_step < self.total_steps and not self.stop_requested:
                 metrics = self.one_step(progress)
         return metrics
 
@@ -73,30 +88,40 @@ class SFTTrainer:
             with timer("update"):
                 metrics = self.update(batch).values()
             self.global_step += 1
-            last = self.global_step >= self.total_steps
-            if self.validation_set and self.due(self.config.trainer.test_freq, last):
+            self.trained_tokens += batch.num_tokens
+            last = self.global_step >= self.total_steps or self.stop_requested
+            if self.validation_set and (last or self.due(self.test_freq)):
                 with timer("testing"):
-                    metrics["val/loss"] = self.validate()
-            if last or self.due(self.config.trainer.save_freq, last):
+                    metrics["val/loss"] = self.validate(self.validation_set)
+            if last or self.due(self.save_freq):
                 with timer("save_checkpoint"):
                     self.save()
         metrics["train/global_tokens"] = float(batch.num_tokens)
-        metrics["perf/throughput"] = batch.num_tokens / timer.seconds["update"]
+        metrics["train/total_tokens(B)"] = self.trained_tokens / 1e9
+        metrics["train/perf/throughput"] = batch.num_tokens / timer.seconds["update"]
+        metrics.update({f"train/{name}": value for name, value in memory_metrics().items()})
         metrics.update(timer.metrics())
-        metrics.update(memory_metrics())
         self.tracking.log(metrics, self.global_step)
         progress.step(self.global_step, metrics)
+        if self.global_step == self.first_step:
+            for key in unread_keys(self.config):
+                self.note(f"warning: {key} was set, but nothing reads it in this run")
         return metrics
 
     def next_batch(self) -> Batch:
-        """The conversations of the next step: a permutation per epoch that follows from the seed."""
+        """The conversations of the next step; the order of an epoch follows from the seed alone."""
         epoch, place = divmod(self.global_step, self.steps_per_epoch)
-        keys = np.random.PCG64(derive_seed(self.config.trainer.seed, "sft order", epoch)).random_raw(
-            len(self.train_set)
-        )
-        order = np.argsort(keys, kind="stable")
         size = self.config.data.train_batch_size
-        return Batch.pack([self.train_set[i] for i in order[place * size : (place + 1) * size].tolist()])
+        rows = self.order(epoch)[place * size : (place + 1) * size]
+        return Batch.pack([sequence for row in rows for sequence in self.train_set[row]])
+
+    def order(self, epoch: int) -> list[int]:
+        """Row numbers in training order: a permutation per epoch, or as in the files without data.shuffle."""
+        count = len(self.train_set)
+        if not self.config.data.shuffle:
+            return list(range(count))
+        keys = np.random.PCG64(derive_seed(self.seed, "sft order", epoch)).random_raw(count)
+        return np.argsort(keys, kind="stable").tolist()
 
     def update(self, batch: Batch) -> Metrics:
         """Token-mean negative log-likelihood over the whole batch, one optimiser step."""
@@ -107,57 +132,101 @@ class SFTTrainer:
             self.engine.lr_scheduler_step()
         return metrics
 
-    def validate(self) -> float:
-        """Mean negative log-likelihood per trained token of the validation rows."""
-        assert self.validation_set is not None
-        total, count, size = 0.0, 0, self.config.data.train_batch_size
+    def validate(self, rows: Conversations) -> float:
+        """Mean negative log-likelihood per trained token over all validation rows."""
+        total, count = 0.0, 0
         with self.engine.eval_mode():
-            for start in range(0, len(self.validation_set), size):
-                stop = min(start + size, len(self.validation_set))
-                batch = Batch.pack([self.validation_set[i] for i in range(start, stop)])
+            for batch in batches(rows, self.config.data.train_batch_size):
                 logprobs = self.engine.forward(batch, ("logprobs",), self.micro)["logprobs"]
                 total -= float(logprobs[batch["loss_mask"]].double().sum())
                 count += int(batch["loss_mask"].sum())
         return total / count
 
-    def due(self, frequency: int | str, last: bool) -> bool:
-        """Every `frequency` steps, or `after_each_epoch`; at the last step too unless it is off."""
+    def due(self, frequency: int | str) -> bool:
+        """Every `frequency` steps, or `after_each_epoch`; never for 0 or less."""
         every = self.steps_per_epoch if frequency == "after_each_epoch" else int(frequency)
-        return every > 0 and (last or self.global_step % every == 0)
+        return every > 0 and self.global_step % every == 0
 
     def save(self) -> None:
-        """The engine's files in global_step_N/model, the step beside them."""
-        contents = list(self.config.checkpoint.save_contents)
-        state: dict[str, Any] = {"global_step": self.global_step, "digest": self.train_set.digest}
-        save_checkpoint(self.root, self.global_step, state, {"model": lambda path: self.engine.save(path, contents)})
-        prune(self.root, {"model": self.config.trainer.max_ckpt_to_keep})
+        """The engine's files in global_step_N, the trainer's state beside them; then what is too old goes."""
+        state = {"global_step": self.global_step, "trained_tokens": self.trained_tokens, "data": self.data_state()}
+        folder = save_checkpoint(
+            self.root, self.global_step, state, {".": lambda at: self.engine.save(at, self.save_contents)}
+        )
+        kept = self.checkpoints_kept
+        for step in complete_steps(self.root)[: -kept if kept else 0]:
+            shutil.rmtree(step_folder(self.root, step))
+        self.note(f"saved {folder}")
+
+    def data_state(self) -> dict[str, Any]:
+        """What decides which rows a step trains on."""
+        data = self.config.data
+        return {
+            "rows": self.train_set.digest,
+            "data.train_batch_size": data.train_batch_size,
+            "data.shuffle": data.shuffle,
+            "data.seed": self.seed,
+        }
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint where one is wanted and there."""
-        folder = find_resume(self.config.trainer)
+        """Continue from the newest checkpoint where one is wanted and there, with the rows that come next."""
+        settings = self.config.trainer
+        if settings.resume_mode == "auto" and settings.resume_from_path:
+            settings = dataclasses.replace(settings, resume_mode="resume_path")
+        folder = find_resume(settings)
         if folder is not None:
-            state = read_state(folder)
-            if state["digest"] != self.train_set.digest:
-                raise DataError(
-                    f"the training rows changed since {folder} was saved; restore them or use another folder"
-                )
-            self.engine.load(folder / "model", list(self.config.checkpoint.save_contents))
-            self.global_step = state["global_step"]
+            self.restore(folder)
+        self.first_step = self.global_step + 1
         self.tracking.rewind(self.global_step)
 
+    def restore(self, folder: Path) -> None:
+        """Weights, optimiser and the place in the data; DataError when the steps would train on other rows."""
+        state, expected = read_state(folder), self.data_state()
+        for name, value in expected.items():
+            if state["data"][name] != value:
+                raise DataError(
+                    f"{folder} was trained with other {name} ({state['data'][name]}, now {value}), so the rows already "
+                    f"used cannot be told; restore it, or start anew from model.path={folder / 'huggingface'} with "
+                    f"trainer.resume_mode=disable"
+                )
+        self.engine.load(folder, self.load_contents)
+        self.global_step, self.trained_tokens = state["global_step"], state["trained_tokens"]
+        self.note(f"resumed from {folder}: step {self.global_step} of {self.total_steps} is done")
+        if self.global_step >= self.total_steps:
+            self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
 
-def build_sft(config: SFTConfig) -> SFTTrainer:
+
+def batches(rows: Conversations, size: int) -> Iterator[Batch]:
+    """All rows in order, `size` conversations at a time."""
+    for start in range(0, len(rows), size):
+        stop = min(start + size, len(rows))
+        yield Batch.pack([sequence for row in range(start, stop) for sequence in rows[row]])
+
+
+def build_sft(config: SFTConfig, note: Callable[[str], None] = print) -> SFTTrainer:
     """Model, rows and trackers of a run."""
     check_supported(config)
     torch.manual_seed(config.trainer.seed)
     tokenizer = load_tokenizer(config.model)
     data, settings = config.data, config.trainer
-    train = ConversationDataset(data.train_files, tokenizer, data, data.train_max_samples)
-    held_out = ConversationDataset(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
+    train = load_conversations(data.train_files, tokenizer, data, data.train_max_samples)
+    held_out = load_conversations(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
+    for rows in (train, held_out):
+        for line in rows.notes if rows else ():
+            note(line)
     tracking = Tracking(settings.project_name, settings.experiment_name, list(settings.logger), config)
-    engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
-    trainer = SFTTrainer(config, None, train, held_out, tracking)  # type: ignore[arg-type]
-    optim = schedule_over(config.optim, trainer.total_steps)
-    trainer.engine = engine_class(config.model, config.engine, optim, config.checkpoint)
-    trainer.engine.initialize()
+    trainer = SFTTrainer(config, train, held_out, tracking, note)
+    trainer.engine = build_engine(config, trainer.total_steps)
     return trainer
+
+
+def build_engine(config: SFTConfig, total_steps: int) -> BaseEngine:
+    """The engine of this process; its learning-rate schedule spans `total_steps`."""
+    model = config.model
+    if config.data.pad_mode == "right":
+        model = dataclasses.replace(model, use_remove_padding=False)
+    optim = schedule_over(config.optim, total_steps)
+    engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
+    engine = engine_class(model, config.engine, optim, config.checkpoint)
+    engine.initialize()
+    return engine

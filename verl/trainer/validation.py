@@ -42,9 +42,10 @@ def process_validation_metrics(
             for metric, value in figures.items():
                 section = "val-core" if name == core and _is_headline(metric, largest) else "val-aux"
                 out[f"{section}/{source}/{name}/{metric}"] = value
-            unscored = sum(values[i] is None for group in groups for i in group)
-            if unscored:
-                out[f"val-aux/{source}/{name}/unscored"] = float(unscored)
+        for name, values in infos.items():
+            missing = [values[i] is None for group in groups for i in group]
+            if name != "pred" and any(missing) and (name in columns or all(missing)):
+                out[f"val-aux/{source}/{name}/unscored"] = float(sum(missing))
     return out
 
 

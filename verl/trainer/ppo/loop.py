@@ -1,6 +1,5 @@
 """A whole run: the step again and again, with validation, checkpoints, the ledger and logging wrapped around it."""
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
+from verl.trainer.interrupt import Interrupt
 from verl.trainer.metrics import prompt_and_response_lengths
 from verl.trainer.ppo.sources import Collected, Sampler
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
@@ -43,16 +43,15 @@ class Validation:
 
 
 def validation_metrics(collected: Collected) -> dict[str, float]:
-    """Metrics of judged answers; answers without a reward are counted, not scored as zero."""
-    judged = [t for t in collected.trajectories if t.reward is not None]
-    if not judged:  # nothing to average
-        return {"val-aux/reward_errors": float(collected.num_reward_errors)}
-    parts = set.intersection(*(numeric_parts(t.extra) for t in judged))
-    infos: dict[str, list[Any]] = {"reward": [t.reward for t in judged]}
-    infos.update({name: [t.extra[name] for t in judged] for name in sorted(parts)})
-    sources = [t.extra["data_source"] for t in judged]
-    out = process_validation_metrics(sources, [str(t.group_id) for t in judged], infos)
-    turns = [t.extra.get("num_turns", 2) for t in judged]
+    """Metrics of all answers; those without a reward are counted as unscored, not scored as zero."""
+    answers = collected.trajectories
+    judged = [t for t in answers if t.reward is not None]
+    parts = set.intersection(*(numeric_parts(t.extra) for t in judged)) if judged else set()
+    infos: dict[str, list[Any]] = {"reward": [t.reward for t in answers]}
+    infos.update({n: [None if t.reward is None else t.extra[n] for t in answers] for n in sorted(parts)})
+    sources = [t.extra["data_source"] for t in answers]
+    out = process_validation_metrics(sources, [str(t.group_id) for t in answers], infos)
+    turns = [t.extra.get("num_turns", 2) for t in answers]
     out.update({"val-aux/num_turns/min": min(turns), "val-aux/num_turns/max": max(turns)})
     out["val-aux/num_turns/mean"] = sum(turns) / len(turns)
     if collected.num_reward_errors:
@@ -97,7 +96,7 @@ class Run:
             self.tracking.log(self.validate(), self.trainer.global_step)
         if settings.val_only:
             return self.last_validation
-        with Progress(self.total_steps, self.trainer.global_step) as progress, self.interruptible():
+        with Progress(self.total_steps, self.trainer.global_step) as progress, Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
                 self.one_step(progress)
         return self.last_validation
@@ -151,6 +150,8 @@ class Run:
         roles: dict[str, Callable[[Path], None]] = {"actor": trainer.actor.save}
         if trainer.critic is not None:
             roles["critic"] = trainer.critic.save
+        if self.ledger is not None:
+            self.ledger.sync()  # a checkpoint that survives a power cut has the records of its steps
         folder = save_checkpoint(self.root, trainer.global_step, trainer.state_dict(), roles)
         prune(self.root, {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep})
         self.note(f"saved {folder}")
@@ -180,31 +181,6 @@ class Run:
         """Name the keys that were set but that nothing has read in this mode."""
         for key in unread_keys(self.config):
             self.note(f"warning: {key} was set, but nothing reads it in this run")
-
-    def interruptible(self) -> "Interrupt":
-        return Interrupt(self)
-
-
-class Interrupt:
-    """First Ctrl-C: finish the step, save, stop. Second: the usual KeyboardInterrupt."""
-
-    def __init__(self, run: Run):
-        self.run = run
-
-    def __enter__(self) -> None:
-        try:
-            self.previous = signal.signal(signal.SIGINT, self.request_stop)
-        except ValueError:  # not the main thread: its caller decides about signals
-            self.previous = None
-
-    def request_stop(self, *_: object) -> None:
-        self.run.stop_requested = True
-        self.run.note("stopping after this step (press Ctrl-C again to stop at once)")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *_: object) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGINT, self.previous)
 
 
 def due(step: int, frequency: int, last: bool) -> bool:

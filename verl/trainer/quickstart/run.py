@@ -179,7 +179,7 @@ def warm_up(out: Path, seed: int) -> Path:
     overrides = sft_overrides(out, seed)
     print_command("verl.trainer.sft_trainer", overrides)
     run_sft(load_config(overrides, config_name="sft_trainer"))
-    return newest_checkpoint(out / SFT) / "model" / "huggingface"
+    return newest_checkpoint(out / SFT) / "huggingface"
 
 
 def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str]) -> list[dict[str, Any]]:
