@@ -89,6 +89,6 @@ def group_rows(group_ids: Tensor) -> list[Tensor]:
     return [torch.tensor(rows) for rows in first.values()]
 
 
-def weighted(batch: Batch, mode: str, scale_factor: float | None) -> Batch:
+def weighted(batch: Batch, mode: str, scale_factor: float | None, dtype: torch.dtype = torch.float32) -> Batch:
     """The mini-batch with `loss_weights`, computed over all of it."""
-    return batch.with_columns(loss_weights=loss_weights(batch, mode, scale_factor))
+    return batch.with_columns(loss_weights=loss_weights(batch, mode, scale_factor, dtype))

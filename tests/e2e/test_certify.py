@@ -1,0 +1,248 @@
+"""The certificate: every built-in loss earns it, and every wrong normaliser that others shipped is caught and named."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.algorithms import losses
+from verl.algorithms.losses import POLICY_LOSSES, register_policy_loss
+from verl.cli import main
+from verl.config import load_config
+from verl.config.algorithm import LOSS_AGG_MODES
+from verl.data.batch import Batch
+from verl.data.trajectory import Trajectory
+from verl.trainer.certify import reference
+from verl.trainer.certify.report import Certificate
+from verl.trainer.certify.run import certify
+from verl.workers.engine.torch_engine import TorchEngine
+
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+FP64 = (f"{ACTOR}.fsdp_config.model_dtype=fp64", "critic.fsdp.model_dtype=fp64")  # float64 only: half the work
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", *FP64)
+ORACLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_one_file.py"
+
+
+def run(*overrides: str, **options) -> Certificate:
+    return certify(load_config([*GRPO, *overrides]), tiny=True, num_sequences=9, longest=24, **options)
+
+
+BUILT_IN = [n for n in POLICY_LOSSES.names() if POLICY_LOSSES.get(n).function.__module__.startswith("verl.algo")]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_policy_loss_is_certified(name):
+    certificate = run(f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.entropy_coeff=0.01")
+    assert certificate.holds, certificate.verdict()
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_every_aggregation_is_certified_with_entropy_kl_and_temperature(mode):
+    terms = (f"{ACTOR}.entropy_coeff=0.02", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1")
+    certificate = run(f"{ACTOR}.loss_agg_mode={mode}", "actor_rollout_ref.rollout.temperature=0.7", *terms)
+    assert certificate.holds, certificate.verdict()
+
+
+def test_a_critic_and_its_policy_are_certified_in_their_own_type_too():
+    certificate = certify(load_config([]), tiny=True, num_sequences=9, longest=24)
+    assert {row.role for row in certificate.rows} == {"actor", "critic"}
+    assert certificate.holds, certificate.verdict()
+    assert all(0 < row.own_error < 1e-4 for row in certificate.rows)
+
+
+def test_fine_tuning_is_certified():
+    certificate = certify(
+        load_config(["engine.model_dtype=fp64"], "sft_trainer"), tiny=True, num_sequences=9, longest=24
+    )
+    assert certificate.holds, certificate.verdict()
+
+
+def test_the_definition_equals_the_one_file_example():
+    spec = importlib.util.spec_from_file_location("grpo_one_file", ORACLE)
+    oracle = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(oracle)
+    settings = oracle.Settings(clip_dual=1.5, entropy_coeff=0.01, kl_coeff=0.2, aggregation="seq-mean-token-mean")
+    model = oracle.tiny_model().double()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 10, (4, 9), generator=generator)
+    mask = torch.rand(4, 9, generator=generator) < 0.6
+    mask[:, 0] = False
+    old, ref, advantages = torch.randn(3, 4, 9, generator=generator, dtype=torch.float64)
+    old, ref = old / 4 - 2.5, ref / 4 - 2.5
+    expected = oracle.grpo_gradient(model, tokens, mask, advantages, old * mask, ref * mask, s=settings)
+    model.zero_grad()
+
+    batch = Batch.pack([Trajectory(t, m, torch.zeros(9), group_id=0) for t, m in zip(tokens, mask, strict=True)])
+    columns = {"old_logprobs": old * mask, "ref_logprobs": ref * mask, "advantages": advantages}
+    config = load_config(
+        [
+            f"{ACTOR}.clip_ratio_high=0.28",
+            f"{ACTOR}.clip_ratio_c=1.5",
+            f"{ACTOR}.entropy_coeff=0.01",
+            f"{ACTOR}.use_kl_loss=True",
+            f"{ACTOR}.kl_loss_coef=0.2",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        ]
+    ).actor_rollout_ref.actor
+    model.set_attn_implementation(reference.WRITTEN_OUT)
+    batch = batch.with_columns(**{name: column.flatten() for name, column in columns.items()})
+    found = reference.gradient(model, batch, reference.actor_loss(config, 1.0), 1.0)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+# --- wrong normalisers ------------------------------------------------------------------------------------------
+
+
+def token_mean(mask: torch.Tensor) -> torch.Tensor:
+    return mask.double() / mask.sum().clamp(min=1)
+
+
+def reweigh(monkeypatch, weights_of) -> None:
+    """Every micro-batch gets the weights `weights_of(its batch, number of micro-batches, weights so far)`."""
+    original = TorchEngine._micro_batches
+
+    def micro_batches(self, batch, columns, micro):
+        parts = list(original(self, batch, columns, micro))
+        for part in parts:
+            weights = weights_of(part.batch, len(parts), part.batch["loss_weights"])
+            yield dataclasses.replace(part, batch=part.batch.with_columns(loss_weights=weights))
+
+    monkeypatch.setattr(TorchEngine, "_micro_batches", micro_batches)
+
+
+def test_a_mean_of_micro_batch_means_is_caught(monkeypatch):
+    reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]) / parts)
+    culprits = run().culprits("actor")
+    assert "micro-batch size" in culprits and "whole mini-batch" not in culprits
+
+
+def test_token_counts_of_the_micro_batch_are_caught(monkeypatch):
+    reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
+    culprits = run().culprits("actor")
+    assert {"micro-batch size", "packing order", "accumulation", "data parallel"} <= set(culprits)
+    assert "whole mini-batch" not in culprits
+
+
+def test_a_sequence_mean_over_the_padded_length_is_caught(monkeypatch):
+    def padded(batch, parts, weights):
+        return batch["loss_mask"].double() / batch.lengths.max() / batch.num_sequences / parts
+
+    reweigh(monkeypatch, padded)
+    certificate = run(f"{ACTOR}.loss_agg_mode=seq-mean-token-mean")
+    assert "whole mini-batch" in certificate.culprits("actor")
+    assert "the loss, its aggregation or its weights are wrong" in certificate.verdict()
+
+
+def test_a_critic_that_counts_its_own_tokens_is_caught(monkeypatch):
+    reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
+    certificate = run("critic.enable=True")
+    assert "micro-batch size" in certificate.culprits("critic")
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Register a loss for one test."""
+    monkeypatch.setattr(POLICY_LOSSES, "_items", dict(POLICY_LOSSES._items))
+    return register_policy_loss
+
+
+def test_a_loss_that_reduces_by_itself_is_caught(registered):
+    @registered("reduces", per_token=False)
+    def reduces(logprobs, old_logprobs, advantages, batch, config):
+        return -(advantages * (logprobs - old_logprobs).exp()).mean().expand_as(logprobs), {}
+
+    assert "whole mini-batch" in run(f"{ACTOR}.policy_loss.loss_mode=reduces").culprits("actor")
+
+
+def test_a_loss_that_looks_at_its_neighbours_is_caught(registered):
+    @registered("centred")
+    def centred(logprobs, old_logprobs, advantages, batch, config):
+        return -(advantages - advantages.mean()) * (logprobs - old_logprobs).exp(), {}
+
+    certificate = run(f"{ACTOR}.policy_loss.loss_mode=centred")
+    assert {"micro-batch size", "head mode"} <= set(certificate.culprits("actor"))
+
+
+def test_a_gradient_that_depends_on_the_order_is_caught(monkeypatch):
+    original = TorchEngine._micro_batches
+
+    def without_the_last_token(self, batch, columns, micro):
+        for part in original(self, batch, columns, micro):
+            weights = part.batch["loss_weights"].clone()
+            weights[-1] = 0
+            yield dataclasses.replace(part, batch=part.batch.with_columns(loss_weights=weights))
+
+    monkeypatch.setattr(TorchEngine, "_micro_batches", without_the_last_token)
+    assert not run().holds
+
+
+# --- a loss of the user's own, and the command ----------------------------------------------------------------
+
+
+LOSS = """
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+
+
+@register_policy_loss("certified_from_outside")
+def own(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **kwargs):
+    ratio = (log_prob - old_log_prob).exp()
+    main = agg_loss(-advantages * ratio.clamp(max=1.3), response_mask, loss_agg_mode)
+    pull = agg_loss((log_prob - old_log_prob) ** 2, response_mask, loss_agg_mode)
+    return main + 0.1 * pull, {"actor/pull": pull.detach().item()}
+"""
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
+def test_a_padded_loss_from_outside_is_certified(tmp_path, monkeypatch, mode):
+    (tmp_path / "my_certified_loss.py").write_text(LOSS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    certificate = run(
+        "actor_rollout_ref.model.external_lib=my_certified_loss",
+        f"{ACTOR}.policy_loss.loss_mode=certified_from_outside",
+        f"{ACTOR}.loss_agg_mode={mode}",
+    )
+    assert certificate.holds, certificate.verdict()
+
+
+SMALL = ("--tiny", "--sequences=5", "--length=12")
+
+
+def test_the_command_prints_json_and_succeeds(capsys):
+    assert main(["certify", "--json", *SMALL, *GRPO]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["holds"] and len(printed["rows"]) > 15
+    assert all(row["float64_error"] < 1e-10 for row in printed["rows"])
+
+
+def test_the_command_fails_and_names_the_culprit(capsys, monkeypatch):
+    reweigh(monkeypatch, lambda batch, parts, weights: weights / parts)
+    assert main(["certify", *SMALL, *GRPO]) == 1
+    out = capsys.readouterr().out
+    assert "VIOLATION: the gradient changes with micro-batch size" in out.replace("\n", " ")
+    assert "most of it in" in out
+
+
+def test_the_parameter_that_is_off_is_named(monkeypatch):
+    original = TorchEngine.forward_backward
+
+    def spoils_one(self, batch, loss, micro=None, temperature=1.0):
+        result = original(self, batch, loss, micro, temperature)
+        gradient = self.model.get_submodule("model.layers.1.mlp.up_proj").weight.grad
+        if gradient is not None:  # a part without a sampled token has none
+            gradient.mul_(1.5)
+        return result
+
+    monkeypatch.setattr(TorchEngine, "forward_backward", spoils_one)
+    failed = [row for row in run().rows if not row.ok]
+    assert failed and {row.worst for row in failed} == {"model.layers.1.mlp.up_proj.weight"}
+
+
+def test_the_command_explains_a_mistake(capsys):
+    assert main(["certify", *GRPO]) == 2
+    assert "--tiny" in capsys.readouterr().err
+    assert losses.get_policy_loss("vanilla")

@@ -1,0 +1,227 @@
+"""`verl certify [key=value ...]`: is the gradient of this configuration the same however a mini-batch is cut?"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from verl.config import AlgorithmConfig, RunConfig, SFTConfig, load_config
+from verl.data.batch import Batch
+from verl.data.prompts import train_prompts
+from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
+from verl.models.placement import move
+from verl.trainer.certify import reference
+from verl.trainer.certify.batch import trajectories, with_columns
+from verl.trainer.certify.report import RATIO, TOLERANCE, Certificate, Row, print_table
+from verl.trainer.certify.subject import Subject, stand_in, subjects
+from verl.trainer.certify.variants import Variant, variants
+from verl.utils.errors import ConfigError, VerlError
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.precision import Precision
+from verl.workers.engine.torch_engine import has_dropout, own_device
+from verl.workers.training import weighted
+
+HELP = """Check that the gradient does not depend on how a mini-batch is cut, packed and computed.
+
+usage: verl certify [options] key=value ...
+
+  verl certify actor_rollout_ref.model.path=DIR          the model, with the loss of this configuration
+  verl certify --tiny actor_rollout_ref.model.path=DIR   a random two-layer model of the same family: seconds
+  verl certify --tiny actor_rollout_ref.model.external_lib=my_loss actor_rollout_ref.actor.policy_loss.loss_mode=mine
+
+Every way to compute it is compared, in float64, with the definition: one sequence at a time, no packing, every formula
+written out. A relative difference above 1e-10 is a violation; so is, in float32, more than twice the error of the plain
+computation. Exit code 0: all equal; 1: a violation, named; 2: a mistake the message explains.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the certificate of a configuration."""
+    parser = argparse.ArgumentParser("verl certify", description=HELP, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tiny", action="store_true", help="random weights in the shape of a two-layer model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--sequences", type=int, default=14, help="sequences of the mini-batch (14)")
+    parser.add_argument("--length", type=int, default=48, help="tokens of the longest one (48)")
+    parser.add_argument("--seed", type=int, default=0, help="of the mini-batch and of a tiny model (0)")
+    options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        certificate = certify(
+            load_config(overrides), options.tiny, options.sequences, options.length, options.seed, not options.json
+        )
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(certificate.as_json(), indent=2))
+    return 0 if certificate.holds else 1
+
+
+def certify(
+    config: RunConfig | SFTConfig,
+    tiny: bool = False,
+    num_sequences: int = 14,
+    longest: int = 48,
+    seed: int = 0,
+    show: bool = False,
+) -> Certificate:
+    """The certificate of every model that `config` trains."""
+    if num_sequences < 4 or longest < 8:
+        raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
+    rows: list[Row] = []
+    for subject in subjects(config):
+        with tempfile.TemporaryDirectory() as folder:
+            if tiny:
+                subject = stand_in(subject, Path(folder), seed)
+            check_model(subject)
+            judge = Judge(config, subject, num_sequences, longest, seed)
+            rows += judge.rows()
+    certificate = Certificate(rows)
+    if show:
+        print_table(certificate)
+    return certificate
+
+
+class Judge:
+    """One subject, one mini-batch, and the gradient by definition that every variant is compared with."""
+
+    def __init__(self, config: RunConfig | SFTConfig, subject: Subject, num_sequences: int, longest: int, seed: int):
+        self.subject, self.device = subject, own_device()
+        self.generator = torch.Generator().manual_seed(seed)
+        model = self.load(torch.float64)
+        rows = trajectories(
+            num_sequences,
+            min(config.actor_rollout_ref.rollout.n, 4) if isinstance(config, RunConfig) else 1,
+            longest,
+            int(model.config.vocab_size),
+            self.generator,
+            own_prompts(config, num_sequences),
+        )
+        algorithm = config.algorithm if isinstance(config, RunConfig) else AlgorithmConfig(adv_estimator="grpo")
+        self.batch = with_columns(Batch.pack(rows), model, algorithm, subject.temperature, self.generator)
+        self.truth = self.by_definition(model)
+        self.norm = norm(self.truth)
+        if not 0 < self.norm < float("inf"):
+            raise ConfigError(f"the gradient of {subject.role} by definition has norm {self.norm}; nothing to compare")
+        self.noise = self.error(self.by_definition(model, together=2))[0]
+        self.dtype = Precision.of(subject.engine, self.device).compute
+        self.plain_error = 0.0
+        if self.dtype != torch.float64:
+            self.plain_error = self.error(self.by_definition(self.load(self.dtype)))[0]
+
+    def load(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model without anything of the engine; in float64 with attention written out."""
+        settings = self.subject.model
+        assert settings.path is not None
+        load = load_value_model if self.subject.value_head else load_causal_lm
+        model = load(settings.path, dtype, build_config(settings)[0], packed=False)
+        if dtype == torch.float64:
+            model.set_attn_implementation(reference.WRITTEN_OUT)
+        move(model, self.device)
+        return model
+
+    def by_definition(self, model: nn.Module, together: int = 1) -> reference.Gradient:
+        batch = self.batch.to(self.device)
+        return reference.gradient(model, batch, self.subject.loss_of, self.subject.temperature, together)
+
+    def error(self, found: reference.Gradient) -> tuple[float, str]:
+        """|found - truth| / |truth| over all parameters together, and the one that adds most to it.
+
+        A parameter without a gradient counts as zero.
+        """
+        off = {name: norm({name: found[name] - g if name in found else g}) for name, g in self.truth.items()}
+        return math.hypot(*off.values()) / self.norm, max(
+            off, key=lambda name: (not math.isfinite(off[name]), off[name])
+        )
+
+    def rows(self) -> Iterator[Row]:
+        """One row per variant."""
+        todo = variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
+        tolerance = max(TOLERANCE, 10 * self.noise)
+        for build in dict.fromkeys(variant.build for variant in todo):
+            same = [variant for variant in todo if variant.build == build]
+            doubles = self.errors(same, torch.float64)
+            own = self.errors(same, self.dtype) if self.dtype != torch.float64 else [(None, None)] * len(same)
+            for variant, (error, worst), (own_error, own_worst) in zip(same, doubles, own, strict=True):
+                ratio = None if own_error is None else own_error / max(self.plain_error, sys.float_info.min)
+                exact = error <= tolerance
+                ok = exact and (ratio is None or self.dtype != torch.float32 or ratio <= RATIO)
+                worst = worst if own_worst is None or not exact else own_worst
+                yield Row(
+                    self.subject.role, variant.dimension, variant.setting, error, tolerance, own_error, ratio, worst, ok
+                )
+
+    def errors(self, same: list[Variant], dtype: torch.dtype) -> list[tuple[float, str]]:
+        """The relative error of each of these variants, which share an engine, and the parameter it is largest in."""
+        subject, variant = self.subject, same[0]
+        changes = dict(variant.engine)
+        if dtype == torch.float64:
+            changes |= {"model_dtype": "fp64", "dtype": "fp64", "mixed_precision": None}
+        engine = EngineRegistry.new(
+            subject.model_type,
+            subject.strategy,
+            dataclasses.replace(subject.model, **variant.model),
+            dataclasses.replace(subject.engine, **changes),
+            subject.optim,
+        )
+        engine.initialize()
+        if has_dropout(engine.model):
+            raise ConfigError("dropout makes every gradient another; set it to 0 in model.override_config to certify")
+        return [self.error(self.gradient(engine, one, dtype)) for one in same]
+
+    def gradient(self, engine: BaseEngine, variant: Variant, dtype: torch.dtype) -> reference.Gradient:
+        """What the engine accumulates for the mini-batch, with the trainer's own loss weights."""
+        subject = self.subject
+        batch = self.batch if variant.order is None else self.batch.select(variant.order)
+        weights = torch.promote_types(dtype, torch.float32)
+        mini = weighted(batch, subject.loss_agg_mode, subject.scale, weights)
+        total: reference.Gradient = {}
+        with engine.train_mode():
+            for rank in range(variant.shards):
+                shard = mini.select(torch.arange(rank, mini.num_sequences, variant.shards))
+                for rows in torch.arange(shard.num_sequences).tensor_split(variant.calls):
+                    engine.forward_backward(shard.select(rows), subject.loss, variant.micro, subject.temperature)
+                for name, part in take_gradient(engine).items():
+                    total[name] = total[name] + part if name in total else part
+        return total
+
+
+def take_gradient(engine: BaseEngine) -> reference.Gradient:
+    """The accumulated gradient by name, in float64; the engine is left without one."""
+    out = {}
+    for name, parameter in engine.weights.named:  # type: ignore[attr-defined]
+        if parameter.grad is not None:
+            out[name] = parameter.grad.double()
+            parameter.grad = None
+    return out
+
+
+def norm(gradient: reference.Gradient) -> float:
+    return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
+
+
+def check_model(subject: Subject) -> None:
+    """Refuses what has no weights to judge with."""
+    if subject.model.path is None:
+        raise ConfigError("no model.path; give the folder of a model, or --tiny for a small random one")
+    if subject.model.override_config.get("init_random"):
+        raise ConfigError("model.override_config.init_random makes other weights each time; use --tiny instead")
+
+
+def own_prompts(config: RunConfig | SFTConfig, count: int) -> list[list[int]]:
+    """Prompts of data.train_files, where they are there and a tokenizer is named; otherwise none."""
+    if not isinstance(config, RunConfig) or not config.actor_rollout_ref.model.path:
+        return []
+    files = config.data.train_files
+    if not all(Path(name).expanduser().is_file() for name in ([files] if isinstance(files, str) else files or [""])):
+        return []
+    prompts = train_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model))
+    return [list(prompts[i].prompt_ids) for i in range(min(count, len(prompts)))]

@@ -1,0 +1,163 @@
+"""What is judged: the models that a configuration trains, each with its loss, and small stand-ins for them."""
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig, Qwen3Config
+
+from verl.algorithms.likelihood import LikelihoodLoss
+from verl.algorithms.losses import TokenLoss, make_actor_loss, make_value_loss
+from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
+from verl.data.packing import MicroBatching
+from verl.models.load import build_config, no_progress_bars
+from verl.trainer.certify import reference
+from verl.workers.training import micro_batching
+
+SMALL: dict[str, int] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One trained model: how its engine is built, what it learns from, and the definition of its loss."""
+
+    role: str
+    strategy: str
+    model: HFModelConfig
+    engine: FSDPEngineConfig
+    optim: Any
+    micro: MicroBatching
+    loss: TokenLoss
+    loss_of: reference.LossOf
+    loss_agg_mode: str
+    scale: float | None  # the constant length of seq-mean-token-sum-norm
+    temperature: float = 1.0
+    value_head: bool = False
+
+    @property
+    def model_type(self) -> str:
+        return "value_model" if self.value_head else "language_model"
+
+
+def subjects(config: RunConfig | SFTConfig) -> list[Subject]:
+    """The policy, and the critic where there is one; or the model of supervised fine-tuning."""
+    model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
+    libraries = model.external_lib or []
+    for name in [libraries] if isinstance(libraries, str) else libraries:
+        importlib.import_module(name)
+    if isinstance(config, SFTConfig):
+        return [sft(config)]
+    critic = config.critic.enable
+    if critic is None:
+        critic = config.algorithm.adv_estimator == "gae"
+    return [actor(config), value_model(config)] if critic else [actor(config)]
+
+
+def actor(config: RunConfig) -> Subject:
+    part, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    scale = part.loss_scale_factor or config.data.max_response_length
+    return Subject(
+        role="actor",
+        strategy=part.strategy,
+        model=config.actor_rollout_ref.model,
+        engine=part.fsdp_config,
+        optim=part.optim,
+        micro=micro_batching(part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu, part.ppo_micro_batch_size_per_gpu),
+        loss=make_actor_loss(part),
+        loss_of=reference.actor_loss(part, scale),
+        loss_agg_mode=part.loss_agg_mode,
+        scale=scale,
+        temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
+    )
+
+
+def value_model(config: RunConfig) -> Subject:
+    part = config.critic
+    scale = part.loss_scale_factor or config.data.max_response_length
+    return Subject(
+        role="critic",
+        strategy=part.strategy,
+        model=part.model,
+        engine=part.fsdp,
+        optim=part.optim,
+        micro=micro_batching(part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu, part.ppo_micro_batch_size_per_gpu),
+        loss=make_value_loss(part),
+        loss_of=reference.value_loss(part, scale),
+        loss_agg_mode=part.loss_agg_mode,
+        scale=scale,
+        value_head=True,
+    )
+
+
+def sft(config: SFTConfig) -> Subject:
+    data = config.data
+    return Subject(
+        role="model",
+        strategy=config.engine.strategy,
+        model=config.model,
+        engine=config.engine,
+        optim=config.optim,
+        micro=micro_batching(data.use_dynamic_bsz, data.max_token_len_per_gpu, data.micro_batch_size_per_gpu),
+        loss=LikelihoodLoss(),
+        loss_of=reference.likelihood_loss,
+        loss_agg_mode="token-mean",
+        scale=None,
+    )
+
+
+def stand_in(subject: Subject, folder: Path, seed: int) -> Subject:
+    """The subject on a random two-layer model of the same family (Qwen3 where no model is named), saved in `folder`."""
+    config = Qwen3Config(tie_word_embeddings=True) if subject.model.path is None else build_config(subject.model)[0]
+    config = shrunk(config)
+    auto_class: Any = AutoModelForCausalLM
+    if subject.value_head:
+        auto_class, config.num_labels = AutoModelForTokenClassification, 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_class.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():  # wide enough for so small a model to tell its inputs apart
+            parameter.data += 0.05 * torch.randn(parameter.shape)
+    with no_progress_bars():
+        model.save_pretrained(folder)
+    return dataclasses.replace(
+        subject, model=dataclasses.replace(subject.model, path=str(folder), hf_config_path=None, override_config={})
+    )
+
+
+def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same family in a few thousand parameters; how heads are shared and which layers differ stays."""
+    shared = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    kinds = getattr(config, "layer_types", None)
+    for name, value in SMALL.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    config.num_attention_heads = 4
+    if getattr(config, "num_key_value_heads", None) is not None:
+        config.num_key_value_heads = {1: 4}.get(shared, 2)
+    if kinds:
+        config.layer_types = (list(dict.fromkeys(kinds)) * 2)[: max(2, len(set(kinds)))]
+        config.num_hidden_layers = len(config.layer_types)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, None)
+    return config

@@ -1,0 +1,68 @@
+"""The ways to cut, pack and compute one mini-batch that must all give the same gradient."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl.data.batch import Batch
+from verl.data.packing import MicroBatching
+
+WHOLE = "whole mini-batch"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute the gradient. `engine` and `model` are configuration keys with other values."""
+
+    dimension: str
+    setting: str
+    micro: MicroBatching = field(default_factory=MicroBatching)
+    order: tuple[int, ...] | None = None  # sequences in another order
+    shards: int = 1  # data-parallel ranks, one after the other, their gradients added up
+    calls: int = 1  # forward_backward calls on parts of the mini-batch, gradients added up
+    engine: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def build(self) -> tuple:
+        """Variants with the same `build` can share an engine."""
+        return tuple(sorted(self.engine.items())), tuple(sorted(self.model.items()))
+
+
+def variants(batch: Batch, value_head: bool, own: MicroBatching, generator: torch.Generator) -> list[Variant]:
+    """All of them for this batch, the whole mini-batch in one micro-batch first."""
+    n, longest = batch.num_sequences, int(batch.lengths.max())
+    by_size = [MicroBatching(max_sequences=k) for k in (1, 2, max(3, n // 2 + 1))]
+    by_size += [MicroBatching(max_tokens=k) for k in (longest, 2 * longest + 1)]
+    sizes = [Variant("micro-batch size", describe(micro), micro) for micro in by_size]
+    sizes.append(Variant("micro-batch size", f"this configuration: {describe(own)}", own))
+    shuffled = tuple(torch.randperm(n, generator=generator).tolist())
+    longest_first = tuple(torch.argsort(batch.lengths, descending=True, stable=True).tolist())
+    budget = MicroBatching(max_tokens=2 * longest)
+    orders = [
+        Variant("packing order", "reversed, 3 sequences", MicroBatching(max_sequences=3), tuple(reversed(range(n)))),
+        Variant("packing order", "shuffled, 3 sequences", MicroBatching(max_sequences=3), shuffled),
+        Variant("packing order", f"longest first, {describe(budget)}", budget, longest_first),
+    ]
+    accumulated = [Variant("accumulation", f"{k} calls", MicroBatching(max_sequences=2), calls=k) for k in (2, 3)]
+    shared = [Variant("data parallel", f"{k} ranks", MicroBatching(max_sequences=2), shards=k) for k in (2, 3, n)]
+    modes = ("eager", "chunked", "fused")
+    heads = [] if value_head else [Variant("head mode", mode, budget, engine={"head_mode": mode}) for mode in modes]
+    if not value_head:
+        chunks = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
+        heads.append(Variant("head mode", "chunks of 5 tokens", budget, engine=chunks))
+    layout = [
+        Variant("gradient checkpointing", "on", budget, model={"enable_gradient_checkpointing": True}),
+        Variant("gradient checkpointing", "off", budget, model={"enable_gradient_checkpointing": False}),
+        Variant("padding", "packed", budget, model={"use_remove_padding": True}),
+        Variant("padding", "padded", budget, model={"use_remove_padding": False}),
+    ]
+    return [Variant(WHOLE, "one micro-batch"), *sizes, *orders, *accumulated, *shared, *heads, *layout]
+
+
+def describe(micro: MicroBatching) -> str:
+    """A micro-batch limit in words."""
+    tokens = [] if micro.max_tokens is None else [f"{micro.max_tokens} tokens"]
+    sequences = [] if micro.max_sequences is None else [f"{micro.max_sequences} sequences"]
+    return ", ".join(tokens + sequences) or "no limit"
