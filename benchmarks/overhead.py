@@ -8,7 +8,6 @@ the ledger, logging. The calls of the engine and of the rollout are timed from o
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from support.jobs import EQUAL, NATURAL, Stepper, overrides_1m, prepare_1m, prepare_quickstart, stepper
+from support.record import save
 
 from verl.workers.engine import torch_engine
 from verl.workers.engine.torch_engine import TorchEngine
@@ -106,7 +106,7 @@ def main() -> None:
                 rows.append(run_job(name, folder / name.replace(" ", "_"), maths, args.steps))
                 show(rows[-1])
     if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "rows": rows}, indent=2) + "\n")
+        save(args.json, {"rows": rows})
 
 
 def run_job(name: str, folder: Path, maths: MathsTimer, steps: int) -> dict:

@@ -8,13 +8,13 @@ chance, at most 512 new tokens; only real tokens are counted, for both.
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from support.record import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from verl.config.rollout import RolloutConfig
@@ -125,7 +125,7 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "rows": rows}, indent=2) + "\n")
+        save(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":
