@@ -1,9 +1,26 @@
 """Worker groups: the two verbs, in every runtime there is."""
 
-import pytest
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from verl.runtime.group import Layout
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl.data.batch import Batch
+from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
+from verl.runtime.processes import ProcessGroup
+from verl.runtime.wire import NotCarriedError
+from verl.utils.errors import WorkerError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counter:
@@ -14,34 +31,240 @@ class Counter:
         self.total += number * times
         return self.total
 
+    def reset(self) -> None:
+        self.total = 0
+
     def fail(self) -> None:
         raise LookupError("broken on purpose")
 
+    def twice(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"tokens": batch["tokens"] * 2, "half": batch["half"] * 2}
 
-@pytest.fixture
-def group():
-    return InlineGroup(Counter())
+    def closure(self) -> object:
+        return lambda: None
+
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    def sum_over_ranks(self, number: float) -> float:
+        total = torch.tensor(number)
+        dist.all_reduce(total)
+        return total.item()
+
+    def fail_on(self, rank: int) -> float:
+        if dist.get_rank() == rank:
+            raise LookupError(f"only rank {rank}")
+        return self.sum_over_ranks(1.0)  # waits for the rank that failed
+
+    def die_on(self, rank: int) -> float:
+        if dist.get_rank() == rank:
+            os.write(2, b"about to go\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.sum_over_ranks(1.0)
+
+    async def nap(self, seconds: float) -> float:
+        import asyncio
+
+        await asyncio.sleep(seconds)
+        return time.perf_counter()
 
 
-def test_broadcast_calls_every_rank(group):
-    assert group.broadcast("add", 2, 3) == [6]
-    assert group.broadcast("add", 1) == [7]
+class Broken:
+    def __init__(self) -> None:
+        raise LookupError("cannot be built")
 
 
-def test_scatter_gives_each_data_parallel_rank_its_shard(group):
-    assert group.scatter("add", [5], 2) == [10]
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessGroup]:
+    group = ProcessGroup(Counter, Layout(dp=2))
+    yield group
+    group.close()
 
 
-def test_a_wrong_number_of_shards_is_refused(group):
+@pytest.fixture(params=["inline", "processes"])
+def group(request: pytest.FixtureRequest) -> WorkerGroup:
+    if request.param == "inline":
+        return InlineGroup(Counter())
+    group = request.getfixturevalue("processes")
+    group.broadcast("reset")
+    return group
+
+
+def test_broadcast_calls_every_rank_in_order(group: WorkerGroup):
+    ranks = group.layout.world_size
+    assert group.broadcast("add", 2, 3) == [6] * ranks
+    assert group.broadcast("add", 1) == [7] * ranks
+
+
+def test_scatter_gives_each_data_parallel_group_its_shard(group: WorkerGroup):
+    shards = [5 + i for i in range(group.layout.dp)]
+    assert group.scatter("add", shards, 2) == [2 * shard for shard in shards]
+
+
+def test_a_wrong_number_of_shards_is_refused(group: WorkerGroup):
     with pytest.raises(ValueError, match="one shard"):
-        group.scatter("add", [1, 2])
+        group.scatter("add", [1] * (group.layout.dp + 1))
 
 
-def test_an_inline_failure_keeps_its_own_traceback(group):
-    with pytest.raises(LookupError, match="on purpose"):
+def test_a_failure_says_what_happened_and_leaves_the_group_usable(group: WorkerGroup):
+    with pytest.raises((LookupError, WorkerError), match="broken on purpose"):
         group.broadcast("fail")
+    assert group.broadcast("add", 1) == [1] * group.layout.world_size
+
+
+def test_columns_travel_unchanged(group: WorkerGroup):
+    batch = Batch(torch.tensor([0, 2, 2]), {"tokens": torch.tensor([7, 9])}, {"rewards": torch.tensor([0.5, 1.5])})
+    batch = batch.with_columns(half=torch.tensor([0.5, -1.0], dtype=torch.bfloat16))
+    for out in group.scatter("twice", [batch] * group.layout.dp):
+        assert out["tokens"].tolist() == [14, 18]
+        assert out["half"].dtype == torch.bfloat16 and out["half"].tolist() == [1.0, -2.0]
+
+
+def test_a_part_of_a_worker_is_a_group_too(group: WorkerGroup):
+    class Holder:
+        counter = Counter()
+
+    part = InlineGroup(Holder()).part("counter")
+    assert part.broadcast("add", 4) == [4] and part.scatter("add", [1], 2) == [6]
+    assert part.layout == Layout()
+
+
+def test_an_inline_failure_keeps_its_own_traceback():
+    with pytest.raises(LookupError, match="on purpose"):
+        InlineGroup(Counter()).broadcast("fail")
 
 
 def test_layout_counts_ranks():
     assert Layout(dp=3, ranks_per_replica=2).world_size == 6
     assert InlineGroup(Counter()).layout.world_size == 1
+
+
+# --- ranks in processes of their own ----------------------------------------------------------------------------------
+
+
+def test_ranks_are_joined_by_torch_distributed(processes: ProcessGroup):
+    assert processes.broadcast("rank") == [0, 1]
+    assert processes.broadcast("sum_over_ranks", 1.5) == [3.0, 3.0]
+    assert len({os.getpid(), *processes.broadcast("process")}) == 3
+
+
+def test_a_remote_failure_names_rank_method_and_line(processes: ProcessGroup):
+    with pytest.raises(WorkerError) as caught:
+        processes.broadcast("fail")
+    assert caught.value.rank in (0, 1) and caught.value.method == "fail"
+    assert 'raise LookupError("broken on purpose")' in caught.value.remote_traceback
+
+
+def test_a_result_that_cannot_travel_is_a_failed_call(processes: ProcessGroup):
+    with pytest.raises(WorkerError, match="cannot travel"):
+        processes.broadcast("closure")
+    assert processes.broadcast("rank") == [0, 1]
+
+
+def test_an_argument_that_cannot_travel_reaches_no_rank(processes: ProcessGroup):
+    with pytest.raises(NotCarriedError, match="cannot travel"):
+        processes.broadcast("add", lambda: None)
+    assert len(processes.broadcast("rank")) == 2
+
+
+def test_coroutines_run_beside_each_other_and_calls_between_them(processes: ProcessGroup):
+    start = time.perf_counter()
+    naps = processes.post(0, "nap", [(1.0,), (1.0,), (1.0,)])
+    assert processes.broadcast("rank") == [0, 1]
+    assert not any(nap.done() for nap in naps)
+    for nap in naps:
+        nap.result(timeout=20)
+    assert time.perf_counter() - start < 2.5
+
+
+def test_the_cores_are_shared_unless_the_user_said_otherwise(processes: ProcessGroup):
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    each = int(wanted) if wanted else max(1, len(os.sched_getaffinity(0)) // 2)
+    assert processes.broadcast("threads") == [each, each]
+
+
+def test_replicas_get_the_same_shard_and_answer_once():
+    group = ProcessGroup(Counter, Layout(dp=1, ranks_per_replica=2))
+    try:
+        assert group.scatter("add", [3]) == [3]
+        assert group.broadcast("add", 1) == [4, 4]
+    finally:
+        group.close()
+    with pytest.raises(WorkerError, match="closed"):
+        group.broadcast("rank")
+
+
+def test_one_rank_that_fails_while_others_wait_for_it_ends_the_group(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.runtime.processes.GRACE_S", 0.5)
+    group = ProcessGroup(Counter, Layout(dp=2))
+    with pytest.raises(WorkerError, match="only rank 1") as caught:
+        group.broadcast("fail_on", 1)
+    assert caught.value.rank == 1
+    with pytest.raises(WorkerError, match="only rank 1"):
+        group.broadcast("rank")
+    assert all(not process.is_alive() or process.join(5) is None for process in group._processes)
+    group.close()
+
+
+def test_a_killed_rank_is_named_at_once():
+    group = ProcessGroup(Counter, Layout(dp=2))
+    start = time.perf_counter()
+    with pytest.raises(WorkerError, match="SIGKILL") as caught:
+        group.broadcast("die_on", 1)
+    assert caught.value.rank == 1 and caught.value.method == "die_on"
+    assert "about to go" in str(caught.value) and "checkpoint" in str(caught.value)
+    assert time.perf_counter() - start < 4
+    group.close()
+
+
+def test_a_rank_killed_between_calls_is_named_by_the_next_one():
+    group = ProcessGroup(Counter, Layout(dp=1))
+    (victim,) = group.broadcast("process")
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        for _ in range(100):
+            group.broadcast("rank")
+            time.sleep(0.05)
+    group.close()
+
+
+def test_a_worker_that_cannot_be_built_says_why():
+    with pytest.raises(WorkerError, match="cannot be built") as caught:
+        ProcessGroup(Broken, Layout())
+    assert caught.value.method == "__init__"
+
+
+def test_ranks_end_with_their_driver(tmp_path: Path):
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, signal
+            from tests.contract.test_runtime import Counter
+            from verl.runtime.group import Layout
+            from verl.runtime.processes import ProcessGroup
+
+            if __name__ == "__main__":
+                group = ProcessGroup(Counter, Layout())
+                print(*group.broadcast("process"), flush=True)
+                group.post(0, "sum_over_ranks", [(1.0,)])
+                os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    rank = int(done.stdout)
+    for _ in range(100):
+        if not Path(f"/proc/{rank}").exists() or "State:\tZ" in Path(f"/proc/{rank}/status").read_text():
+            return
+        time.sleep(0.05)
+    os.kill(rank, signal.SIGKILL)
+    pytest.fail("the rank outlived its driver")

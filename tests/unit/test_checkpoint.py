@@ -11,6 +11,7 @@ from tests.engine_cases import SquaredLogprob, SquaredValue, build_engine, rando
 from verl.data.packing import MicroBatching
 from verl.utils.errors import CheckpointError, ConfigError
 
+ALONE = "world_size_1_rank_0"
 MICRO = MicroBatching(max_tokens=20)
 COSINE = {"lr_scheduler_type": "cosine", "total_training_steps": 6, "lr_warmup_steps": 1, "zero_indexed_step": False}
 
@@ -74,7 +75,7 @@ def test_only_what_was_asked_for_is_saved_and_the_tokenizerless_config_always(fo
     engine.save(tmp_path / "saved", ("model",))
     names = {p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*") if p.is_file()}
     config = {"huggingface/config.json", "huggingface/generation_config.json"}
-    assert names == {"model.safetensors", "manifest.json", *config}
+    assert names == {f"model_{ALONE}.safetensors", "manifest.json", *config}
     with pytest.raises(CheckpointError, match="optimizer"):
         engine.load(tmp_path / "saved", ("model", "optimizer"))
 
@@ -94,11 +95,15 @@ def damaged(folder, name: str) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "extra.json", "extra.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optim.safetensors", "extra_state.json", "extra_state.safetensors"]
+)
 def test_one_flipped_bit_is_refused_and_the_engine_keeps_its_state(folder, tmp_path, name):
     engine = build_engine(folder)
     train(engine, 1)
     engine.save(tmp_path / "saved", ("model", "optimizer", "extra"))
+    stem, kind = name.split(".")
+    name = f"{stem}_{ALONE}.{kind}"
     damaged(tmp_path / "saved", name)
     train(engine, 1, first=1)
     before = everything(engine)
@@ -110,7 +115,7 @@ def test_one_flipped_bit_is_refused_and_the_engine_keeps_its_state(folder, tmp_p
 def test_a_missing_file_and_an_unfinished_save_are_refused(folder, tmp_path):
     engine = build_engine(folder)
     engine.save(tmp_path / "saved", ("model",))
-    (tmp_path / "saved" / "model.safetensors").unlink()
+    (tmp_path / "saved" / f"model_{ALONE}.safetensors").unlink()
     with pytest.raises(CheckpointError, match="missing"):
         engine.load(tmp_path / "saved", ("model",))
     (tmp_path / "saved" / "manifest.json").unlink()
@@ -140,4 +145,4 @@ def test_nothing_on_disk_is_pickled(folder, tmp_path):
     kinds = {p.suffix for p in (tmp_path / "saved").rglob("*") if p.is_file()}
     assert kinds == {".safetensors", ".json"}
     manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
-    assert set(manifest["files"]) >= {"model.safetensors", "huggingface/model.safetensors"}
+    assert set(manifest["files"]) >= {f"model_{ALONE}.safetensors", "huggingface/model.safetensors"}

@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine_cases import SHAPE, SquaredLogprob, build_engine, random_batch, save_tiny_model, tiny_qwen3
 from verl.models import export
-from verl.models.export import export_model
+from verl.models.export import export_config_and_tokenizer, plan_export, write_layers
+from verl.models.tensor_file import TensorFile
 from verl.utils.errors import CheckpointError
 
 
@@ -44,7 +45,7 @@ def test_trained_values_are_exported_not_their_rounded_copies(tmp_path):
 
 
 def test_large_models_are_sharded(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "MAX_SHARD_SIZE", "20KB")
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 20_000)
     engine = trained(save_tiny_model(tmp_path / "model"))
     engine.save(tmp_path / "saved", ("hf_model",))
     folder = tmp_path / "saved" / "huggingface"
@@ -61,17 +62,23 @@ def test_experts_that_are_stored_apart_on_disk_are_compared_after_loading(tmp_pa
     assert all(torch.equal(found[name], tensor) for name, tensor in engine.export_weights())
 
 
-def sabotage(monkeypatch, model, change) -> None:
-    """Change the files behind the model's back right after they were written."""
-    write = model.save_pretrained
+def sabotage(monkeypatch, change) -> None:
+    """Change a file behind the writer's back right after it was closed."""
+    close = TensorFile.close
 
-    def write_then_change(folder, **how):
-        write(folder, **how)
-        tensors = load_file(folder / "model.safetensors")
+    def close_then_change(file):
+        close(file)
+        tensors = load_file(file.path)
         change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, file.path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(model, "save_pretrained", write_then_change)
+    monkeypatch.setattr(TensorFile, "close", close_then_change)
+
+
+def export_alone(engine, folder) -> None:
+    plan = plan_export(engine.model, dict(engine.export_weights()))
+    export_config_and_tokenizer(engine.model, engine.model_config, folder)
+    write_layers(plan, plan.layers(engine.export_weights()), folder)
 
 
 def test_a_tensor_that_reads_back_differently_is_found(tmp_path, monkeypatch):
@@ -80,9 +87,9 @@ def test_a_tensor_that_reads_back_differently_is_found(tmp_path, monkeypatch):
     def flip(tensors):
         tensors["model.norm.weight"][3] += 1e-9
 
-    sabotage(monkeypatch, engine.model, flip)
+    sabotage(monkeypatch, flip)
     with pytest.raises(CheckpointError, match=r"first model\.norm\.weight"):
-        export_model(engine.model, dict(engine.export_weights()), tmp_path / "saved", "digest")
+        export_alone(engine, tmp_path / "saved")
 
 
 def test_a_tensor_that_is_missing_on_disk_is_found(tmp_path, monkeypatch):
@@ -91,15 +98,25 @@ def test_a_tensor_that_is_missing_on_disk_is_found(tmp_path, monkeypatch):
     def drop(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]
 
-    sabotage(monkeypatch, engine.model, drop)
+    sabotage(monkeypatch, drop)
     with pytest.raises(CheckpointError, match="up_proj"):
-        export_model(engine.model, dict(engine.export_weights()), tmp_path / "saved", "digest")
+        export_alone(engine, tmp_path / "saved")
 
 
 def test_logits_that_differ_from_the_models_are_found(tmp_path):
     engine = build_engine(save_tiny_model(tmp_path / "model"))
-    stale = {name: tensor.clone() for name, tensor in engine.export_weights()}
-    with torch.no_grad():
-        engine.model.model.norm.weight.mul_(1.5)
+    engine.model.model.norm.register_forward_hook(lambda *call: call[-1] * 1.5)  # what no file can hold
     with pytest.raises(CheckpointError, match="logits differ"):
-        export_model(engine.model, stale, tmp_path / "saved")
+        engine.save(tmp_path / "saved", ("hf_model",))
+    assert not (tmp_path / "saved" / "manifest.json").exists()
+
+
+def test_a_tensor_that_loads_under_another_name_is_found(tmp_path, monkeypatch):
+    engine = build_engine(save_tiny_model(tmp_path / "model"))
+    up, gate = (f"model.layers.0.mlp.{kind}_proj.weight" for kind in ("up", "gate"))
+    swapped = {up: gate, gate: up}
+    revert = export.revert_weight_conversion
+    rename = lambda model, layer: {swapped.get(n, n): t for n, t in revert(model, layer).items()}  # noqa: E731
+    monkeypatch.setattr(export, "revert_weight_conversion", rename)
+    with pytest.raises(CheckpointError, match="2 tensors are not those in memory"):
+        engine.save(tmp_path / "saved", ("hf_model",))

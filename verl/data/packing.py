@@ -11,8 +11,8 @@ from verl.utils.errors import ConfigError
 class MicroBatching:
     """How a shard is cut into forwards: by a token budget, by a number of sequences, or both. None means no limit.
 
-    A `plan` names the sequences of every forward instead: rows of the shard. An empty forward is one that only other
-    ranks have something for.
+    A `plan` names the sequences of every forward instead: rows of the shard, dealt out for all ranks at once (see
+    balance.py). An empty forward is one that only other ranks have something for.
     """
 
     max_tokens: int | None = None
@@ -33,7 +33,11 @@ def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
     """
     if micro.plan is not None:
         return [list(part) for part in micro.plan]
-    lengths = batch.lengths.tolist()
+    return cut(batch.lengths.tolist(), micro)
+
+
+def cut(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
+    """`split_micro_batches` for sequences of these lengths, within the limits of `micro`."""
     if micro.max_tokens is not None:
         return pack_by_tokens(lengths, micro.max_tokens, micro.max_sequences)
     size = micro.max_sequences or max(len(lengths), 1)

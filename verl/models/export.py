@@ -1,27 +1,48 @@
-"""A model as a Hugging Face folder that other programs load, proved equal to what is in memory before it counts."""
+"""A model as a Hugging Face folder that other programs load, proved equal to what is in memory before it counts.
 
-import hashlib
+The folder is written layer by layer: a rank holds one whole layer at a time, and each file is written by one rank.
+"""
+
 import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from verl.config import HFModelConfig
 from verl.models.load import load_tokenizer, no_progress_bars
+from verl.models.tensor_file import TensorFile, size_bytes, tensor_digest
 from verl.utils.errors import CheckpointError
 
 SMALL = 50_000_000  # parameters up to which the logits of the reloaded model are compared too
-MAX_SHARD_SIZE = "5GB"
+MAX_FILE_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROBE_TOKENS = 16
+INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+Weights = Iterable[tuple[str, Tensor]]  # (name in the model, whole tensor); tied ones once
+Layer = dict[str, Tensor]  # by names on disk
+
+
+def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class of `transformers`, also of a model whose class was replaced by sharding it."""
+    kinds = type(model).__mro__
+    return next(k for k in kinds if issubclass(k, PreTrainedModel) and not issubclass(k, FSDPModule))
 
 
 def export_config_and_tokenizer(model: PreTrainedModel, settings: HFModelConfig, folder: Path) -> None:
     """config.json, generation_config.json, and the tokenizer where the model's folder has one."""
     folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [model_class(model).__name__]
     model.config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -30,31 +51,138 @@ def export_config_and_tokenizer(model: PreTrainedModel, settings: HFModelConfig,
         load_tokenizer(settings).save_pretrained(folder)
 
 
-@no_progress_bars()
-def export_model(
-    model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, verify: str = "auto"
-) -> dict[str, str]:
-    """Writes `weights` (name -> tensor, tied ones once) as safetensors shards and returns sha256 by tensor name.
+@dataclass
+class PlannedFile:
+    """One file of the folder: the layers in it, and meta tensors of what it holds."""
 
-    Every tensor is read back and compared by digest. With `verify` "logits", or "auto" and a small model, the folder is
-    also loaded as a user would and its logits compared with the model's. A difference is a CheckpointError.
-    """
+    layers: list[tuple[str, ...]] = field(default_factory=list)  # names in the model
+    tensors: Layer = field(default_factory=dict)
+    name: str = ""
+
+
+@dataclass
+class Written:
+    """What one rank wrote: sha256 by file; and by tensor in the model, where the reloaded model is to be compared."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Which layer goes to which file, and which rank writes it. The same on every rank."""
+
+    model: PreTrainedModel
+    files: list[PlannedFile]
+    rank: int
+    size: int
+
+    def mine(self, file: PlannedFile) -> bool:
+        """Whether this rank writes `file`."""
+        return self.files.index(file) % self.size == self.rank
+
+    def layers(self, weights: Weights) -> Iterator[tuple[PlannedFile, dict[str, Tensor]]]:
+        """The layers of this rank's files, whole, one at a time. Goes through all of `weights`, a collective."""
+        place = {name: (file, layer) for file in self.files for layer in file.layers for name in layer}
+        mine = {id(file) for file in self.files if self.mine(file)}
+        pending: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            assert name in place, f"{name} was not in the plan of the export"
+            file, layer = place[name]
+            if id(file) not in mine:
+                continue
+            pending[name] = tensor
+            del tensor
+            if all(n in pending for n in layer):
+                yield file, {n: pending.pop(n) for n in layer}
+        assert not pending, f"the export lacks parts of the layer of {next(iter(pending))}"
+
+    def wants_reload(self, verify: str) -> bool:
+        """Whether `verify` asks for loading the folder as a user would: "logits", or "auto" and a small model."""
+        elements = sum(t.numel() for file in self.files for t in file.tensors.values())
+        return verify == "logits" or (verify == "auto" and elements <= SMALL)
+
+
+def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int = 0, size: int = 1) -> ExportPlan:
+    """Files of at most `MAX_FILE_BYTES`, and at least one per rank where there are layers for it."""
+    meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in shapes.items()}
+    limit = min(MAX_FILE_BYTES, -(-size_bytes(meta.values()) // size))
+    files = [PlannedFile()]
+    for names in _layers(meta):
+        tensors = _as_on_disk(model, {name: meta[name] for name in names})
+        held = size_bytes(files[-1].tensors.values())
+        if held and held + size_bytes(tensors.values()) > limit:
+            files.append(PlannedFile())
+        files[-1].layers.append(names)
+        files[-1].tensors.update(tensors)
+    for number, file in enumerate(files, 1):
+        file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+    return ExportPlan(model, files, rank, size)
+
+
+def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Names by layer, those outside of layers alone; in the order in which layers are complete."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        key = match.group(1) if match else name
+        groups[key] = [*groups.pop(key, []), name]
+    return [tuple(group) for group in groups.values()]
+
+
+def _as_on_disk(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Layer:
+    """Tensors by the names, and cut as, the family's folders have them."""
+    model._weight_conversions = None  # how rank 0's copy was spelt on disk; the other ranks read none
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def write_layers(
+    plan: ExportPlan, layers: Iterable[tuple[PlannedFile, dict[str, Tensor]]], folder: Path, reload: bool = False
+) -> Written:
+    """Write this rank's files and read them back; `reload` notes what a model loaded from them must hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    model.save_pretrained(folder, state_dict=dict(state), max_shard_size=MAX_SHARD_SIZE)
-    _state_dtype(folder, next(iter(state.values())).dtype)
-    digests = _compare_files(state, folder)
-    if digests.keys() != state.keys():  # the library renamed or split tensors on disk: load them to compare
-        _compare_reloaded(model, state, folder)
-    if verify == "logits" or (verify == "auto" and sum(t.numel() for t in state.values()) <= SMALL):
-        _compare_logits(model, folder)
-    return digests
+    written = Written()
+    for _, group in groupby(layers, key=lambda item: id(item[0])):
+        _write_file(plan, group, folder, written, reload)
+    assert len(written.files) == sum(map(plan.mine, plan.files)), "an export file was left unfinished"
+    if plan.rank == 0:
+        _write_index(plan, folder)
+    return written
 
 
-def tensor_digest(tensor: Tensor) -> str:
-    """sha256 over type, shape and bytes."""
-    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(header + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+def _write_file(
+    plan: ExportPlan,
+    layers: Iterator[tuple[PlannedFile, dict[str, Tensor]]],
+    folder: Path,
+    written: Written,
+    reload: bool,
+) -> None:
+    planned, layer = next(layers)
+    digests: dict[str, str] = {}
+    with TensorFile(folder / planned.name, planned.tensors) as file:
+        while layer is not None:
+            if reload:
+                written.tensors.update({name: tensor_digest(tensor) for name, tensor in layer.items()})
+            on_disk = _as_on_disk(plan.model, layer)
+            for name in list(on_disk):
+                tensor = on_disk.pop(name).cpu()
+                file.add(name, tensor)
+                digests[name] = tensor_digest(tensor)
+            layer.clear()
+            _, layer = next(layers, (None, None))
+    written.files[planned.name] = file.digest
+    _compare(folder / planned.name, digests)
+
+
+def _write_index(plan: ExportPlan, folder: Path) -> None:
+    tensors = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
+    _state_dtype(folder, next(iter(tensors.values())).dtype)
+    if len(plan.files) > 1:
+        index = {
+            "metadata": {"total_size": size_bytes(tensors.values())},
+            "weight_map": {name: file.name for file in plan.files for name in file.tensors},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _state_dtype(folder: Path, dtype: torch.dtype) -> None:
@@ -65,48 +193,52 @@ def _state_dtype(folder: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _compare_files(state: dict[str, Tensor], folder: Path) -> dict[str, str]:
-    """Digests by name of the tensors on disk; those that are in memory under the same name must be equal."""
-    digests: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                digests[name] = tensor_digest(file.get_tensor(name))
-    different = [name for name in digests if name in state and digests[name] != tensor_digest(state[name])]
+def _compare(path: Path, digests: dict[str, str]) -> None:
+    """The tensors of a file must be those of `digests`, sha256 by name."""
+    found: dict[str, str] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            found[name] = tensor_digest(file.get_tensor(name))
+    different = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
     if different:
         raise CheckpointError(
-            f"{folder} was written, but {len(different)} tensors read back differently, first {different[0]}; the disk "
+            f"{path} was written, but {len(different)} tensors read back differently, first {different[0]}; the disk "
             "or the file system is at fault: save somewhere else"
         )
-    return digests
 
 
 @torch.no_grad()
-def _compare_reloaded(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
-    dtype = next(iter(state.values())).dtype
-    reloaded = type(model).from_pretrained(folder, dtype=dtype, local_files_only=True)
-    found = dict(reloaded.named_parameters())
-    different = [name for name in state if name not in found or not torch.equal(found[name].cpu(), state[name])]
+@no_progress_bars()
+def compare_reloaded(
+    plan: ExportPlan, digests: Mapping[str, str], logits: Tensor, folder: Path, dtype: torch.dtype
+) -> None:
+    """Load the folder as a user would: parameters must be those of `digests`, logits the model's within rounding."""
+    reloaded = model_class(plan.model).from_pretrained(folder, dtype=dtype, local_files_only=True)
+    found = {**dict(reloaded.named_parameters()), **dict(reloaded.named_buffers())}
+    different = [name for name in digests if name not in found or tensor_digest(found[name]) != digests[name]]
     if different:
         raise CheckpointError(
-            f"{folder} loads, but {len(different)} of {len(state)} tensors are not those in memory, first "
-            f"{different[0]}"
+            f"{folder} loads, but {len(different)} tensors are not those in memory, first {different[0]}"
         )
-
-
-@torch.no_grad()
-def _compare_logits(model: PreTrainedModel, folder: Path) -> None:
-    reloaded = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True).to(model.device).eval()
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] * 7919 % vocabulary
-    was_training = model.training
-    model.eval()
-    ours, theirs = (m(input_ids=tokens, use_cache=False).logits.double() for m in (model, reloaded))
-    model.train(was_training)
-    tolerance = 16 * PROBE_TOKENS * torch.finfo(model.dtype).eps * float(ours.abs().max())
-    difference = float((ours - theirs).abs().max())
+    for parameter in reloaded.parameters():
+        parameter.data = parameter.data.to(logits.dtype)
+    theirs = probe_logits(reloaded.to(logits.device).eval())
+    tolerance = 16 * PROBE_TOKENS * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    difference = float((logits.double() - theirs.double()).abs().max())
     if not difference <= tolerance:
         raise CheckpointError(
             f"{folder} loads, but its logits differ from the model's by up to {difference:.3g} (allowed "
             f"{tolerance:.3g}); do not use this folder"
         )
+
+
+@torch.no_grad()
+def probe_logits(model: PreTrainedModel) -> Tensor:
+    """(1, PROBE_TOKENS, V) of a few fixed tokens. A collective where the model is sharded."""
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] * 7919 % vocabulary
+    was_training = model.training
+    model.eval()
+    logits = model(input_ids=tokens, use_cache=False).logits
+    model.train(was_training)
+    return logits

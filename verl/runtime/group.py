@@ -34,3 +34,21 @@ class WorkerGroup(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the workers. The group cannot be used afterwards."""
+
+    def part(self, name: str) -> "WorkerGroup":
+        """The same ranks, seen through attribute `name` of their workers."""
+        return _Part(self, name)
+
+
+class _Part(WorkerGroup):
+    def __init__(self, whole: WorkerGroup, name: str):
+        self.whole, self.name, self.layout = whole, name, whole.layout
+
+    def broadcast(self, method: str, *args: Any) -> list[Any]:
+        return self.whole.broadcast(f"{self.name}.{method}", *args)
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        return self.whole.scatter(f"{self.name}.{method}", shards, *args)
+
+    def close(self) -> None:
+        """The whole group is closed by whoever built it."""

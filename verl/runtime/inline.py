@@ -1,6 +1,7 @@
 """The worker in this very process: ordinary calls, ordinary tracebacks."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from verl.runtime.group import Layout, WorkerGroup
@@ -13,12 +14,12 @@ class InlineGroup(WorkerGroup):
         self.worker, self.layout = worker, Layout()
 
     def broadcast(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
+        return [attrgetter(method)(self.worker)(*args)]
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
         if len(shards) != 1:
             raise ValueError(f"one rank takes one shard, got {len(shards)}")
-        return [getattr(self.worker, method)(shards[0], *args)]
+        return [attrgetter(method)(self.worker)(shards[0], *args)]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -119,6 +119,10 @@ class BaseEngine(ABC):
     def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:
         """Write `contents` (model, optimizer, extra, hf_model; default: checkpoint.save_contents) into `folder`."""
 
+    def finish_save(self, wait: bool = True) -> bool:
+        """Whether no save in the background is under way any more. A collective; raises what went wrong in one."""
+        return True
+
     @abstractmethod
     def load(self, folder: Path, contents: Sequence[str] | None = None) -> None:
         """Restore `contents` (default: checkpoint.load_contents) from `folder`, bit for bit."""

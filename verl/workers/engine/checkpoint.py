@@ -1,73 +1,236 @@
-"""An engine's checkpoint: safetensors and JSON, a digest of every file, nothing pickled.
+"""An engine's checkpoint: safetensors and JSON, a digest of every file, nothing pickled, read by any number of ranks.
 
-    <folder>/model.safetensors       trained parameters (tied ones once) and persistent buffers
-    <folder>/optimizer.safetensors   "<parameter>|<state>" per tensor; steps included
-    <folder>/extra.json              schedule, counters, random number generators (Python, NumPy)
-    <folder>/extra.safetensors       torch generators
-    <folder>/huggingface/            config and tokenizer; with hf_model the weights too
-    <folder>/manifest.json           contents, and sha256 of every file; written last
+    <folder>/model_world_size_W_rank_R.safetensors        what rank R holds of parameters and persistent buffers
+    <folder>/optim_world_size_W_rank_R.safetensors        the same of "<parameter>|<state>", step counts included
+    <folder>/extra_state_world_size_W_rank_R.json         random number generators (Python, NumPy); rank 0: schedule
+    <folder>/extra_state_world_size_W_rank_R.safetensors  torch generators
+    <folder>/huggingface/                                 config and tokenizer; with hf_model the weights too
+    <folder>/manifest.json                                sha256 of every file, where each tensor lies; written last
 
-Whoever saves several roles at once makes the folder atomic (`verl.utils.paths.atomic_directory`).
+Whoever saves several roles at once makes the folder atomic (`verl.trainer.checkpoints`).
 """
 
-import hashlib
 import json
-import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from verl.models.export import export_config_and_tokenizer, export_model
+from verl.models import export
+from verl.models.tensor_file import file_digest, write_tensors
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import atomic_write_text
+from verl.utils.sealed import read_sealed, write_sealed
+from verl.workers.engine import rng
+from verl.workers.engine.manifest import FORMAT, MANIFEST, DamagedCheckpoint, read_manifest, verify_files
+from verl.workers.engine.saving import Saving
+from verl.workers.engine.shards import Held, Index, Reader, from_json, held, index_of, merge, to_json
 
 if TYPE_CHECKING:
     from verl.workers.engine.torch_engine import TorchEngine
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-MANIFEST = "manifest.json"
-FORMAT = 1
-FILES = {
-    "model": ("model.safetensors",),
-    "optimizer": ("optimizer.safetensors",),
-    "extra": ("extra.json", "extra.safetensors"),
-    "hf_model": (),
-}
+PREFIX = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+HUGGINGFACE = "huggingface"
+
+Work = Callable[[], dict[str, Any]]  # writes files; what the manifest must know of them
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
 
 
 def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) -> None:
-    """Write `contents` of `engine` into `folder`."""
+    """Write `contents` of `engine` into `folder`, or begin to: `finish_save` completes a save in the background.
+
+    A collective. Every rank writes what it holds and its own files of the Hugging Face folder; only that gathers
+    anything, one layer at a time. In the background a rank works from a copy in host memory of what it writes.
+    """
     _check_contents(contents, "save_contents")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)  # until the new one is written the folder is incomplete
+    if "optimizer" in contents and engine.optimizer is None:
+        raise CheckpointError("the engine has no optimiser to save; leave it out of checkpoint.save_contents")
+    finish_save(engine, wait=True)
+    if engine.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)  # until the new one is written the folder is incomplete
+        export.export_config_and_tokenizer(engine.model, engine.model_config, folder / HUGGINGFACE)
+    engine.ranks.least(0, engine.device)  # the folder is there
+    background = engine.checkpoint_config.async_save
+    work: list[Work] = []
     if "model" in contents:
-        save_file(model_tensors(engine), folder / "model.safetensors")
+        work.append(_saves(engine, folder, "model", model_tensors(engine), background))
     if "optimizer" in contents:
-        save_file(_optimizer_tensors(engine), folder / "optimizer.safetensors")
+        work.append(_saves(engine, folder, "optimizer", optimizer_tensors(engine), background))
     if "extra" in contents:
-        _save_extra(engine, folder)
-    export_config_and_tokenizer(engine.model, engine.model_config, folder / "huggingface")
+        work.append(_saves_extra(engine, folder))
+    seal = partial(_seal, folder, contents, engine.world_size)
     if "hf_model" in contents:
-        export_model(
-            engine.model, dict(engine.export_weights()), folder / "huggingface", engine.checkpoint_config.verify
-        )
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+        writes, check = _exports(engine, folder / HUGGINGFACE, background)
+        work.append(writes)
+        seal = partial(_seal, folder, contents, engine.world_size, check)
+    engine.saving = Saving(partial(_write_rank, folder, engine.rank, work), seal)
+    engine.saving.start(background)
+    if not background:
+        finish_save(engine, wait=True)
+
+
+def finish_save(engine: "TorchEngine", wait: bool) -> bool:
+    """Whether no save is under way any more. A collective; the error of a save that failed is raised here."""
+    saving = engine.saving
+    if saving is None:
+        return True
+    state = engine.ranks.least(saving.state(wait), engine.device)
+    if state == Saving.RUNNING:
+        return False
+    engine.saving = None
+    if state == Saving.DONE and engine.rank == 0:
+        saving.attempt(saving.seal)
+    if engine.ranks.least(saving.state(wait=True), engine.device) == Saving.FAILED:
+        saving.raise_error()
+    return True
+
+
+def _saves(engine: "TorchEngine", folder: Path, part: str, tensors: Mapping[str, Tensor], copy: bool) -> Work:
+    mine = {name: held(tensor, engine.rank) for name, tensor in tensors.items()}
+    local = {name: h.local.to("cpu", copy=True) if copy else h.local for name, h in mine.items() if h.saves}
+    file = _file_name(part, engine.world_size, engine.rank)
+    index = to_json(index_of(mine, file))
+
+    def work() -> dict[str, Any]:
+        digest = write_tensors(folder / file, local)
+        local.clear()
+        return {"files": {file: digest}, "tensors": {part: index}}
+
+    return work
+
+
+def _saves_extra(engine: "TorchEngine", folder: Path) -> Work:
+    numbers, generators = rng.generator_states(engine.device)
+    if engine.rank == 0:
+        numbers["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+        numbers["skipped_steps"] = engine.skipped_steps
+    file = _file_name("extra", engine.world_size, engine.rank)
+    text = Path(file).with_suffix(".json").name
+
+    def work() -> dict[str, Any]:
+        atomic_write_text(folder / text, json.dumps(numbers))
+        return {"files": {file: write_tensors(folder / file, generators), text: file_digest(folder / text)}}
+
+    return work
+
+
+def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Callable[[dict[str, str]], None]]:
+    """(What writes this rank's files of the Hugging Face folder, what checks the folder once all are written)."""
+    buffers = persistent_buffers(engine)
+    shapes = {**dict(engine.weights.named), **buffers}
+    plan = export.plan_export(engine.model, shapes, engine.rank, engine.world_size)
+    reload = plan.wants_reload(engine.checkpoint_config.verify)
+    logits = None
+    if reload:
+        with engine.eval_mode():
+            logits = export.probe_logits(engine.model)
+            engine.weights.rest()
+    layers = plan.layers(chain(engine.export_weights(), buffers.items()))
+    if copy:
+        on_host = [(file, {n: t.to("cpu", copy=True) for n, t in layer.items()}) for file, layer in layers]
+        layers = _handed_over(on_host)
+
+    def work() -> dict[str, Any]:
+        written = export.write_layers(plan, layers, folder, reload)
+        files = {f"{HUGGINGFACE}/{name}": digest for name, digest in written.files.items()}
+        return {"files": files, "exported": written.tensors}
+
+    def check(digests: dict[str, str]) -> None:
+        if logits is not None:
+            export.compare_reloaded(plan, digests, logits, folder, next(iter(shapes.values())).dtype)
+
+    return work, check
+
+
+def _handed_over(items: list[Any]) -> Iterator[Any]:
+    """Each item once, without keeping it."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
+def _write_rank(folder: Path, rank: int, work: list[Work]) -> None:
+    """Do all `work`, then say what was written in a file for rank 0."""
+    said: dict[str, Any] = {"files": {}, "tensors": {}, "exported": {}}
+    while work:
+        for key, value in work.pop(0)().items():
+            said[key].update(value)
+    write_sealed(_said_by(folder, rank), said)
+
+
+def _said_by(folder: Path, rank: int) -> Path:
+    return folder / f"written_by_rank_{rank}.json"
+
+
+def _seal(
+    folder: Path, contents: tuple[str, ...], world_size: int, check: Callable[[dict[str, str]], None] | None = None
+) -> None:
+    """Write the manifest from what all ranks say they wrote."""
+    said = [read_sealed(_said_by(folder, rank)) for rank in range(world_size)]
+    if check is not None:
+        check({name: digest for one in said for name, digest in one["exported"].items()})
+    files = {name: digest for one in said for name, digest in one["files"].items()}
+    for path in sorted((folder / HUGGINGFACE).iterdir()):
+        name = f"{HUGGINGFACE}/{path.name}"
+        files[name] = files.get(name) or file_digest(path)
+    parts = {part: merge([from_json(one["tensors"][part]) for one in said]) for part in said[0]["tensors"]}
     manifest = {
         "format": FORMAT,
         "contents": list(contents),
-        "model": type(engine.model).__name__,
-        "files": {p.relative_to(folder).as_posix(): file_digest(p) for p in files},
+        "world_size": world_size,
+        "files": files,
+        "tensors": {part: to_json(index) for part, index in parts.items()},
     }
-    atomic_write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_sealed(folder / MANIFEST, manifest)
+    for rank in range(world_size):
+        _said_by(folder, rank).unlink()
+
+
+def _file_name(part: str, world_size: int, rank: int) -> str:
+    return f"{PREFIX[part]}_world_size_{world_size}_rank_{rank}.safetensors"
+
+
+# --- what is saved --------------------------------------------------------------------------------------------------
+
+
+def model_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
+    """Trained parameters (tied ones once) and persistent buffers by name, sharded as they are."""
+    return {**dict(engine.weights.named), **persistent_buffers(engine)}
+
+
+def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
+    """The model's buffers that belong to its state; whole on every rank."""
+    kept = engine.model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in engine.model.named_buffers() if name in kept}
+
+
+def optimizer_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
+    """Optimiser state by "<parameter>|<state>", sharded as it is."""
+    assert engine.optimizer is not None
+    out: dict[str, Tensor] = {}
+    for name, parameter in engine.weights.named:
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            out[f"{name}|{key}"] = tensor
+    return out
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) -> None:
-    """Restore `contents` from `folder`. Everything is read and checked before anything in the engine changes."""
+    """Restore `contents` from `folder`, each rank its part. Everything is checked before anything changes."""
     _check_contents(contents, "load_contents")
+    finish_save(engine, wait=True)
     wanted = [name for name in contents if name != "hf_model" and not (name == "optimizer" and not engine.trains)]
     manifest = read_manifest(folder)
     lacking = [name for name in wanted if name not in manifest["contents"]]
@@ -76,163 +239,129 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
             f"{folder} holds {', '.join(manifest['contents'])}, not {', '.join(lacking)}; resume from a checkpoint "
             f"that does, or leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in lacking)}]"
         )
-    for part in wanted:
-        for name in FILES[part]:
-            verify_file(folder, name, manifest)
-    parts = {part: _read(folder, part, engine.device) for part in wanted}
+    _verify(engine, folder, wanted, manifest)
+    indices = {part: from_json(index) for part, index in manifest["tensors"].items() if part in wanted}
+    for part, index in indices.items():
+        _check_complete(index, folder, part)
     if "model" in wanted:
-        _check_tensors(model_tensors(engine), parts["model"], folder / "model.safetensors")
+        _check_fits(model_tensors(engine), indices["model"], folder)
     if "optimizer" in wanted:
-        _check_optimizer(engine, parts["optimizer"], folder)
-    for part in wanted:
-        _RESTORE[part](engine, parts[part])
+        _check_optimizer(engine, indices["optimizer"], folder)
+    extra = _read_extra(engine, folder, manifest["world_size"]) if "extra" in wanted else None
+    if "model" in wanted:
+        _restore_model(engine, Reader(folder, indices["model"]))
+    if "optimizer" in wanted:
+        _restore_optimizer(engine, Reader(folder, indices["optimizer"]))
+    if extra is not None:
+        _restore_extra(engine, *extra)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says it holds; an error when it was never finished or is of an unknown format."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no engine checkpoint, or saving it never finished")
-    try:
-        manifest = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); use another checkpoint") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.get('format')!r}; this version reads {FORMAT}")
-    return manifest
+def _verify(engine: "TorchEngine", folder: Path, wanted: list[str], manifest: dict[str, Any]) -> None:
+    """Check the digests of all files of `wanted` parts, the ranks sharing the work."""
+    prefixes = tuple(f"{PREFIX[part]}_world_size_" for part in wanted)
+    names = sorted(name for name in manifest["files"] if name.startswith(prefixes))
+    checking = Saving(partial(verify_files, folder, names[engine.rank :: engine.world_size], manifest), lambda: None)
+    checking.start(background=False)
+    if engine.ranks.least(checking.state(wait=True), engine.device) == Saving.FAILED:
+        checking.raise_error()
 
 
-def verify_file(folder: Path, name: str, manifest: dict[str, Any]) -> None:
-    """Refuses a file that is missing or whose bytes are not those that were saved."""
-    path, expected = folder / name, manifest["files"].get(name)
-    if expected is None or not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one")
-    found = file_digest(path)
-    if found != expected:
-        raise CheckpointError(
-            f"{path} is damaged: its sha256 is {found[:16]}…, the manifest says {expected[:16]}…; use another "
-            "checkpoint"
-        )
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def model_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
-    """Trained parameters and persistent buffers on the CPU, by name, each owning its memory."""
-    tensors = dict(engine.export_weights())
-    tensors.update(_persistent_buffers(engine.model))
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    kept = model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
-def _optimizer_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
-    if engine.optimizer is None:
-        raise CheckpointError("the engine has no optimiser to save; leave it out of checkpoint.save_contents")
-    out: dict[str, Tensor] = {}
-    for name, parameter in engine.weights.named:
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            out[f"{name}|{key}"] = tensor.cpu().contiguous()
-    return out
-
-
-def _save_extra(engine: "TorchEngine", folder: Path) -> None:
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    extra = {
-        "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "skipped_steps": engine.skipped_steps,
-        "python_rng": [version, list(internal), gauss],
-        "numpy_rng": [name, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
-    }
-    generators = {"cpu": torch.get_rng_state()}
-    if engine.device.type != "cpu":
-        generators["device"] = torch.get_device_module(engine.device).get_rng_state().cpu()
-    atomic_write_text(folder / "extra.json", json.dumps(extra))
-    save_file(generators, folder / "extra.safetensors")
-
-
-def _read(folder: Path, part: str, device: torch.device) -> Any:
-    if part == "extra":
-        generators = load_file(folder / "extra.safetensors")
-        if device.type != "cpu" and "device" not in generators:
-            raise CheckpointError(
-                f"{folder} was saved on a CPU and holds no generator state for {device.type}; resume on the same kind "
-                "of device, or leave extra out of checkpoint.load_contents"
+def _check_complete(index: Index, folder: Path, part: str) -> None:
+    for name, entry in index.items():
+        if entry.missing:
+            raise DamagedCheckpoint(
+                f"{folder}/{MANIFEST} lacks {entry.missing} elements of {part} tensor {name}; use another checkpoint"
             )
-        return json.loads((folder / "extra.json").read_text()), generators
-    return load_file(folder / f"{part}.safetensors")
 
 
-def _check_tensors(here: dict[str, Tensor], there: dict[str, Tensor], path: Path) -> None:
+def _check_fits(here: dict[str, Tensor], there: Index, folder: Path) -> None:
     missing, unknown = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
     differences = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in unknown]
     for name in sorted(here.keys() & there.keys()):
         ours, theirs = here[name], there[name]
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        if ours.shape != tuple(theirs.shape) or ours.dtype != theirs.torch_dtype:
             differences.append(
-                f"{name} is {theirs.dtype} {tuple(theirs.shape)}, the model's {ours.dtype} {tuple(ours.shape)}"
+                f"{name} is {theirs.torch_dtype} {tuple(theirs.shape)}, the model's {ours.dtype} {tuple(ours.shape)}"
             )
     if differences:
         raise CheckpointError(
-            f"{path} does not fit the model, {len(differences)} tensors differ: {'; '.join(differences[:5])}. "
+            f"{folder} does not fit the model, {len(differences)} tensors differ: {'; '.join(differences[:5])}. "
             "Use the model and the types (model_dtype) of the run that saved it"
         )
 
 
-def _check_optimizer(engine: "TorchEngine", tensors: dict[str, Tensor], folder: Path) -> None:
-    shapes = {name: parameter.shape for name, parameter in engine.weights.named}
-    for full_name, tensor in tensors.items():
+def _check_optimizer(engine: "TorchEngine", index: Index, folder: Path) -> None:
+    shapes = {name: tuple(parameter.shape) for name, parameter in engine.weights.named}
+    for full_name, entry in index.items():
         name = full_name.rpartition("|")[0]
-        if name not in shapes or (tensor.dim() > 0 and tensor.shape != shapes[name]):
+        if name not in shapes or (entry.shape and tuple(entry.shape) != shapes[name]):
             raise CheckpointError(
-                f"{folder}/optimizer.safetensors: {full_name} {tuple(tensor.shape)} fits no parameter of the model; "
-                "resume with the model and optim.optimizer that saved it"
+                f"{folder}: optimiser state {full_name} {tuple(entry.shape)} fits no parameter of the model; resume "
+                "with the model and optim.optimizer that saved it"
             )
 
 
 @torch.no_grad()
-def _restore_model(engine: "TorchEngine", tensors: dict[str, Tensor]) -> None:
-    for name, value in (*engine.export_weights(), *_persistent_buffers(engine.model).items()):
-        value.copy_(tensors[name])
+def _restore_model(engine: "TorchEngine", reader: Reader) -> None:
+    for name, tensor in model_tensors(engine).items():
+        mine = held(tensor, engine.rank)
+        mine.local.copy_(reader.read(name, mine.box))
     engine.weights.publish()
 
 
-def _restore_optimizer(engine: "TorchEngine", tensors: dict[str, Tensor]) -> None:
-    assert engine.optimizer is not None
-    index = {id(p): i for i, p in enumerate(p for g in engine.optimizer.param_groups for p in g["params"])}
+def _restore_optimizer(engine: "TorchEngine", reader: Reader) -> None:
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    parameters = dict(engine.weights.named)
     state: dict[int, dict[str, Tensor]] = {}
-    by_name = {name: index[id(p)] for name, p in engine.weights.named if id(p) in index}
-    for full_name, tensor in tensors.items():
+    for full_name, entry in reader.index.items():
         name, _, key = full_name.rpartition("|")
-        state.setdefault(by_name[name], {})[key] = tensor
-    groups = engine.optimizer.state_dict()["param_groups"]
-    engine.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        parameter = parameters[name]
+        mine = held(parameter, engine.rank)
+        value = reader.read(full_name, mine.box if entry.shape else None)
+        if entry.shape and isinstance(parameter, DTensor):
+            value = _like(parameter, value, mine)
+        state.setdefault(index[id(parameter)], {})[key] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _restore_extra(engine: "TorchEngine", saved: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
-    extra, generators = saved
-    if engine.lr_scheduler is not None and extra["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(extra["schedule"])
-    engine.skipped_steps = int(extra["skipped_steps"])
-    version, internal, gauss = extra["python_rng"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = extra["numpy_rng"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(generators["cpu"])
-    if engine.device.type != "cpu":
-        torch.get_device_module(engine.device).set_rng_state(generators["device"])
+def _like(parameter: DTensor, local: Tensor, mine: Held) -> DTensor:
+    return DTensor.from_local(
+        local.to(mine.local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
-_RESTORE = {"model": _restore_model, "optimizer": _restore_optimizer, "extra": _restore_extra}
+Extra = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]
+
+
+def _read_extra(engine: "TorchEngine", folder: Path, saved_by: int) -> Extra:
+    """(What rank 0 saved, this rank's own generators where as many ranks saved as load, their tensors)."""
+    first = json.loads((folder / _file_name("extra", saved_by, 0)).with_suffix(".json").read_text())
+    if saved_by != engine.world_size:
+        return first, None, {}
+    path = folder / _file_name("extra", saved_by, engine.rank)
+    generators = rng.read(path)
+    rng.check_generator_states(generators, engine.device)
+    return first, json.loads(path.with_suffix(".json").read_text()), generators
+
+
+def _restore_extra(
+    engine: "TorchEngine", first: dict[str, Any], numbers: dict[str, Any] | None, generators: dict[str, Tensor]
+) -> None:
+    if engine.lr_scheduler is not None and first["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(first["schedule"])
+    engine.skipped_steps = int(first["skipped_steps"])
+    if numbers is not None:
+        rng.restore_generators(numbers, generators, engine.device)
+    else:
+        rng.derive_generators(json.dumps(first["python_rng"]), engine.rank, engine.world_size)
 
 
 def _check_contents(contents: tuple[str, ...], key: str) -> None:

@@ -33,6 +33,7 @@ from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.offload import move_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
 from verl.workers.engine.precision import MasterWeights, Precision
+from verl.workers.engine.saving import Saving
 from verl.workers.engine.totals import Totals
 from verl.workers.engine.weights import Weights
 
@@ -57,6 +58,7 @@ class TorchEngine(BaseEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: LearningRateSchedule | None = None
         self.skipped_steps = 0
+        self.saving: Saving | None = None
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -290,8 +292,12 @@ class TorchEngine(BaseEngine):
         return self.weights.full_tensors()
 
     def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:
-        """Write `contents` into `folder`; the manifest with digests comes last."""
+        """Write `contents` into `folder`, or begin to (checkpoint.async_save); the manifest with digests comes last."""
         checkpoint.save_engine(self, Path(folder), tuple(contents or self.checkpoint_config.save_contents))
+
+    def finish_save(self, wait: bool = True) -> bool:
+        """Whether no save is under way any more; raises what went wrong in one. A collective."""
+        return checkpoint.finish_save(self, wait)
 
     def load(self, folder: Path, contents: Sequence[str] | None = None) -> None:
         """Restore `contents` from `folder` after checking every digest, name and shape."""

@@ -1,0 +1,116 @@
+"""Sequences spread over ranks and micro-steps: everything once, equal work, equal numbers of forwards."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl.data.balance import Shard, costs_of, spread
+from verl.data.batch import Batch, cumulative
+from verl.data.packing import MicroBatching
+from verl.utils.errors import ConfigError
+
+ATTENTION = 3000.0
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    cu_seqlens = cumulative(torch.tensor(lengths, dtype=torch.int64))
+    total = int(cu_seqlens[-1])
+    columns = {"tokens": torch.arange(total), "loss_mask": torch.ones(total, dtype=torch.bool)}
+    return Batch(cu_seqlens, columns, {})
+
+
+def log_normal(count: int, seed: int, sigma: float = 1.0, longest: int = 4096) -> list[int]:
+    draws = np.random.default_rng(seed).lognormal(6.0, sigma, count)
+    return np.clip(draws, 2, longest).astype(int).tolist()
+
+
+def step_costs(lengths: list[int], shards: list[Shard]) -> np.ndarray:
+    """(K, R) by hand: tokens plus squared length over ATTENTION."""
+    plans = [shard.micro.plan for shard in shards]
+    assert len({len(plan) for plan in plans}) == 1
+    return np.array(
+        [
+            [
+                sum(n + n * n / ATTENTION for n in (lengths[shard.rows[i]] for i in plan[k]))
+                for shard, plan in zip(shards, plans, strict=True)
+            ]
+            for k in range(len(plans[0]))
+        ]
+    )
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize(("count", "ranks"), [(1, 2), (3, 4), (50, 2), (257, 4)])
+@pytest.mark.parametrize(
+    "micro", [MicroBatching(max_tokens=5000), MicroBatching(max_sequences=3), MicroBatching(5000, 7)]
+)
+def test_every_sequence_is_in_one_micro_batch_of_one_rank_within_the_limits(count, ranks, micro, balanced):
+    lengths = log_normal(count, seed=count)
+    shards = spread(batch_of(lengths), ranks, micro, ATTENTION, balanced)
+    assert len(shards) == ranks
+    assert sorted(row for shard in shards for row in shard.rows) == list(range(count))
+    assert len({len(shard.micro.plan) for shard in shards}) == 1  # the same number of forwards everywhere
+    for shard in shards:
+        assert list(shard.rows) == sorted(shard.rows)
+        assert sorted(i for part in shard.micro.plan for i in part) == list(range(len(shard.rows)))
+        for part in shard.micro.plan:
+            assert sum(lengths[shard.rows[i]] for i in part) <= (micro.max_tokens or 1 << 60)
+            assert len(part) <= (micro.max_sequences or 1 << 60)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("sigma", [0.4, 0.7, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_micro_step_costs_nearly_the_same_on_every_rank(ranks, sigma, seed):
+    lengths = log_normal(32 * ranks, seed, sigma)
+    shards = spread(batch_of(lengths), ranks, MicroBatching(max_tokens=8192), ATTENTION)
+    costs = step_costs(lengths, shards)
+    dearest_sequence = max(n + n * n / ATTENTION for n in lengths)  # nobody can split it
+    assert (costs.max(1) <= 1.05 * np.maximum(costs.mean(1), dearest_sequence)).all()
+    if costs.mean() > dearest_sequence:
+        assert (costs.max(1) / costs.mean(1)).max() <= 1.05
+
+
+def test_no_micro_batch_is_empty_where_there_is_work_for_all():
+    lengths = log_normal(128, seed=3)
+    shards = spread(batch_of(lengths), 4, MicroBatching(max_tokens=8192), ATTENTION)
+    assert all(part for shard in shards for part in shard.micro.plan)
+
+
+def test_there_are_no_more_micro_steps_than_the_tokens_need():
+    lengths = log_normal(256, seed=5)
+    shards = spread(batch_of(lengths), 4, MicroBatching(max_tokens=8192), ATTENTION)
+    assert len(shards[0].micro.plan) == -(-sum(lengths) // (8192 * 4))
+
+
+def test_unbalanced_keeps_the_order_and_shares_by_number():
+    shards = spread(batch_of([9, 1, 1, 1, 1]), 2, MicroBatching(max_tokens=10), balanced=False)
+    assert [shard.rows for shard in shards] == [(0, 1), (2, 3, 4)]
+    assert shards[0].micro.plan == ((0, 1),) and shards[1].micro.plan == ((0, 1, 2),)
+
+
+def test_fewer_sequences_than_ranks_leave_empty_parts():
+    shards = spread(batch_of([5, 4]), 3, MicroBatching(max_tokens=10))
+    assert sorted(len(shard.rows) for shard in shards) == [0, 1, 1]
+    assert all(len(shard.micro.plan) == 1 for shard in shards)
+
+
+def test_one_rank_keeps_its_own_way_of_cutting():
+    (shard,) = spread(batch_of([3, 2]), 1, MicroBatching(max_tokens=10))
+    assert shard.rows == (0, 1) and shard.micro.plan is None
+
+
+def test_a_sequence_over_the_budget_is_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match="11 tokens"):
+        spread(batch_of([3, 11]), 2, MicroBatching(max_tokens=10))
+
+
+def test_the_plan_is_the_same_wherever_it_is_made():
+    lengths = log_normal(64, seed=9)
+    plans = [spread(batch_of(lengths), 4, MicroBatching(max_tokens=8192), ATTENTION) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_attention_makes_long_sequences_dearer_than_their_tokens():
+    assert costs_of([1000, 3000], ATTENTION).tolist() == [1000 + 1000 / 3, 6000.0]
+    assert costs_of([1000], float("inf")).tolist() == [1000.0]

@@ -1,0 +1,111 @@
+"""Safetensors files written tensor by tensor: hashed on the way, flushed to disk, one tensor in memory at a time."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class TensorFile:
+    """A safetensors file of `tensors` (meta tensors will do), which are then added in that order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
+        self.path, self.waiting = path, {name: (t.dtype, t.shape) for name, t in tensors.items()}
+        self._hash = hashlib.sha256()
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
+        self._put(_header(self.waiting))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor; it must be the one that was announced."""
+        expected = next(iter(self.waiting), None)
+        assert expected == name and self.waiting.pop(name) == (tensor.dtype, tensor.shape), (
+            f"{self.path}: {expected} was announced, {name} {tensor.dtype} {tuple(tensor.shape)} came"
+        )
+        self._put(raw_bytes(tensor))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        self._file.write(data)
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        self._file.close()
+
+    def close(self) -> None:
+        """Flush the file to disk; everything announced must be there."""
+        assert not self.waiting, f"{self.path} lacks {next(iter(self.waiting))}"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    @property
+    def digest(self) -> str:
+        """sha256, in hexadecimal, of what was written: what the file must hold from now on."""
+        return self._hash.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """All of `tensors` as one safetensors file; its sha256. Those on a device visit the host one by one."""
+    with TensorFile(path, tensors) as file:
+        for name, tensor in tensors.items():
+            file.add(name, tensor)
+    return file.digest
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The elements of a tensor as they lie in a file."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 over type, shape and bytes."""
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    found.update(raw_bytes(tensor))
+    return found.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all elements."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _header(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + shape.numel() * dtype.itemsize
+        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,250 @@
+"""Local ranks in processes of their own, without Ray: spawned, joined by torch.distributed, called over pipes.
+
+The driver sends calls and keeps a future for each; one thread collects the answers and watches the processes, so a
+rank that dies is named at once, whatever the others wait for. What ranks write to stderr appears on the driver's, and
+the end of it in the error when one dies.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.runtime import serving
+from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.torchrun import Rank
+from verl.runtime.wire import pack, unpack
+from verl.utils.errors import WorkerError
+
+GRACE_S = 5.0  # after a failure on one rank: how long the others may take to come back before they are ended
+LAST_WORDS = 4000  # bytes of a rank's stderr that are quoted when it dies
+
+
+@dataclass
+class _Call:
+    """A method called on some ranks: what each will answer, and the failure that came first."""
+
+    method: str
+    futures: dict[int, Future] = field(default_factory=dict)
+    first_error: WorkerError | None = None
+
+
+class ProcessGroup(WorkerGroup):
+    """`layout.world_size` local processes, each with the worker that `factory()` builds there.
+
+    `factory` must be importable there, and the program's main module must guard what it runs
+    (`if __name__ == "__main__":`). Arguments and results are what wire.py carries. Ranks of one replica follow each
+    other. Raises WorkerError when a rank fails or dies; after a death the group is lost and its processes have ended.
+    """
+
+    def __init__(self, factory: Callable[[], Any], layout: Layout):
+        self.layout = layout
+        self._numbers = itertools.count(serving.BUILD)
+        self._calls: dict[int, _Call] = {}
+        self._lock = threading.Lock()
+        self._failure: WorkerError | None = None
+        self._closing = False
+        self._start(factory)
+        _, building = self._expect("__init__", range(layout.world_size))
+        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            self._results(building)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, factory: Callable[[], Any]) -> None:
+        context, size = multiprocessing.get_context("spawn"), self.layout.world_size
+        listener = socket.create_server((serving.ADDRESS, 0))  # so that only this machine can reach the store
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            serving.ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._connections: list[connection.Connection] = []
+        self._stderrs: list[connection.Connection] = []
+        self._last_words = [b""] * size
+        self._processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            heard, said = context.Pipe(duplex=False)
+            args = (Rank(rank, size, rank, size), port, _loopback(), theirs, said, factory)
+            process = context.Process(target=serving.serve, args=args, daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()  # its end is seen here once the process is gone
+            said.close()
+            self._connections.append(ours)
+            self._stderrs.append(heard)
+            self._processes.append(process)
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def broadcast(self, method: str, *args: Any) -> list[Any]:
+        ranks = range(self.layout.world_size)
+        number, call = self._expect(method, ranks)
+        self._send(ranks, [(number, method)], [args])
+        return self._results(call)
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        dp, replica = self.layout.dp, self.layout.ranks_per_replica
+        if len(shards) != dp:
+            raise ValueError(f"{dp} data-parallel groups take one shard each, got {len(shards)}")
+        number, call = self._expect(method, range(self.layout.world_size))
+        for group, shard in enumerate(shards):
+            self._send(range(group * replica, (group + 1) * replica), [(number, method)], [(shard, *args)])
+        return self._results(call)[::replica]
+
+    def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
+        """Begin one call of `method` on `rank` per tuple; coroutines of one post start together."""
+        calls = [self._expect(method, [rank]) for _ in arguments]
+        self._send([rank], [(number, method) for number, _ in calls], list(arguments))
+        return [call.futures[rank] for _, call in calls]
+
+    def _expect(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
+        call = _Call(method, {rank: Future() for rank in ranks})
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._closing:
+                raise WorkerError(min(ranks), method, "the group was closed; build a new one")
+            number = next(self._numbers)
+            self._calls[number] = call
+        return number, call
+
+    def _send(self, ranks: Sequence[int], calls: list[tuple[int, str]], arguments: list[tuple[Any, ...]]) -> None:
+        header, body = pack(calls), pack(arguments)  # both before anything is sent: what cannot travel is an error here
+        for rank in ranks:
+            try:
+                self._connections[rank].send_bytes(header)
+                self._connections[rank].send_bytes(body)
+            except OSError:
+                self._died(rank)
+
+    def _results(self, call: _Call) -> list[Any]:
+        """Every rank's answer; the failure that came first, and the end of the group where ranks hang after it."""
+        futures = list(call.futures.values())
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            _, stuck = wait(futures, timeout=GRACE_S)
+            error = self._failure or call.first_error
+            assert error is not None
+            if stuck:
+                self._fail(error)
+            raise error
+        return [future.result() for future in futures]
+
+    # --- answers, in a thread of its own ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        answers: dict[Any, int] = {c: rank for rank, c in enumerate(self._connections)}
+        stderrs: dict[Any, int] = {c: rank for rank, c in enumerate(self._stderrs)}
+        while answers or stderrs:
+            ready = connection.wait([*answers, *stderrs])
+            for pipe in [pipe for pipe in ready if pipe in stderrs]:
+                if not self._hear(stderrs[pipe]):
+                    del stderrs[pipe]
+            for pipe in [pipe for pipe in ready if pipe in answers]:
+                rank = answers[pipe]
+                try:
+                    number, succeeded, value = unpack(self._connections[rank].recv_bytes())
+                except (EOFError, OSError):
+                    del answers[pipe]
+                    self._died(rank)
+                else:
+                    self._settle(rank, number, succeeded, value)
+
+    def _hear(self, rank: int) -> bool:
+        """Pass on what the rank wrote to stderr; False at its end."""
+        try:
+            said = os.read(self._stderrs[rank].fileno(), 1 << 16)
+        except OSError:
+            return False
+        self._last_words[rank] = (self._last_words[rank] + said)[-LAST_WORDS:]
+        for line in said.decode(errors="replace").splitlines():
+            print(f"[rank {rank}] {line}", file=sys.stderr)
+        return bool(said)
+
+    def _settle(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
+        with self._lock:
+            call = self._calls[number]
+            future = call.futures[rank]
+            if future.done():
+                return
+            if not succeeded:
+                error = WorkerError(rank, call.method, value)
+                call.first_error = call.first_error or error
+            if all(other.done() or other is future for other in call.futures.values()):
+                del self._calls[number]
+        future.set_result(value) if succeeded else future.set_exception(error)
+
+    def _died(self, rank: int) -> None:
+        if self._closing or self._failure is not None:
+            return
+        with self._lock:
+            at_work = [call.method for call in self._calls.values() if rank in call.futures]
+        process = self._processes[rank]
+        process.join(GRACE_S)
+        while connection.wait([self._stderrs[rank]], timeout=0) and self._hear(rank):
+            pass
+        reason = f"its process {_end_of(process.exitcode)}"
+        if words := self._last_words[rank].decode(errors="replace").strip():
+            reason += f"\nits last words on stderr:\n{words}"
+        self._fail(WorkerError(rank, at_work[0] if at_work else "between calls", reason))
+
+    def _fail(self, error: WorkerError) -> None:
+        """The group is lost: every call in flight fails with `error`, every process ends."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            waiting = [f for call in self._calls.values() for f in call.futures.values() if not f.done()]
+            self._calls.clear()
+        for future in waiting:
+            future.set_exception(error)
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        """Ask the ranks to end; kill those that do not within a few seconds."""
+        if self._closing:
+            return
+        self._closing = True
+        for pipe in self._connections:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+        for process in self._processes:
+            process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _end_of(code: int | None) -> str:
+    """How a process ended, and what to do about it."""
+    if code is None:
+        return "closed its connection but goes on; it was ended"
+    if code >= 0:
+        return f"ended with exit code {code}; code of its own ended it (sys.exit, os._exit): look above"
+    name = signal.Signals(-code).name
+    if code == -signal.SIGKILL:
+        return (
+            f"was killed by {name}, as the kernel does when memory runs out (see dmesg); use fewer ranks, smaller "
+            "*_max_token_len_per_gpu, or param_offload, and resume from the last checkpoint"
+        )
+    return f"was killed by {name}; resume from the last checkpoint, and report it if it comes back"
+
+
+def _loopback() -> str | None:
+    """The name of the interface that only this machine reaches."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)

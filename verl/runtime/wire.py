@@ -1,0 +1,115 @@
+"""Calls and answers as bytes between the driver and its ranks: JSON that points into the bytes of the tensors.
+
+Nothing here can run code when it is read. What travels: None, booleans, numbers, strings, paths, lists, tuples,
+dictionaries, tensors, `Batch`, `Metrics` and the dataclasses of this package.
+"""
+
+import dataclasses
+import importlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+
+_ALIGNMENT = 16  # tensors start at multiples of it
+
+
+class NotCarriedError(TypeError):
+    """A value of a type that the wire does not carry."""
+
+
+def pack(item: Any) -> bytes:
+    """The bytes of `item`; its tensors arrive on the CPU, without gradient."""
+    tensors: list[Tensor] = []
+    text = json.dumps(_described(item, tensors)).encode()
+    head = struct.pack("<Q", len(text)) + text
+    parts = [head + b"\0" * (-len(head) % _ALIGNMENT)]
+    for tensor in tensors:
+        data = tensor.numpy().tobytes()
+        parts.append(data + b"\0" * (-len(data) % _ALIGNMENT))
+    return b"".join(parts)
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given."""
+    (size,) = struct.unpack_from("<Q", data)
+    start = 8 + size
+    return _restored(json.loads(data[8:start]), _Tensors(data, start + -start % _ALIGNMENT))
+
+
+def _described(item: Any, tensors: list[Tensor]) -> Any:
+    """`item` as JSON: plain values as they are, everything else as [kind, …]."""
+    if item is None or type(item) in (bool, int, float, str):
+        return item
+    if type(item) in (list, tuple):
+        if all(type(value) in (int, float) for value in item):  # token ids, log-probs: thousands of them
+            return [type(item).__name__, 0, list(item)]
+        return [type(item).__name__, 1, [_described(value, tensors) for value in item]]
+    if type(item) is dict:
+        return ["dict", [[_described(part, tensors) for part in pair] for pair in item.items()]]
+    if isinstance(item, Tensor):
+        flat = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        tensors.append(flat)
+        return ["tensor", str(item.dtype).removeprefix("torch."), list(item.shape), flat.numel()]
+    if isinstance(item, Path):
+        return ["path", str(item)]
+    if isinstance(item, Batch):
+        return ["batch", _described([item.cu_seqlens, item.token_columns, item.sequence_columns], tensors)]
+    if isinstance(item, Metrics):
+        return ["metrics", item.state()]
+    kind = type(item)
+    if dataclasses.is_dataclass(item) and kind.__module__.startswith("verl."):
+        values = {field.name: _described(getattr(item, field.name), tensors) for field in dataclasses.fields(item)}
+        return ["dataclass", kind.__module__, kind.__qualname__, values]
+    raise NotCarriedError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot travel between driver and ranks; send numbers, strings, "
+        "paths, lists, dictionaries, tensors, batches, metrics or dataclasses of this package"
+    )
+
+
+class _Tensors:
+    """The tensors of a message, in the order in which they are asked for; they share its bytes."""
+
+    def __init__(self, data: bytes, start: int):
+        self.data, self.start = bytearray(data[start:]), 0
+
+    def next(self, dtype: str, shape: list[int], size: int) -> Tensor:
+        kind = getattr(torch, dtype)
+        if size == 0:
+            return torch.empty(shape, dtype=kind)
+        tensor = torch.frombuffer(self.data, dtype=kind, offset=self.start, count=size // kind.itemsize)
+        self.start += size + -size % _ALIGNMENT
+        return tensor.reshape(shape)
+
+
+def _restored(item: Any, tensors: _Tensors) -> Any:
+    if not isinstance(item, list):
+        return item
+    kind, *rest = item
+    if kind in ("list", "tuple"):
+        values = [_restored(value, tensors) for value in rest[1]] if rest[0] else rest[1]
+        return values if kind == "list" else tuple(values)
+    if kind == "dict":
+        return {_restored(key, tensors): _restored(value, tensors) for key, value in rest[0]}
+    if kind == "tensor":
+        return tensors.next(*rest)
+    if kind == "path":
+        return Path(rest[0])
+    if kind == "batch":
+        return Batch(*_restored(rest[0], tensors))
+    if kind == "metrics":
+        return Metrics.from_state(rest[0])
+    return _dataclass(*rest[:2])(**{name: _restored(value, tensors) for name, value in rest[2].items()})
+
+
+def _dataclass(module: str, name: str) -> type:
+    found = getattr(importlib.import_module(module), name, None) if module.startswith("verl.") else None
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise NotCarriedError(f"{module}.{name} is not a dataclass of this package; both ends must run one version")
+    return found
