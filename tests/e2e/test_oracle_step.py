@@ -14,6 +14,7 @@ from verl.config import ActorConfig, AlgorithmConfig, FSDPEngineConfig, FSDPOpti
 from verl.data.batch import Batch
 from verl.data.packing import MicroBatching
 from verl.data.trajectory import Trajectory
+from verl.models.float64 import keep_float64
 from verl.workers.engine.base import EngineRegistry
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "grpo_one_file.py"
@@ -44,6 +45,7 @@ def policy(tmp_path_factory):
     model = oracle.tiny_model(seed=3).double()
     folder = tmp_path_factory.mktemp("policy")
     model.save_pretrained(folder)
+    keep_float64(model)
     return model, folder
 
 

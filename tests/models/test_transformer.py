@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine_cases import SHAPE, VOCABULARY
-from verl.models.attention import Packing, use_packed_attention
+from verl.models.attention import use_packed_attention
+from verl.models.attention_kernels import Packing
 from verl.models.registry import FAMILIES, runs_packed
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

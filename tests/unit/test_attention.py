@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from verl.models.attention import Packing, packed_attention
+from verl.models.attention import packed_attention
+from verl.models.attention_kernels import Packing
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 

@@ -35,6 +35,10 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         (["algorithm.gamma=1.1"], ["gamma=1.1"]),
         (["model_engine=megatron", f"{ACTOR}.strategy=fsdp2"], ["megatron", "fsdp2"]),
         (
+            [f"{ACTOR}.use_prefix_grouper=True", "actor_rollout_ref.model.use_remove_padding=False"],
+            ["use_prefix_grouper=True needs"],
+        ),
+        (
             [f"{ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.model.use_remove_padding=False"],
             ["use_remove_padding"],
         ),

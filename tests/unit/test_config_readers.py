@@ -15,7 +15,6 @@ WAITING = {
     "saving in the background, LoRA": "*.async_save *.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
     "head kernels": "*.use_torch_compile *.impl_backend",
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
-    "prefix sharing": "*.use_prefix_grouper",
     "profiling": "*profiler.* trainer.profile_interval",
     "the VeOmni engine": "*.veomni.*",
     "agents with tools": "*.multi_turn.* *.agent.* data.tool_config_path data.function_tool_path",

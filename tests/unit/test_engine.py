@@ -17,6 +17,7 @@ from tests.engine_cases import (
     tiny_qwen3,
 )
 from verl.data.packing import MicroBatching
+from verl.models.float64 import keep_float64
 from verl.utils.errors import CheckpointError, ConfigError
 
 HEADS = ["eager", "chunked", "fused"]
@@ -62,6 +63,7 @@ def test_gradient_equals_one_sequence_at_a_time_in_float64(folder, untied_folder
     where = folder if tied else untied_folder
     batch = random_batch()
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64, attn_implementation="plain_test")
+    keep_float64(model)
     loss, expected, logprobs = naive_gradient(model, batch, temperature=0.7)
     engine = build_engine(where, head_mode=mode, model={"use_remove_padding": packed})
     result = engine.forward_backward(batch, SquaredLogprob(), MicroBatching(max_tokens=20), temperature=0.7)
@@ -92,6 +94,7 @@ def test_forward_gives_results_in_input_order_and_zero_outside_the_mask(folder):
     batch, engine = random_batch(), build_engine(folder)
     out = engine.forward(batch, ("logprobs", "entropy"), MicroBatching(max_tokens=14))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="plain_test")
+    keep_float64(model)
     _, _, expected = naive_gradient(model, batch, 1.0)
     torch.testing.assert_close(out["logprobs"], expected, rtol=1e-10, atol=1e-12)
     assert not out["logprobs"].requires_grad
@@ -127,6 +130,7 @@ def test_critic_values_are_those_of_the_state_before_the_token(folder, tmp_path)
     engine.optim_step()
     engine.save(tmp_path / "saved", ("hf_model",))
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved" / "huggingface", dtype=torch.float64)
+    keep_float64(model)
     values = engine.forward(batch, ("values",), MicroBatching(max_tokens=16))["values"]
     start, end = int(batch.cu_seqlens[2]), int(batch.cu_seqlens[3])
     alone = model.eval()(input_ids=batch["tokens"][None, start:end]).logits[0, :, 0]
@@ -181,10 +185,11 @@ def test_other_families_give_the_log_probs_of_their_own_logits(tmp_path, family,
     batch, engine = random_batch(), build_engine(folder)
     found = engine.forward(batch, ("logprobs",), MicroBatching(max_tokens=30), temperature=0.7)["logprobs"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="plain_test").eval()
+    keep_float64(model)
     for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         tokens, mask = batch["tokens"][start:end], batch["loss_mask"][start:end]
         alone = naive_logprobs(model, tokens, 0.7)[:-1].gather(1, tokens[1:, None])[:, 0]
-        torch.testing.assert_close(found[start:end][mask], alone[mask[1:]].detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found[start:end][mask], alone[mask[1:]].detach(), rtol=1e-10, atol=1e-12)
 
 
 def test_logits_that_are_bounded_are_refused_by_name(tmp_path):

@@ -173,6 +173,10 @@ def _engines(config: RunConfig) -> None:
         if shards.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
             size = shards.ulysses_sequence_parallel_size
             raise ConfigError(f"{role}.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
+    if arr.actor.use_prefix_grouper and not arr.model.use_remove_padding:
+        raise ConfigError(
+            "actor_rollout_ref.actor.use_prefix_grouper=True needs actor_rollout_ref.model.use_remove_padding=True"
+        )
 
 
 def _run(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ import heapq
 from dataclasses import dataclass
 
 from verl.data.batch import Batch
+from verl.data.prefixes import prompt_groups, prompt_lengths
 from verl.utils.errors import ConfigError
 
 
@@ -13,11 +14,13 @@ class MicroBatching:
 
     A `plan` names the sequences of every forward instead: rows of the shard, dealt out for all ranks at once (see
     balance.py). An empty forward is one that only other ranks have something for.
+    With `share_prefixes` a prompt that several sequences of a forward begin with is computed once, and counts once.
     """
 
     max_tokens: int | None = None
     max_sequences: int | None = None
     plan: tuple[tuple[int, ...], ...] | None = None
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in (("max_tokens", self.max_tokens), ("max_sequences", self.max_sequences)):
@@ -33,6 +36,8 @@ def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
     """
     if micro.plan is not None:
         return [list(part) for part in micro.plan]
+    if micro.share_prefixes:
+        return split_sharing(batch, micro.max_tokens, micro.max_sequences)
     return cut(batch.lengths.tolist(), micro)
 
 
@@ -51,12 +56,7 @@ def pack_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | Non
     """
     if not lengths:
         return []
-    longest = max(lengths)
-    if longest > max_tokens:
-        raise ConfigError(
-            f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
-            f"*_max_token_len_per_gpu to at least {longest} or lower data.max_prompt_length/max_response_length"
-        )
+    _check_longest(max(lengths), max_tokens)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     max_members = max_sequences or len(lengths)
     count = max(-(-sum(lengths) // max_tokens), -(-len(lengths) // max_members))
@@ -64,6 +64,41 @@ def pack_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | Non
         groups = _spread(order, lengths, count, max_members)
         if all(sum(lengths[i] for i in group) <= max_tokens for group in groups):
             return [sorted(group) for group in groups if group]
+        count += 1
+
+
+def _check_longest(longest: int, max_tokens: int) -> None:
+    if longest > max_tokens:
+        raise ConfigError(
+            f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
+            f"*_max_token_len_per_gpu to at least {longest} or lower data.max_prompt_length/max_response_length"
+        )
+
+
+def split_sharing(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
+    """Index lists as of `split_micro_batches` that keep sequences with the same prompt together and count it once.
+
+    A group over the budget is cut into as few parts as hold it, each with the prompt.
+    """
+    lengths, groups, most = batch.lengths.tolist(), prompt_groups(batch), max_sequences or max(batch.num_sequences, 1)
+    if max_tokens is None:
+        order = [i for group in groups for i in group]
+        return [order[start : start + most] for start in range(0, len(order), most)]
+    prompts = prompt_lengths(batch)
+    units, costs = [], []
+    for group in groups:
+        prompt = prompts[group[0]]
+        _check_longest(max(lengths[i] for i in group), max_tokens)
+        for part in pack_by_tokens([lengths[i] - prompt for i in group], max(max_tokens - prompt, 1), max_sequences):
+            units.append([group[place] for place in part])
+            costs.append(prompt + sum(lengths[i] - prompt for i in units[-1]))
+    order, count = sorted(range(len(units)), key=lambda unit: (-costs[unit], unit)), -(-sum(costs) // max_tokens)
+    while True:
+        bins = _spread(order, costs, count, len(units))
+        parts = [sorted(i for unit in part for i in units[unit]) for part in bins if part]
+        fits = all(sum(costs[unit] for unit in part) <= max_tokens for part in bins)
+        if fits and all(len(part) <= most for part in parts):
+            return parts
         count += 1
 
 

@@ -57,6 +57,16 @@ def runs_packed(config: PreTrainedConfig, wanted: bool) -> bool:
     return wanted and not family_of(config).padded_because
 
 
+def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
+    """Refuses to share prompts in a model that does not run packed: its padded rows hold one sequence each."""
+    if not packed:
+        reason = family_of(config).padded_because or "model.use_remove_padding=False asks for it"
+        raise ConfigError(
+            f"actor.use_prefix_grouper=True cannot be used with model family {config.model_type!r}, which runs "
+            f"padded: {reason}. Set actor.use_prefix_grouper=False"
+        )
+
+
 def check_head(config: PreTrainedConfig) -> None:
     """Refuses models whose logits are more than hidden states times a matrix, scaled."""
     cap = getattr(config, "final_logit_softcapping", None)

@@ -27,12 +27,16 @@ class Actor:
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
         self.train_micro = micro_batching(
-            actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+            actor.use_dynamic_bsz,
+            actor.ppo_max_token_len_per_gpu,
+            actor.ppo_micro_batch_size_per_gpu,
+            actor.use_prefix_grouper,
         )
         self.infer_micro = micro_batching(
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu,
             rollout.log_prob_micro_batch_size_per_gpu,
+            actor.use_prefix_grouper,
         )
 
     @property

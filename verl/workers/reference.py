@@ -17,7 +17,10 @@ class Reference:
         ref, rollout = config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.micro = micro_batching(
-            ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+            ref.log_prob_micro_batch_size_per_gpu,
+            config.actor_rollout_ref.actor.use_prefix_grouper,
         )
 
     def logprobs(self, batch: Batch) -> Tensor:

@@ -49,15 +49,17 @@ class EngineWorker:
         self.engine.load(folder, contents)
 
 
-def micro_batching(use_dynamic_bsz: bool, max_tokens: int, max_sequences: int | None) -> MicroBatching:
+def micro_batching(
+    use_dynamic_bsz: bool, max_tokens: int, max_sequences: int | None, share_prefixes: bool = False
+) -> MicroBatching:
     """Token budget where it is asked for or where nothing is, otherwise a fixed number of sequences."""
     if use_dynamic_bsz or max_sequences is None:
-        return MicroBatching(max_tokens=max_tokens or DEFAULT_MAX_TOKENS)
+        return MicroBatching(max_tokens=max_tokens or DEFAULT_MAX_TOKENS, share_prefixes=share_prefixes)
     if max_sequences < 1:
         raise ConfigError(
             f"a micro-batch of {max_sequences} sequences is impossible; use 1 or more, or use_dynamic_bsz"
         )
-    return MicroBatching(max_sequences=max_sequences)
+    return MicroBatching(max_sequences=max_sequences, share_prefixes=share_prefixes)
 
 
 class MiniBatches:

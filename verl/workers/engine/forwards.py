@@ -1,10 +1,11 @@
-"""Micro-batches, and one through the backbone: tokens in, one hidden state per token out, packed or padded.
+"""Micro-batches, and one through the backbone: tokens in, hidden states out, packed or padded, and the head's view.
 
-Shapes: N sequences, T packed tokens, L the longest sequence, D hidden.
+Shapes: N sequences, T packed tokens, U of them computed (fewer than T where prompts are shared), M needed by the head,
+L the longest sequence, D hidden.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from verl.data.batch import Batch
 from verl.data.packing import MicroBatching, split_micro_batches
-from verl.models.attention import Packing
+from verl.models.attention_kernels import Packing
+from verl.models.heads import needed_positions
+from verl.models.prefix_sharing import SharedPacking, order_for_sharing, share_prefixes
 
 ROWS = "_rows"  # column: where each token of a micro-batch was in the batch it is from
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The needed tokens that the computed ones predict."""
+
+    places: Tensor  # (M,) in the batch
+    sources: Tensor  # (M,) row of the hidden states that predicts each
 
 
 @dataclass(frozen=True)
@@ -22,18 +33,37 @@ class MicroBatch:
     """Some sequences of a batch on the model's device, and where their tokens came from."""
 
     batch: Batch
-    packing: Packing
-    position_ids: Tensor  # (T,)
+    packing: Packing | SharedPacking
+    input_ids: Tensor  # (U,)
+    position_ids: Tensor  # (U,)
+    targets: Targets | None = None  # None: every token is computed, in the order of the batch
     is_dummy: bool = False  # there only so that every rank makes the same number of forwards; adds nothing
     is_last: bool = False  # of its batch
 
     @classmethod
-    def of(cls, batch: Batch, indices: Sequence[int], device: torch.device, is_last: bool = False) -> "MicroBatch":
-        """The sequences at `indices`, shortest first, so that equally long ones are attended to in one call."""
+    def of(cls, batch: Batch, indices: Sequence[int], device: torch.device, share: bool = False) -> "MicroBatch":
+        """The sequences at `indices`, shortest first, so that equally long ones are attended to in one call.
+
+        With `share`, the tokens that several of them begin with are computed once. No indices make a dummy.
+        """
         lengths = batch.lengths.tolist()
         part = batch.select(sorted(indices, key=lengths.__getitem__)) if indices else _two_tokens(batch)
-        packing = Packing(tuple(part.lengths.tolist()), part.cu_seqlens.to(device, torch.int32))
-        return cls(part.to(device), packing, part.position_ids().to(device), not indices, is_last)
+        layout = None
+        if share and indices:
+            part = part.select(order_for_sharing(part))
+            layout = share_prefixes(part, device)
+        if layout is None:
+            packing, whole = Packing.of_lengths(part.lengths.tolist(), device), part.to(device)
+            return cls(whole, packing, whole["tokens"], whole.position_ids(), is_dummy=not indices)
+        places = needed_positions(part.cu_seqlens, part["loss_mask"], part["tokens"])
+        sources = layout.rows[places - 1]
+        return cls(
+            part.to(device),
+            layout.packing,
+            part["tokens"][layout.computed].to(device),
+            part.position_ids()[layout.computed].to(device),
+            Targets(places.to(device), sources.to(device)),
+        )
 
 
 def micro_batches(
@@ -56,7 +86,7 @@ def micro_batches(
         parts = [indices for indices in parts if any(sampled[i] for i in indices)]
         parts += [[]] * (most_on_any_rank(len(parts)) - len(parts))
     for number, indices in enumerate(parts, 1):
-        yield MicroBatch.of(slim, indices, device, is_last=number == len(parts))
+        yield replace(MicroBatch.of(slim, indices, device, micro.share_prefixes), is_last=number == len(parts))
 
 
 def _two_tokens(batch: Batch) -> Batch:
@@ -76,14 +106,59 @@ def place(out: dict[str, Tensor], columns: dict[str, Tensor], part: MicroBatch) 
         whole[rows] = columns[name].detach().to("cpu", whole.dtype)
 
 
+@dataclass(frozen=True)
+class HeadInput:
+    """Hidden states in which row t predicts token t+1 of the same sequence, and those sequences.
+
+    They are the micro-batch itself, or, where its tokens are not all computed in order, the needed tokens as one
+    sequence after a first token without meaning.
+    """
+
+    hidden: Tensor
+    tokens: Tensor
+    cu_seqlens: Tensor
+    needed: Tensor
+    places: Tensor | None = None  # of these tokens in the batch, the first one's without meaning
+    num_tokens: int = 0
+
+    def columns(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Columns (T,) of the micro-batch for these tokens."""
+        return columns if self.places is None else {name: column[self.places] for name, column in columns.items()}
+
+    def spread(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Values about these tokens as columns (T,) of the micro-batch, zero elsewhere."""
+        if self.places is None:
+            return values
+        return {
+            name: value.new_zeros(self.num_tokens).index_copy(0, self.places[1:], value[1:])
+            for name, value in values.items()
+        }
+
+
+def head_input(backbone: nn.Module, micro: MicroBatch, packed: bool) -> HeadInput:
+    """A micro-batch through the backbone."""
+    hidden, batch = hidden_states(backbone, micro, packed), micro.batch
+    if micro.targets is None:
+        return HeadInput(hidden, batch["tokens"], batch.cu_seqlens, batch["loss_mask"])
+    places = torch.cat([micro.targets.places.new_zeros(1), micro.targets.places])
+    return HeadInput(
+        hidden[micro.targets.sources],
+        batch["tokens"][places],
+        torch.tensor([0, len(places)]),
+        torch.ones_like(places, dtype=torch.bool),
+        places,
+        batch.num_tokens,
+    )
+
+
 def hidden_states(backbone: nn.Module, micro: MicroBatch, packed: bool) -> Tensor:
-    """(T, D) last hidden states."""
+    """(U, D) last hidden states of the computed tokens."""
     return _packed(backbone, micro) if packed else _padded(backbone, micro)
 
 
 def _packed(backbone: nn.Module, micro: MicroBatch) -> Tensor:
     out = backbone(
-        input_ids=micro.batch["tokens"][None],
+        input_ids=micro.input_ids[None],
         position_ids=micro.position_ids[None],
         cu_seqlens=micro.packing,
         use_cache=False,
@@ -93,7 +168,7 @@ def _packed(backbone: nn.Module, micro: MicroBatch) -> Tensor:
 
 def _padded(backbone: nn.Module, micro: MicroBatch) -> Tensor:
     """Rows padded on the right: what comes after a sequence cannot reach it through causal layers."""
-    tokens_NL = pad_sequence(micro.batch["tokens"].split(list(micro.packing.lengths)), batch_first=True)
+    tokens_NL = pad_sequence(micro.batch["tokens"].split(micro.batch.lengths.tolist()), batch_first=True)
     columns = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
     real_NL = columns[None] < micro.batch.lengths[:, None]
     out = backbone(input_ids=tokens_NL, attention_mask=real_NL.long(), use_cache=False)

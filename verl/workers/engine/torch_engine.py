@@ -20,15 +20,16 @@ from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig,
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.models.float64 import keep_float64
 from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass, token_values
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
 from verl.models.placement import move
-from verl.models.registry import check_head, logit_divisor, runs_packed
+from verl.models.registry import check_head, check_prefix_sharing, logit_divisor, runs_packed
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
-from verl.workers.engine.forwards import MicroBatch, hidden_states, micro_batches, place
+from verl.workers.engine.forwards import MicroBatch, head_input, micro_batches, place
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.offload import move_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
@@ -74,6 +75,8 @@ class TorchEngine(BaseEngine):
         if self.engine_config.full_determinism:
             torch.use_deterministic_algorithms(True)
         self.model = self._build_model()
+        if self.compute_dtype == torch.float64:
+            keep_float64(self.model)
         self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
         self.head_mode = self._head_mode()
         if not self.trains:
@@ -170,32 +173,36 @@ class TorchEngine(BaseEngine):
         return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
-        return micro_batches(batch, columns, micro or MicroBatching(), self.device, self._most_on_any_rank)
+        micro = micro or MicroBatching()
+        if micro.share_prefixes:
+            check_prefix_sharing(self.model.config, self.packed)
+        return micro_batches(batch, columns, micro, self.device, self._most_on_any_rank)
 
     def _most_on_any_rank(self, number: int) -> int:
         return self.ranks.most(number, self.device)
 
     def _outputs(self, part: MicroBatch, names: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
         """The model's outputs about the tokens of a micro-batch, zero where loss_mask is False."""
-        hidden_TD = hidden_states(self._backbone, part, self.packed)
-        batch = part.batch
+        rows = head_input(self._backbone, part, self.packed)
         if self.has_value_head:
             _only(names, ("values",), "a critic")
             head = self.model.score
-            return {"values": token_values(hidden_TD, head.weight, head.bias, batch.cu_seqlens, batch["loss_mask"])}
+            values = token_values(rows.hidden, head.weight, head.bias, rows.cu_seqlens, rows.needed)
+            return rows.spread({"values": values})
         _only(names, ("logprobs", "entropy"), "a language model")
-        return token_logprobs(
-            hidden_TD,
+        outputs = token_logprobs(
+            rows.hidden,
             self._head.weight,
-            batch["tokens"],
-            batch.cu_seqlens,
-            batch["loss_mask"],
+            rows.tokens,
+            rows.cu_seqlens,
+            rows.needed,
             self._divisor(temperature),
             mode=self.head_mode,
             chunk_size=self.chunk_size,
             with_entropy="entropy" in names,
             bias=self._head.bias,
         )
+        return rows.spread(outputs)
 
     def _loss(
         self, part: MicroBatch, loss: TokenLoss, temperature: float
@@ -221,20 +228,21 @@ class TorchEngine(BaseEngine):
     def _loss_one_pass(
         self, part: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        batch = part.batch
-        return token_loss_one_pass(
-            hidden_states(self._backbone, part, self.packed),
+        rows = head_input(self._backbone, part, self.packed)
+        loss_sum, outputs, metrics = token_loss_one_pass(
+            rows.hidden,
             self._head.weight,
-            batch["tokens"],
-            batch.cu_seqlens,
-            batch["loss_mask"],
+            rows.tokens,
+            rows.cu_seqlens,
+            rows.needed,
             loss,
-            columns,
+            rows.columns(columns),
             self._divisor(temperature),
             with_entropy="entropy" in loss.outputs,
             chunk_size=self.chunk_size,
             bias=self._head.bias,
         )
+        return loss_sum, rows.spread(outputs), rows.spread(metrics)
 
     @property
     def _backbone(self) -> nn.Module:

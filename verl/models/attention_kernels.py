@@ -1,0 +1,174 @@
+"""Exact causal attention of sequences laid end to end: a varlen kernel where one works, otherwise a loop.
+
+Shapes: H query heads, K key/value heads, T packed tokens, L one sequence, D head size.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequence boundaries, on the host for loops and on the device for kernels."""
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor  # (N+1,) int32, on the model's device
+
+    @classmethod
+    def of(cls, cu_seqlens: "Packing | Tensor", device: torch.device) -> "Packing":
+        if isinstance(cu_seqlens, Packing):
+            return cu_seqlens
+        lengths = tuple(cu_seqlens.diff().tolist())
+        return cls(lengths, cu_seqlens.to(device=device, dtype=torch.int32))
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> "Packing":
+        boundaries = torch.tensor([0, *lengths]).cumsum(0)
+        return cls(tuple(lengths), boundaries.to(device, torch.int32))
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(count, length) of consecutive sequences of equal length: each run is one batched call, without a copy."""
+        return [(sum(1 for _ in group), length) for length, group in groupby(self.lengths)]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How one layer attends."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # (H,)
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def attend_sequences(query: Tensor, key: Tensor, value: Tensor, packing: Packing, manner: Manner) -> Tensor:
+    """Each sequence attends to itself: (1, H, T, D), (1, K, T, D), (1, K, T, D) -> (1, T, H, D)."""
+    if _varlen_applies(query, value, manner):
+        return _varlen(query, key, value, packing, manner)
+    return _one_run_at_a_time(query, key, value, packing, manner)
+
+
+def _one_run_at_a_time(query: Tensor, key: Tensor, value: Tensor, packing: Packing, manner: Manner) -> Tensor:
+    """One call per run of equally long sequences. The fastest exact way on a CPU, and correct everywhere."""
+    runs, outputs = packing.runs(), []
+    sizes = [count * length for count, length in runs]
+    # split, not slices: the gradient of a split is one concatenation, that of a slice a whole tensor of zeros
+    for (count, length), *parts in zip(runs, *(x.squeeze(0).split(sizes, 1) for x in (query, key, value)), strict=True):
+        rows = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        out = attend(*rows, manner)  # (count, H, length, D)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # (count * length, H, D)
+    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).unsqueeze(0)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, manner: Manner) -> Tensor:
+    """Causal attention of (N, H, L, D) queries, the last of their rows, to all keys (N, K, S, D) of the row."""
+    length, total = query.shape[2], key.shape[2]
+    window = manner.window if manner.window is not None and manner.window < total else None
+    mask = None
+    if window is not None or length != total or not manner.plain:
+        mask = _visible(length, total, window or total, query.device)
+    if not manner.plain:
+        return scores_by_hand(query, key, value, manner, mask)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=manner.dropout,
+        is_causal=mask is None,
+        scale=manner.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _visible(length: int, total: int, window: int, device: torch.device) -> Tensor:
+    """(L, S) True where the last L of S tokens may look: at themselves and the `window - 1` tokens before."""
+    place = torch.arange(total, device=device)
+    distance = place[total - length :, None] - place[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def scores_by_hand(query: Tensor, key: Tensor, value: Tensor, manner: Manner, mask: Tensor | None) -> Tensor:
+    """Attention with soft-capped scores or sinks, which no fused kernel here offers; scores in fp32 or wider."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = manner.scaling if manner.scaling is not None else 1 / math.sqrt(query.shape[-1])
+    scores = (query @ key.transpose(2, 3) * scale).to(torch.promote_types(query.dtype, torch.float32))
+    if manner.softcap is not None:
+        scores = manner.softcap * torch.tanh(scores / manner.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if manner.sinks is not None:
+        sinks = manner.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return F.dropout(weights, manner.dropout).to(query.dtype) @ value
+
+
+def _varlen_applies(query: Tensor, value: Tensor, manner: Manner) -> bool:
+    if query.device.type == "cpu" or not manner.plain or manner.dropout or query.shape[-1] != value.shape[-1]:
+        return False
+    return query.dtype in (torch.float16, torch.bfloat16) and _varlen_works(
+        query.device.type, query.dtype, query.shape[-1]
+    )
+
+
+@functools.cache
+def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the varlen kernel runs here and agrees with the loop; asked once per kind of device by trying it."""
+    packing = Packing((3, 5), torch.tensor([0, 3, 8], device=device_type, dtype=torch.int32))
+    manner = Manner(None, 0.0, 2, None, None)
+    values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device_type, dtype)
+    query, key = torch.cat([values, -values], 1).requires_grad_(), values.requires_grad_()
+    try:
+        found = _varlen(query, key, key, packing, manner)
+        found.sum().backward()
+    except (ImportError, RuntimeError, NotImplementedError, TypeError):
+        return False  # the loop over sequences gives the same numbers
+    return torch.allclose(found, _one_run_at_a_time(query, key, key, packing, manner), atol=0.02)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, manner: Manner) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups, grouped = query.shape[1] // key.shape[1], {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        grouped["enable_gqa"] = groups > 1
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    out = varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        packing.cu_seqlens,
+        packing.cu_seqlens,
+        packing.max_length,
+        packing.max_length,
+        scale=manner.scaling,
+        window_size=(-1 if manner.window is None else manner.window - 1, 0),
+        **grouped,
+    )
+    return out.unsqueeze(0)

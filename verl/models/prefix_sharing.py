@@ -1,0 +1,281 @@
+"""Prompts that several sequences begin with, computed once: the layout of their tokens and its exact attention.
+
+The tokens that are computed are laid out as prefixes | suffixes, group by group | other sequences. Prefixes and other
+sequences attend to themselves; a suffix to the prefix of its group and to itself. A plain layer does the two parts with
+a flash kernel each and merges them by their log-sum-exp; every other one, a row per suffix with the prefix before it.
+
+Shapes: H query heads, K key/value heads, P tokens of all prefixes, S of all suffixes, T packed tokens, D head size.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl.data.batch import Batch
+from verl.data.prefixes import common_prefix, prompt_groups
+from verl.models.attention_kernels import Manner, Packing, attend, attend_sequences
+
+
+@dataclass(frozen=True)
+class SharedPacking:
+    """Boundaries of prefixes, of the suffixes one by one and of each group together, and of the other sequences."""
+
+    prefixes: Packing
+    suffixes: Packing
+    groups: Packing  # group i: the suffixes that follow prefix i
+    others: Packing
+    longest: int  # tokens of the longest sequence
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.prefixes.num_tokens, self.suffixes.num_tokens, self.others.num_tokens]
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """Which tokens of a batch are computed, and where each of its tokens is among them."""
+
+    packing: SharedPacking
+    computed: Tensor  # (U,) places in the batch
+    rows: Tensor  # (T,) places among the computed
+
+
+def order_for_sharing(batch: Batch) -> list[int]:
+    """Sequence numbers so that neighbours share a prompt, and equally long ones are neighbours inside a group."""
+    lengths = batch.lengths.tolist()
+    groups = [sorted(group, key=lengths.__getitem__) for group in prompt_groups(batch)]
+    return [i for group in sorted(groups, key=lambda group: (len(group) == 1, lengths[group[0]])) for i in group]
+
+
+def share_prefixes(batch: Batch, device: torch.device) -> SharedLayout | None:
+    """The layout of a batch in `order_for_sharing`; None where no two sequences have a prompt in common."""
+    lengths, starts = batch.lengths.tolist(), batch.cu_seqlens.tolist()
+    groups = [(group, common_prefix(batch, group)) for group in prompt_groups(batch) if len(group) > 1]
+    groups = [(group, prefix) for group, prefix in groups if prefix]
+    if not groups:
+        return None
+    shared = {i for group, _ in groups for i in group}
+    others = [i for i in range(len(lengths)) if i not in shared]
+    suffixes = [[lengths[i] - prefix for i in group] for group, prefix in groups]
+    packing = SharedPacking(
+        Packing.of_lengths([prefix for _, prefix in groups], device),
+        Packing.of_lengths([length for group in suffixes for length in group if length], device),
+        Packing.of_lengths([sum(group) for group in suffixes], device),
+        Packing.of_lengths([lengths[i] for i in others], device),
+        max(lengths),
+    )
+    spans = [(starts[group[0]], starts[group[0]] + prefix) for group, prefix in groups]
+    spans += [(starts[i] + prefix, starts[i + 1]) for group, prefix in groups for i in group]
+    spans += [(starts[i], starts[i + 1]) for i in others]
+    computed = torch.cat([torch.arange(*span) for span in spans])
+    rows = torch.empty(batch.num_tokens, dtype=torch.int64)
+    rows[computed] = torch.arange(len(computed))
+    for group, prefix in groups:
+        for i in group[1:]:
+            rows[starts[i] : starts[i] + prefix] = rows[starts[group[0]] : starts[group[0]] + prefix]
+    return SharedLayout(packing, computed, rows)
+
+
+def attend_shared(query: Tensor, key: Tensor, value: Tensor, packing: SharedPacking, manner: Manner) -> Tensor:
+    """(1, H, T, D), (1, K, T, D), (1, K, T, D) in the layout of `packing` -> (1, T, H, D)."""
+    prefixes, suffixes, others = zip(*(x.split(packing.sizes, 2) for x in (query, key, value)), strict=True)
+    out = [attend_sequences(*prefixes, packing.prefixes, manner)]
+    if packing.suffixes.lengths:
+        merged = _merging_applies(query, value, packing, manner)
+        attend_suffixes = _attend_merging if merged else _attend_suffix_rows
+        out.append(attend_suffixes(*suffixes, *prefixes[1:], packing, manner))
+    if packing.others.lengths:
+        out.append(attend_sequences(*others, packing.others, manner))
+    return torch.cat(out, 1)
+
+
+def _attend_suffix_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    packing: SharedPacking,
+    manner: Manner,
+) -> Tensor:
+    """(1, S, H, D): each suffix after a copy of what it can see of its prefix, equally long ones in one call."""
+    in_groups = [x.split(list(packing.groups.lengths), 2) for x in (query, key, value)]
+    before = [x.split(list(packing.prefixes.lengths), 2) for x in (prefix_key, prefix_value)]
+    out = []
+    for runs, *suffixes, one_key, one_value in zip(_runs_by_group(packing), *in_groups, *before, strict=True):
+        seen = one_key.shape[2] if manner.window is None else min(one_key.shape[2], manner.window - 1)
+        hidden = one_key.shape[2] - seen
+        sizes = [count * length for count, length in runs]
+        for (count, length), *parts in zip(runs, *(x[0].split(sizes, 1) for x in suffixes), strict=True):
+            q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+            k = torch.cat([one_key[:, :, hidden:].expand(count, -1, -1, -1), k], 2)
+            v = torch.cat([one_value[:, :, hidden:].expand(count, -1, -1, -1), v], 2)
+            out.append(attend(q, k, v, manner).transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).unsqueeze(0)
+
+
+def _runs_by_group(packing: SharedPacking) -> Iterator[list[tuple[int, int]]]:
+    """(count, length) of neighbouring suffixes of equal length, for one group after the other."""
+    lengths = iter(packing.suffixes.lengths)
+    for left in packing.groups.lengths:
+        members: list[int] = []
+        while sum(members) < left:
+            members.append(next(lengths))
+        yield Packing(tuple(members), packing.suffixes.cu_seqlens).runs()
+
+
+# --- two flash kernels, merged ----------------------------------------------------------------------------------------
+
+
+def _merging_applies(query: Tensor, value: Tensor, packing: SharedPacking, manner: Manner) -> bool:
+    unlimited = manner.window is None or manner.window >= packing.longest
+    if not (manner.plain and unlimited) or manner.dropout or query.shape[-1] != value.shape[-1]:
+        return False
+    if query.device.type != "cpu" and query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _merging_works(query.device.type, query.dtype, query.shape[-1])
+
+
+@functools.cache
+def _merging_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash kernels run here and agree with rows of suffixes; asked once by trying them."""
+    device = torch.device(device_type)
+    packings = [Packing.of_lengths(lengths, device) for lengths in ((3,), (2, 2, 1), (5,), ())]
+    packing, manner = SharedPacking(*packings, longest=5), Manner(None, 0.0, None, None, None)
+    values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device, dtype)
+    found = []
+    for attend_suffixes in (_attend_merging, _attend_suffix_rows):
+        query, key = torch.cat([values, -values], 1)[:, :, 3:].requires_grad_(), values.clone().requires_grad_()
+        try:
+            out = attend_suffixes(query, key[:, :, 3:], key[:, :, 3:], key[:, :, :3], key[:, :, :3], packing, manner)
+            (out * out.detach().cos()).sum().backward()
+        except (RuntimeError, NotImplementedError, TypeError):
+            return False
+        found.append((out, query.grad, key.grad))
+    return all(torch.allclose(a, b, atol=0.02) for a, b in zip(*found, strict=True))
+
+
+def _attend_merging(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    packing: SharedPacking,
+    manner: Manner,
+) -> Tensor:
+    """(1, S, H, D) without copies of the prefixes."""
+    return _MergedAttention.apply(query, key, value, prefix_key, prefix_value, packing, manner.scaling)
+
+
+class _MergedAttention(torch.autograd.Function):
+    """softmax over prefix and suffix keys from a kernel call for each.
+
+    With out_i and lse_i of the two, lse = log(e^lse_1 + e^lse_2) and out = sum_i e^(lse_i - lse) out_i. A kernel's
+    backward, given the merged out and lse, uses the probabilities e^(score - lse) of the whole row: it is exact as is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        packing: SharedPacking,
+        scale: float | None,
+    ) -> Tensor:
+        across = _flash(query, prefix_key, prefix_value, packing.groups, packing.prefixes, False, scale)
+        within = _flash(query, key, value, packing.suffixes, packing.suffixes, True, scale)
+        lse = torch.logaddexp(across[1], within[1])  # (1, H, S)
+        parts = [out * (part - lse).exp().unsqueeze(-1) for out, part in (across, within)]
+        out = (parts[0] + parts[1]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
+        ctx.packing, ctx.scale = packing, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
+        packing, merged = ctx.packing, (grad_out.transpose(1, 2), query, out, lse)
+        across = _flash_backward(*merged, prefix_key, prefix_value, packing.groups, packing.prefixes, False, ctx.scale)
+        within = _flash_backward(*merged, key, value, packing.suffixes, packing.suffixes, True, ctx.scale)
+        return across[0] + within[0], *within[1:], *across[1:], None, None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Segment i of the queries attends to segment i of the keys -> out (1, H, S, D), log-sum-exp (1, H, S)."""
+    if query.device.type != "cpu":
+        rows = [_tokens_first(x) for x in (query, key, value)]
+        where = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *where, 0.0, causal, False, scale=scale)
+        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    outs, sums = [], []
+    for q, k, v in _batched_runs(queries, keys, (query,), (key, value)):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        outs.append(_unbatched(out))
+        sums.append(_unbatched(lse.unsqueeze(-1)))
+    return torch.cat(outs, 2), torch.cat(sums, 2).squeeze(-1)
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Packing,
+    keys: Packing,
+    causal: bool,
+    scale: float | None,
+) -> list[Tensor]:
+    """Gradients of query, key and value of a call to `_flash`, with the out and lse of the whole softmax."""
+    if query.device.type != "cpu":
+        rows = [_tokens_first(x) for x in (grad_out, query, key, value, out)]
+        where = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
+        state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+        found = torch.ops.aten._flash_attention_backward(
+            *rows, lse[0].contiguous(), *where, 0.0, causal, *state, scale=scale
+        )
+        return [x.transpose(0, 1).unsqueeze(0) for x in found]
+    gradients = []
+    for g, q, o, s, k, v in _batched_runs(queries, keys, (grad_out, query, out, lse.unsqueeze(-1)), (key, value)):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, s.squeeze(-1), 0.0, causal, scale=scale
+        )
+        gradients.append([_unbatched(x) for x in found])
+    return [torch.cat(parts, 2) for parts in zip(*gradients, strict=True)]
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1).contiguous()
+
+
+def _batched_runs(
+    queries: Packing, keys: Packing, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Each run of neighbouring segments of equal lengths as rows (N, heads, L, D)."""
+    at = [0, 0]
+    for lengths, same in groupby(zip(queries.lengths, keys.lengths, strict=True)):
+        count, rows = len(list(same)), []
+        for side, tensors in enumerate((of_queries, of_keys)):
+            part = slice(at[side], at[side] + count * lengths[side])
+            rows += [x[0, :, part].unflatten(1, (count, lengths[side])).transpose(0, 1) for x in tensors]
+            at[side] = part.stop
+        yield tuple(rows)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    """(N, heads, L, D) -> (1, heads, N * L, D)."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
