@@ -10,8 +10,7 @@ from verl.config import RunConfig, SFTConfig, schema
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 WAITING = {
-    "engines over many ranks": "*.forward_prefetch *.fsdp_size *.reshard_after_forward *.use_orig_params"
-    " *.min_num_params",
+    "the original FSDP": "*.use_orig_params",
     "saving in the background, LoRA": "*.async_save *.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
     "head kernels": "*.use_torch_compile *.impl_backend",
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",

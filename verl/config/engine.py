@@ -10,7 +10,10 @@ from verl.config.base import Section, key, section
 class WrapPolicyConfig(Section):
     """Which modules become one sharding unit."""
 
-    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by decoder layer.", least=0)
+    transformer_layer_cls_to_wrap: list[str] | None = key(
+        None, "Classes of the modules that become a unit; null is the decoder layers of the model's family."
+    )
+    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by class.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

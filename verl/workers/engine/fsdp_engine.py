@@ -1,10 +1,10 @@
 """The engines of strategies `fsdp` and `fsdp2`. On one rank there is nothing to shard and both are the torch engine."""
 
-import os
-
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.sharding import ShardedWeights
 from verl.workers.engine.torch_engine import TorchEngine
+from verl.workers.engine.weights import Weights
 
 STRATEGIES = ["fsdp", "fsdp2"]
 DEVICES = ["cpu", "cuda"]
@@ -13,14 +13,12 @@ DEVICES = ["cpu", "cuda"]
 class FSDPEngine(TorchEngine):
     """What both heads share."""
 
-    def initialize(self) -> None:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        if ranks > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={ranks}: sharding over several ranks is still to come; start one process "
-                "(trainer.nnodes=1 trainer.n_gpus_per_node=1)"
-            )
-        super().initialize()
+    def _hold(self) -> Weights:
+        if self.world_size == 1:
+            return super()._hold()
+        if self.engine_config.strategy == "fsdp":
+            raise ConfigError(f"strategy=fsdp over {self.world_size} ranks is still to come; use strategy=fsdp2")
+        return ShardedWeights(self.model, self.ranks, self.engine_config, self.precision, self.device)
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGIES, device=DEVICES)

@@ -1,9 +1,11 @@
 """Which rank holds which part of the parameters, and which ranks see the same data."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.config import FSDPEngineConfig
@@ -57,17 +59,23 @@ class Ranks:
 
     def most(self, number: int, device: torch.device) -> int:
         """The largest `number` of any rank."""
-        return number if self.world_size == 1 else int(_reduced(number, dist.ReduceOp.MAX, device))
+        return number if self.world_size == 1 else int(_reduced(torch.tensor(number, device=device), dist.ReduceOp.MAX))
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest `number` of any rank."""
-        return number if self.world_size == 1 else int(_reduced(number, dist.ReduceOp.MIN, device))
+        return number if self.world_size == 1 else int(_reduced(torch.tensor(number, device=device), dist.ReduceOp.MIN))
+
+    def norm(self, part: float, device: torch.device) -> float:
+        """2-norm of what has 2-norm `part` on this rank, over the ranks that hold one copy of the parameters."""
+        if self.shards is None:
+            return part
+        square = torch.tensor(part * part, dtype=torch.float64, device=device)
+        return math.sqrt(_reduced(square, dist.ReduceOp.SUM, self.shards.get_group(self.shards.ndim - 1)))
 
 
-def _reduced(number: int, how: dist.ReduceOp.RedOpType, device: torch.device) -> int:
-    value = torch.tensor(number, dtype=torch.int64, device=device)
-    dist.all_reduce(value, how)
-    return int(value)
+def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> float:
+    dist.all_reduce(value, how, group)
+    return value.item()
 
 
 def _divides(size: int, world: int, name: str) -> int:

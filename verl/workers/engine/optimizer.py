@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verl.config import FSDPOptimizerConfig
 from verl.utils.errors import ConfigError
@@ -114,21 +114,20 @@ class LearningRateSchedule:
         return self.lr
 
 
-def gradient_norm(parameters: list[nn.Parameter]) -> float:
-    """2-norm of the whole gradient; 0 where there is none."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def gradient_norm(gradients: list[Tensor]) -> float:
+    """2-norm of all of them; 0 where there is none."""
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
-def clip_gradients(parameters: list[nn.Parameter], norm: float, max_norm: float | None) -> None:
-    """Scale a gradient of `norm` down to `max_norm`; None or 0 never clips."""
-    if max_norm and norm > max_norm:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], max_norm / (norm + 1e-6))
+def clip_gradients(gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
+    """Scale gradients of `norm` down to `max_norm`; None or 0 never clips."""
+    if gradients and max_norm and norm > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
-def first_non_finite(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """The first parameter, in the model's order, whose gradient holds a NaN or an infinity."""
-    for name, parameter in named_parameters:
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+def first_non_finite(named_gradients: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first gradient that holds a NaN or an infinity."""
+    for name, gradient in named_gradients:
+        if not bool(gradient.isfinite().all()):
             return name
-    return "none alone: the norm of all gradients overflows"
+    return None

@@ -358,7 +358,6 @@ def refuse_unfinished(model: HFModelConfig, engine: FSDPEngineConfig) -> None:
         "model.enable_activation_offload": model.enable_activation_offload,
         "model.use_liger": model.use_liger,
         "fsdp_config.ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size > 1,
-        "fsdp_config.offload_policy": engine.offload_policy,
     }
     wanted = [name for name, on in unfinished.items() if on]
     if wanted:

@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.optimizer import clip_gradients, first_non_finite, gradient_norm
 
 T = TypeVar("T")
@@ -15,6 +16,8 @@ class Weights:
     """The parameters of one model: whole on one rank, or in shards over many."""
 
     named: list[tuple[str, nn.Parameter]]  # what the optimiser trains, by the model's names; tied ones once
+    ranks = Ranks()
+    device = torch.device("cpu")  # of what ranks tell each other
     gradient_scale = 1.0  # what a loss is multiplied by so that gradients come out summed over the ranks
 
     @property
@@ -43,14 +46,27 @@ class Weights:
         for name, parameter in self.named:
             yield name, parameter.detach()
 
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole gradient) of every trained parameter that has one, one at a time. A collective too."""
+        for name, parameter in self.named:
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def own_gradients(self) -> list[tuple[str, Tensor]]:
+        """(name, this rank's part of the gradient) of every trained parameter that has one, in the model's order."""
+        return [(name, p.grad) for name, p in self.named if p.grad is not None]
+
     def gradient_norm(self) -> float:
         """2-norm of the whole gradient, the same number on every rank."""
-        return gradient_norm(self.trainable)
+        return self.ranks.norm(gradient_norm([g for _, g in self.own_gradients()]), self.device)
 
     def clip_gradients(self, norm: float, max_norm: float | None) -> None:
         """Scale a gradient of `norm` down to `max_norm`; None or 0 never clips."""
-        clip_gradients(self.trainable, norm, max_norm)
+        clip_gradients([g for _, g in self.own_gradients()], norm, max_norm)
 
     def first_non_finite(self) -> str:
-        """The first parameter, in the model's order, whose gradient holds a NaN or an infinity."""
-        return first_non_finite(self.named)
+        """The first parameter, in the model's order, whose gradient holds a NaN or an infinity on any rank."""
+        names = [name for name, _ in self.named]
+        mine = first_non_finite(self.own_gradients())
+        first = self.ranks.least(names.index(mine) if mine else len(names), self.device)
+        return names[first] if first < len(names) else "none alone: the norm of all gradients overflows"

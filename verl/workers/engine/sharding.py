@@ -1,0 +1,153 @@
+"""Parameters in shards over many ranks: FSDP2."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from verl.config import FSDPEngineConfig
+from verl.models.placement import move
+from verl.workers.engine.mesh import Ranks
+from verl.workers.engine.precision import Precision
+from verl.workers.engine.units import sharding_units
+from verl.workers.engine.weights import Weights
+
+T = TypeVar("T")
+META = torch.device("meta")
+
+
+class ShardedWeights(Weights):
+    """A model whose parameters are DTensors, gathered layer by layer to compute (FSDP2).
+
+    Rank 0 brings the values, the other ranks the structure; no rank but the first ever holds more than its shards and
+    one tensor. Gradients are summed over the ranks, in `precision.reduce`, at the last micro-batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, config: FSDPEngineConfig, precision: Precision, device: torch.device
+    ):
+        self.model, self.ranks, self.device = model, ranks, device
+        self.stays = config.offload_policy  # FSDP moves the shards itself
+        hold_in(model, precision.held)
+        source = values_of(model) if ranks.rank == 0 else {}
+        move(model, META)
+        run_inside_forward(model)
+        self._modules = self._shard(config, precision)
+        on_meta = torch.device("cpu") if self.stays else device
+        _swapping(lambda: model.to_empty(device=on_meta))
+        if self.stays:
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(device)
+        self._fill(source)
+        self.named = list(model.named_parameters())
+
+    def _shard(self, config: FSDPEngineConfig, precision: Precision) -> list[FSDPModule]:
+        """Every unit and the root, in forward order from the root."""
+        options: dict[str, Any] = {
+            "mesh": self.ranks.shards,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.stays else OffloadPolicy(),
+        }
+        units = sharding_units(self.model, config.wrap_policy)
+        for unit in reversed(units):
+            fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(self.model, reshard_after_forward=False, **options)
+        modules = [module for module in (self.model, *units) if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if config.forward_prefetch:
+            for module, following in itertools.pairwise(modules):
+                module.set_modules_to_forward_prefetch([following])
+        return modules
+
+    @torch.no_grad()
+    def _fill(self, source: dict[str, Tensor]) -> None:
+        """Every rank's part of rank 0's values, one tensor at a time."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            whole = broadcast(source.get(name), tensor.shape, tensor.dtype, self.device)
+            if isinstance(tensor, DTensor):
+                part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                tensor.to_local().copy_(part.to_local())
+            else:
+                tensor.copy_(whole)
+
+    def run(self, function: Callable[[], T]) -> T:
+        return self.model(run=function)
+
+    def synchronize(self, last: bool) -> None:
+        self._modules[0].set_requires_gradient_sync(last)
+
+    def rest(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def to(self, device: torch.device) -> None:
+        if not self.stays:
+            move(self.model, device)
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named:
+            yield name, self._whole(parameter.detach())
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named:
+            if parameter.grad is not None:
+                yield name, self._whole(parameter.grad)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device).full_tensor()
+
+    def own_gradients(self) -> list[tuple[str, Tensor]]:
+        return [(name, gradient.to_local()) for name, gradient in super().own_gradients()]
+
+
+def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every floating-point parameter in the type it is trained in: the parameters of a unit must agree."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model by name, apart from the objects that hold them."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def broadcast(value: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rank 0's `value` on every rank."""
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    if value is not None:
+        whole.copy_(value)
+    dist.broadcast(whole, src=0)
+    return whole
+
+
+def run_inside_forward(model: nn.Module) -> None:
+    """Let `model(run=f)` call `f()` inside its forward hooks; every other call stays what it was."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_or_run(*args: Any, run: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if run is None else run()
+
+    model.forward = forward_or_run
+
+
+def _swapping(convert: Callable[[], Any]) -> None:
+    """`convert()` while conversions of a module keep its parameters the same objects, ties included."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        convert()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
