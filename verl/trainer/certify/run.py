@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from verl.config import AlgorithmConfig, RunConfig, SFTConfig, load_config
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
+from verl.models.levers import has_dropout
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.placement import move
 from verl.trainer.certify import reference
@@ -26,7 +27,7 @@ from verl.trainer.certify.variants import Variant, variants
 from verl.utils.errors import ConfigError, VerlError
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.precision import Precision
-from verl.workers.engine.torch_engine import has_dropout, own_device
+from verl.workers.engine.torch_engine import own_device
 from verl.workers.training import weighted
 
 HELP = """Check that the gradient does not depend on how a mini-batch is cut, packed and computed.

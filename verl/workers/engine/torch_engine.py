@@ -22,6 +22,7 @@ from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
 from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass, token_values
+from verl.models.levers import apply_levers
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
 from verl.models.placement import move
 from verl.models.registry import check_head, check_prefix_sharing, logit_divisor, runs_packed
@@ -79,12 +80,9 @@ class TorchEngine(BaseEngine):
             keep_float64(self.model)
         self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
         self.head_mode = self._head_mode()
+        self.training_forward = apply_levers(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
             self.model.requires_grad_(False)
-        elif self.model_config.enable_gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(
-                {"use_reentrant": False, "preserve_rng_state": has_dropout(self.model)}
-            )
         self.precision.cast_buffers(self.model)
         self.weights = self._hold()
         if self.trains:
@@ -165,7 +163,8 @@ class TorchEngine(BaseEngine):
         present = tuple(name for name in loss.optional_columns if name in batch)
         for part in self._micro_batches(batch, (*loss.columns, *present, "loss_weights"), micro):
             self.weights.synchronize(part.is_last)
-            loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, part, loss, temperature))
+            with self.training_forward():
+                loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, part, loss, temperature))
             (loss_sum * self.weights.gradient_scale).backward()
             totals.add(loss_sum, token_metrics, part)
             place(out, columns, part)
@@ -344,19 +343,11 @@ def own_device() -> torch.device:
     return torch.device(platform.device_name, *([] if platform.device_name == "cpu" else [platform.current_device()]))
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Whether two training forwards of the same tokens may differ."""
-    layers = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    return layers or any(getattr(m, "attention_dropout", 0.0) for m in model.modules())
-
-
 def refuse_unfinished(model: HFModelConfig, engine: FSDPEngineConfig) -> None:
     """Settings that are still to come are refused, not ignored."""
     unfinished = {
         "model.lora_rank": model.lora_rank > 0,
         "model.lora_adapter_path": model.lora_adapter_path is not None,
-        "model.enable_activation_offload": model.enable_activation_offload,
-        "model.use_liger": model.use_liger,
         "fsdp_config.ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size > 1,
     }
     wanted = [name for name, on in unfinished.items() if on]

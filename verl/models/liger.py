@@ -1,0 +1,52 @@
+"""The adapter to liger-kernel: its RMSNorm, gated MLP and rotary embedding in a model that is there already."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.utils.errors import ConfigError
+
+WANTED = ("rope", "rms_norm", "swiglu", "geglu")  # what a family calls its parts
+UNWANTED = ("cross_entropy", "fused_linear_cross_entropy")  # our head does these without holding logits
+
+
+def use_liger(model: nn.Module, device: torch.device) -> None:
+    """Replaces norm, MLP and rotary embedding of `model` by Liger's Triton kernels; the head stays ours.
+
+    Liger exchanges the rotary function of the family for the whole process.
+    """
+    if device.type not in ("cuda", "xpu", "npu"):
+        raise ConfigError(
+            f"model.use_liger=True needs a GPU: the kernels are written in Triton, which has no compiler for "
+            f"{device.type!r}; set model.use_liger=False"
+        )
+    apply = liger_function(model.config.model_type)
+    apply(model=model, **liger_arguments(apply))
+
+
+def liger_function(model_type: str) -> Callable[..., None]:
+    """What liger-kernel offers for a family, or an error that lists the families it has."""
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except ImportError as error:
+        raise ConfigError(
+            f"model.use_liger=True needs the package liger-kernel ({error}); pip install liger-kernel, "
+            "or set model.use_liger=False"
+        ) from error
+    families: dict[str, Any] = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    if model_type not in families:
+        raise ConfigError(
+            f"model.use_liger=True: liger-kernel has no kernels for model family {model_type!r}; it has "
+            f"{', '.join(sorted(families))}. Set model.use_liger=False"
+        )
+    return families[model_type]
+
+
+def liger_arguments(apply: Callable[..., None]) -> dict[str, bool]:
+    """Switches for `apply`: norm, MLP and rotary embedding where Liger itself has them on, every cross-entropy off."""
+    offered = inspect.signature(apply).parameters
+    wanted = {name: True for name in WANTED if name in offered and offered[name].default is True}
+    return wanted | {name: False for name in UNWANTED if name in offered}
