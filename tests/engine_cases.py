@@ -26,7 +26,9 @@ SHAPE = {
 }
 
 
-def plain_attention(module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, **kwargs):
+def plain_attention(
+    module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **kwargs
+):
     """Attention of whole rows, written out. The library's eager attention takes its softmax in float32."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(groups, 1))
@@ -34,7 +36,10 @@ def plain_attention(module, query, key, value, mask, scaling=None, sliding_windo
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     allowed = (distance >= 0) & (distance < (sliding_window or length))
-    weights = torch.where(allowed, scores, float("-inf")).softmax(-1)
+    scores = torch.where(allowed, scores, float("-inf"))
+    if s_aux is not None:  # a sink per head: one more score, whose weight goes nowhere
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("bhqk,bhkd->bqhd", weights, value.repeat_interleave(groups, 1)), None
 
 

@@ -118,7 +118,9 @@ def scores_by_hand(query: Tensor, key: Tensor, value: Tensor, manner: Manner, ma
     if manner.softcap is not None:
         scores = manner.softcap * torch.tanh(scores / manner.softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        # the lowest number, not -inf: a padding token that may see nothing gets some number instead of NaN
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     if manner.sinks is not None:
         sinks = manner.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -1,6 +1,7 @@
 """Models and tokenizers from a local folder: never from the network, never with code from the folder."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from verl.config import HFModelConfig
-from verl.models.attention import PACKED, use_packed_attention
-from verl.models.registry import runs_packed
+from verl.models.attention import PACKED
+from verl.models.registry import check_router, family_of, make_packed
 from verl.utils.errors import CheckpointError, ConfigError
 
 DTYPES = {
@@ -34,6 +35,9 @@ DTYPES = {
     "float64": torch.float64,
 }
 WEIGHT_PATTERNS = ("*.safetensors",)
+# Weights of a model of images and text that its text part leaves on disk, and where the rest of the names lead.
+OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.", "mtp.")
+TEXT_NAMES = {r"^language_model\.(model|lm_head)\.": r"\1.", r"^model\.language_model\.": "model."}
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
@@ -44,8 +48,13 @@ def dtype_of(name: str, key: str) -> torch.dtype:
 
 
 def load_config(path: str | Path, override: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """The configuration in a folder, with `override` on top (a key the configuration lacks is refused)."""
-    return apply_override(AutoConfig.from_pretrained(model_folder(path), local_files_only=True), override or {})
+    """The configuration in a folder, with `override` on top (a key the configuration lacks is refused).
+
+    Of a model of images and text it is the text part's, where that is a language model of its own.
+    """
+    config = AutoConfig.from_pretrained(model_folder(path), local_files_only=True)
+    text = config.get_text_config()
+    return apply_override(text if type(text) in AutoModelForCausalLM._model_mapping else config, override or {})
 
 
 def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTrainedConfig:
@@ -76,7 +85,9 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-    return apply_override(config, override), init_random
+    apply_override(config, override)
+    check_router(config)
+    return config, init_random
 
 
 def model_folder(path: str | Path | None) -> Path:
@@ -99,16 +110,15 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     config: PreTrainedConfig | None = None,
     init_random: bool = False,
-    packed: bool = True,
     structure_only: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode on the CPU, packed attention selected where its family allows it.
+    """A causal LM in eval mode on the CPU, its attention through our door where its family has been tested with it.
 
     Weights come from the folder; a tensor that is missing there is an error. `init_random` makes them up instead.
     With `structure_only` nothing is read and every tensor is on the meta device.
     """
     config = config if config is not None else load_config(path)
-    return _load(AutoModelForCausalLM, path, config, dtype, init_random, packed, structure_only, may_lack=())
+    return _load(AutoModelForCausalLM, path, config, dtype, init_random, structure_only, may_lack=())
 
 
 def load_value_model(
@@ -116,7 +126,6 @@ def load_value_model(
     dtype: torch.dtype = torch.float32,
     config: PreTrainedConfig | None = None,
     init_random: bool = False,
-    packed: bool = True,
     structure_only: bool = False,
 ) -> PreTrainedModel:
     """The backbone of a model with a head of one value per token, `score` (1, D).
@@ -127,7 +136,7 @@ def load_value_model(
     config.num_labels = 1
     config.classifier_dropout = 0.0
     kind = AutoModelForTokenClassification
-    model = _load(kind, path, config, dtype, init_random, packed, structure_only, may_lack=("score.",))
+    model = _load(kind, path, config, dtype, init_random, structure_only, may_lack=("score.",))
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear head named score; it cannot be a critic")
     return model
@@ -139,7 +148,6 @@ def _load(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     init_random: bool,
-    packed: bool,
     structure_only: bool,
     may_lack: tuple[str, ...],
 ) -> PreTrainedModel:
@@ -159,21 +167,30 @@ def _load(
     if lacking and may_lack:
         for parameter in model.score.parameters():
             nn.init.zeros_(parameter)
-    if runs_packed(config, packed):
-        use_packed_attention(model)
+    if not family_of(model.config).padded_because:
+        make_packed(model)  # also for padded runs: the library's own attention may drop soft caps and sinks
     return model.eval()
 
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keep the library's bars out of our own output inside the block."""
+    """Keep the library's bars and its report on loaded names (we make errors of it) out of our output."""
     shown = transformers_logging.is_progress_bar_enabled()
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
     transformers_logging.disable_progress_bar()
+    for logger in loggers:
+        logger.addFilter(_is_no_load_report)
     try:
         yield
     finally:
+        for logger in loggers:
+            logger.removeFilter(_is_no_load_report)
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 @no_progress_bars()
@@ -193,14 +210,18 @@ def _read_weights(
         use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, all of them
+        key_mapping=TEXT_NAMES,
     )
     lacking = sorted(info["missing_keys"])
-    wrong = [name for name in lacking if not name.startswith(may_lack or "\0")]
-    wrong += [str(entry) for entry in info.get("mismatched_keys", ())]
+    may_be_left = (*OTHER_PARTS, *(("lm_head.",) if may_lack else ()))
+    wrong = [f"{name} is missing" for name in lacking if not name.startswith(may_lack or "\0")]
+    wrong += [f"{name} is {tuple(there)}, not {tuple(here)}" for name, there, here in info.get("mismatched_keys", ())]
+    wrong += [f"{name} has no place" for name in sorted(info["unexpected_keys"]) if not name.startswith(may_be_left)]
     if wrong:
         raise CheckpointError(
-            f"{folder} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape, "
-            f"first {', '.join(wrong[:3])}; config.json and the weights must be of the same model"
+            f"{folder} does not fit {type(model).__name__}: {len(wrong)} tensors are missing, of another shape or left "
+            f"over, first: {'; '.join(wrong[:3])}; config.json (with override_config) and the weights must be of the "
+            "same model"
         )
     return model, lacking
 

@@ -1,49 +1,89 @@
-"""What each model family can do: who may run packed, who cannot and why.
+"""What each model family can do: who runs packed, who cannot and why, and what its attention asks for.
 
-A family is `config.model_type`. Add one line here and one to tests/models/test_transformer.py; the test then compares
-packed with one-sequence-at-a-time logits and gradients.
+A family is `config.model_type`. To add one, write one line here (or call `register_family` in the module that
+`model.external_lib` names) and one in tests/models/test_transformer.py, which then compares logits and gradients of
+packed and padded runs with those of each sequence alone.
 """
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig
 
-from verl.utils.errors import ConfigError
+from verl.models.attention import use_packed_attention
+from verl.models.mixers import run_by_rows
+from verl.utils.errors import ConfigError, PluginError
+
+TRAITS = {
+    "window": "layers that see the last tokens only",
+    "soft-cap": "attention scores bounded by tanh",
+    "sinks": "a learnt score that takes attention from every token",
+    "head sizes": "keys and values of different sizes (MLA)",
+    "experts": "a router over experts",
+    "state": "layers that carry a state from token to token",
+}
 
 
 @dataclass(frozen=True)
 class Family:
     """How one family of models runs. `padded_because` is empty when it may run packed."""
 
-    name: str
+    name: str  # config.model_type
+    covers: str = ""  # the models people know it by
+    traits: tuple[str, ...] = ()  # of TRAITS
+    mixers: tuple[str, ...] = ()  # names of the submodules that carry a state
     padded_because: str = ""
 
 
-_RECURRENT = "its linear-attention layers carry state from token to token across packed sequences"
+FAMILIES: dict[str, Family] = {}
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family("llama"),
-        Family("mistral"),
-        Family("qwen2"),
-        Family("qwen3"),
-        Family("gemma"),
-        Family("gemma2"),
-        Family("gemma3_text"),
-        Family("phi"),
-        Family("phi3"),
-        Family("olmo2"),
-        Family("granite"),
-        Family("starcoder2"),
-        Family("smollm3"),
-        Family("qwen2_moe"),
-        Family("qwen3_moe"),
-        Family("mixtral"),
-        Family("qwen3_next", padded_because=_RECURRENT),
-        Family("qwen3_5_text", padded_because=_RECURRENT),
-    )
-}
+
+def register_family(family: Family) -> None:
+    """Add a family, for the module that `model.external_lib` names."""
+    unknown = sorted(set(family.traits) - TRAITS.keys())
+    if unknown:
+        raise PluginError(f"family {family.name!r} has the trait {unknown[0]!r}; known: {', '.join(TRAITS)}")
+    if FAMILIES.setdefault(family.name, family) != family:
+        raise PluginError(
+            f"model family {family.name!r} is registered already, differently; drop your register_family call"
+        )
+
+
+_STATE = ("linear_attn",)
+for _family in (
+    Family("llama", "Llama 1 to 3.3, SmolLM2, TinyLlama"),
+    Family("mistral", "Mistral 7B, Nemo", ("window",)),
+    Family("qwen2", "Qwen2, Qwen2.5", ("window",)),
+    Family("qwen3", "Qwen3"),
+    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE", ("experts",)),
+    Family("qwen3_moe", "Qwen3-MoE", ("experts",)),
+    Family("qwen3_next", "Qwen3-Next", ("experts", "state"), _STATE),
+    Family("qwen3_5_text", "Qwen3.5, its text part", ("state",), _STATE),
+    Family("qwen3_5_moe_text", "Qwen3.5-MoE, its text part", ("experts", "state"), _STATE),
+    Family("gemma", "Gemma 1"),
+    Family("gemma2", "Gemma 2", ("window", "soft-cap")),
+    Family("gemma3_text", "Gemma 3, its text part", ("window",)),
+    Family("phi", "Phi-1, Phi-1.5, Phi-2"),
+    Family("phi3", "Phi-3, Phi-3.5, Phi-4", ("window",)),
+    Family("phimoe", "Phi-3.5-MoE", ("experts",)),
+    Family("deepseek_v2", "DeepSeek-V2", ("head sizes", "experts")),
+    Family("deepseek_v3", "DeepSeek-V3, R1, Moonlight, Kimi-K2", ("head sizes", "experts")),
+    Family("gpt_oss", "GPT-OSS", ("window", "sinks", "experts")),
+    Family("mixtral", "Mixtral", ("experts",)),
+    Family("olmo2", "OLMo 2"),
+    Family("olmo3", "OLMo 3", ("window",)),
+    Family("olmoe", "OLMoE", ("experts",)),
+    Family("glm4", "GLM-4-0414"),
+    Family("glm4_moe", "GLM-4.5, GLM-4.6", ("experts",)),
+    Family("cohere2", "Command R7B, Command A", ("window",)),
+    Family("granite", "Granite 3"),
+    Family("starcoder2", "StarCoder2"),
+    Family("smollm3", "SmolLM3"),
+    Family("falcon_h1", "Falcon-H1", ("state",), ("mamba",)),
+    Family("jamba", "Jamba", ("experts", "state"), padded_because="its Mamba layers take no sequence boundaries"),
+    Family("bloom", "BLOOM", padded_because="its attention does not go through the library's attention interface"),
+):
+    register_family(_family)
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -58,13 +98,27 @@ def runs_packed(config: PreTrainedConfig, wanted: bool) -> bool:
 
 
 def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
-    """Refuses to share prompts in a model that does not run packed: its padded rows hold one sequence each."""
+    """Refuses to share prompts where rows hold one sequence each: padded models, and layers that carry a state."""
+    family = family_of(config)
+    if packed and family.mixers:
+        raise ConfigError(
+            f"actor.use_prefix_grouper=True cannot be used with model family {config.model_type!r}: its layers "
+            f"{', '.join(family.mixers)} carry a state from token to token. Set actor.use_prefix_grouper=False"
+        )
     if not packed:
-        reason = family_of(config).padded_because or "model.use_remove_padding=False asks for it"
+        reason = family.padded_because or "model.use_remove_padding=False asks for it"
         raise ConfigError(
             f"actor.use_prefix_grouper=True cannot be used with model family {config.model_type!r}, which runs "
             f"padded: {reason}. Set actor.use_prefix_grouper=False"
         )
+
+
+def make_packed(model: nn.Module) -> None:
+    """Keep sequences apart in every layer of a model whose family runs packed."""
+    use_packed_attention(model)
+    mixers = family_of(model.config).mixers
+    if mixers:
+        run_by_rows(model, mixers)
 
 
 def check_head(config: PreTrainedConfig) -> None:
@@ -78,6 +132,16 @@ def check_head(config: PreTrainedConfig) -> None:
         )
 
 
+def check_router(config: PreTrainedConfig) -> None:
+    """Refuses the auxiliary loss of routers: a product of means over a micro-batch, which no sum of parts equals."""
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"model family {config.model_type!r} with output_router_logits=True asks for the router's auxiliary loss, "
+            "whose value depends on how a batch is cut into micro-batches, so it is never added; set "
+            "model.override_config.output_router_logits=false"
+        )
+
+
 def logit_divisor(config: PreTrainedConfig) -> float:
     """What the family divides its logits by, besides the temperature."""
     if getattr(config, "logits_scaling", None) is not None:  # Granite
@@ -87,6 +151,12 @@ def logit_divisor(config: PreTrainedConfig) -> float:
     return 1.0
 
 
-def capability_table() -> list[tuple[str, str]]:
-    """(family, how it runs) for documents and `verl doctor`."""
-    return [(f.name, f"padded: {f.padded_because}" if f.padded_because else "packed") for f in FAMILIES.values()]
+def capability_table() -> str:
+    """Markdown: a row per family, a column per trait."""
+    head = ["model_type", "models", "runs", *TRAITS]
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    for family in FAMILIES.values():
+        runs = f"padded: {family.padded_because}" if family.padded_because else "packed"
+        marks = ("yes" if trait in family.traits else "" for trait in TRAITS)
+        lines.append(" | ".join((f"`{family.name}`", family.covers, runs, *marks)))
+    return "\n".join(f"| {line} |" for line in lines) + "\n"

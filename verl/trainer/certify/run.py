@@ -119,13 +119,12 @@ class Judge:
             self.plain_error = self.error(self.by_definition(self.load(self.dtype)))[0]
 
     def load(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model without anything of the engine; in float64 with attention written out."""
+        """The model without anything of the engine, with attention written out."""
         settings = self.subject.model
         assert settings.path is not None
         load = load_value_model if self.subject.value_head else load_causal_lm
-        model = load(settings.path, dtype, build_config(settings)[0], packed=False)
-        if dtype == torch.float64:
-            model.set_attn_implementation(reference.WRITTEN_OUT)
+        model = load(settings.path, dtype, build_config(settings)[0])
+        model.set_attn_implementation(reference.WRITTEN_OUT)
         move(model, self.device)
         return model
 

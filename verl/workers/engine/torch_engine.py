@@ -111,7 +111,6 @@ class TorchEngine(BaseEngine):
                 dtype_of(self.engine_config.model_dtype, "model_dtype"),
                 config,
                 init_random,
-                packed=settings.use_remove_padding,
                 structure_only=self.rank > 0,
             )
 
