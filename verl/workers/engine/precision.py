@@ -80,6 +80,11 @@ class MasterWeights(Weights):
         if self._masters:
             torch._foreach_copy_([p.data for p in self._computed], [m.data for m in self._masters])
 
+    def forget_gradient(self) -> None:
+        super().forget_gradient()
+        for parameter in self._computed:  # one that had not reached its master yet
+            parameter.grad = None
+
     def to(self, device: torch.device) -> None:
         move(self._model, device)
         move(nn.ParameterList(self._masters), device)

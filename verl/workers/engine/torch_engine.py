@@ -31,6 +31,7 @@ from verl.utils.errors import ConfigError
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.forwards import MicroBatch, head_input, micro_batches, place
+from verl.workers.engine.memory import Overflow, TokenLimit
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.offload import move_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
@@ -85,6 +86,8 @@ class TorchEngine(BaseEngine):
             self.model.requires_grad_(False)
         self.precision.cast_buffers(self.model)
         self.weights = self._hold()
+        self.forward_limit = TokenLimit(self.ranks, self.device, "the forward pass")
+        self.train_limit = TokenLimit(self.ranks, self.device, "training")
         if self.trains:
             assert self.optimizer_config is not None
             self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
@@ -143,32 +146,73 @@ class TorchEngine(BaseEngine):
     ) -> dict[str, Tensor]:
         """Each of `outputs` as (T,) on the batch's device, zero where loss_mask is False; float32 (or float64)."""
         self._set_training(False)
+        attempt = partial(self._forward_once, batch, tuple(outputs), temperature)
+        return self.forward_limit.fit(batch, micro or MicroBatching(), attempt, self.weights.rest)
+
+    def _forward_once(
+        self, batch: Batch, outputs: tuple[str, ...], temperature: float, micro: MicroBatching
+    ) -> tuple[dict[str, Tensor], Overflow | None]:
         out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
+        overflow = None
         for part in self._micro_batches(batch, (), micro):
-            columns = self.weights.run(partial(self._outputs, part, tuple(outputs), temperature))
-            place(out, columns, part)
+            if overflow is not None:
+                if self.world_size == 1:
+                    break
+                part = part.dummy()
+            try:
+                columns = self.weights.run(partial(self._outputs, part, outputs, temperature))
+                place(out, columns, part)
+            except RuntimeError as error:
+                overflow = Overflow.of(error, part, self.weights.can_restart)
         self.weights.rest()
-        return {name: column.to(batch.device) for name, column in out.items()}
+        return {name: column.to(batch.device) for name, column in out.items()}, overflow
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
     ) -> TrainResult:
-        """Adds the gradient of the summed loss of `batch`; the sum is the same however `micro` splits it."""
+        """Adds the gradient of the summed loss of `batch`; the sum is the same however `micro` splits it.
+
+        Where a micro-batch runs out of memory, all of `batch` starts again in smaller ones.
+        """
         if not self.trains:
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
         self._set_training(True)
+        attempt = partial(self._train_once, batch, loss, temperature)
+        forget = partial(self._forget, had_gradient=self.weights.has_gradient)
+        result = self.train_limit.fit(batch, micro or MicroBatching(), attempt, forget)
+        self.train_limit.report(result.metrics)
+        return result
+
+    def _train_once(
+        self, batch: Batch, loss: TokenLoss, temperature: float, micro: MicroBatching
+    ) -> tuple[TrainResult, Overflow | None]:
         out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
-        totals = Totals()
+        totals, overflow = Totals(), None
         present = tuple(name for name in loss.optional_columns if name in batch)
         for part in self._micro_batches(batch, (*loss.columns, *present, "loss_weights"), micro):
+            if overflow is not None:
+                if self.world_size == 1:
+                    break
+                part = part.dummy()
             self.weights.synchronize(part.is_last)
-            with self.training_forward():
-                loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, part, loss, temperature))
-            (loss_sum * self.weights.gradient_scale).backward()
-            totals.add(loss_sum, token_metrics, part)
-            place(out, columns, part)
+            try:
+                with self.training_forward():
+                    loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, part, loss, temperature))
+                self.weights.backward(loss_sum)
+                totals.add(loss_sum, token_metrics, part)
+                place(out, columns, part)
+            except RuntimeError as error:
+                overflow = Overflow.of(error, part, self.weights.can_restart)
         metrics = totals.metrics(int(batch["loss_mask"].sum()), updates=1 if self.ranks.data_rank == 0 else 0)
-        return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
+        return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()}), overflow
+
+    def _forget(self, had_gradient: bool) -> None:
+        if had_gradient:
+            raise ConfigError(
+                "training ran out of memory while adding to the gradient of an earlier call, which cannot be told "
+                "apart any more; use smaller micro-batches, or one call per optimiser step"
+            )
+        self.weights.forget_gradient()
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
         micro = micro or MicroBatching()

@@ -28,6 +28,29 @@ class Weights:
         """`function()` while the parameters outside the layers are whole; layers become whole as they are called."""
         return function()
 
+    @property
+    def can_restart(self) -> bool:
+        """Whether a pass that ran out of memory can be given up without leaving other ranks waiting for this one."""
+        return self.ranks.world_size == 1
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """Add the gradient of the loss that `run` returned to the trained parameters.
+
+        Where an allocator fails in here or in `run`, the gradient is of no use. Over several ranks its error is raised
+        once this rank has made every collective, those of the backward pass included, that the others wait for.
+        """
+        (loss_sum * self.gradient_scale).backward()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether anything has been added to the gradient since the last optimiser step."""
+        return any(parameter.grad is not None for parameter in self.trainable)
+
+    def forget_gradient(self) -> None:
+        """Drop everything that has been added to the gradient since the last optimiser step."""
+        for parameter in self.trainable:
+            parameter.grad = None
+
     def synchronize(self, last: bool) -> None:
         """Whether the next backward pass is the `last` before an optimiser step, the one that sums over the ranks."""
 

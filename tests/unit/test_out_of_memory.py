@@ -1,0 +1,142 @@
+"""A micro-batch that does not fit costs a restart and nothing else: the same gradient, weights and metrics."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
+from verl.data.metrics import Metrics
+from verl.data.packing import MicroBatching
+from verl.utils.errors import ConfigError
+from verl.workers.engine.memory import ran_out
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def allocate_too_much() -> None:
+    """The CPU allocator's own error."""
+    torch.empty(2**62, dtype=torch.uint8)
+
+
+def limit_memory(engine, monkeypatch, place: str, most: int) -> list[int]:
+    """Let the engine fit no micro-batch of more than `most` tokens at `place`; the sizes that were refused."""
+    refused: list[int] = []
+
+    def check(tensor: torch.Tensor) -> None:
+        if tensor.numel() // tensor.shape[-1] > most:
+            refused.append(tensor.numel() // tensor.shape[-1])
+            allocate_too_much()
+
+    layer = engine.model.model.layers[1]
+    if place == "layer":
+        layer.mlp.register_forward_pre_hook(lambda _, args: check(args[0]))
+    elif place == "backward":
+        layer.mlp.register_full_backward_hook(lambda _, inputs, outputs: check(outputs[0]))
+    elif place == "embedding":
+        engine.model.model.embed_tokens.register_forward_hook(lambda _, args, output: check(output))
+    else:
+        engine.model.model.norm.register_forward_hook(lambda _, args, output: check(output))
+    return refused
+
+
+def train(engine, batch, micro) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights after `STEPS` steps, and the metrics of each."""
+    seen = []
+    for _ in range(STEPS):
+        with engine.train_mode():
+            metrics = Metrics().merge(engine.forward_backward(batch, SquaredLogprob(), micro).metrics)
+            seen.append(metrics.merge(engine.optim_step()).values())
+    return {name: tensor.clone() for name, tensor in engine.export_weights()}, seen
+
+
+def without_limit(metrics: dict[str, float]) -> dict[str, float]:
+    return {n: v for n, v in metrics.items() if n not in ("micro_batch_token_limit", "out_of_memory_restarts")}
+
+
+@pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_training_that_runs_out_of_memory_ends_with_the_same_weights(folder, monkeypatch, place, checkpointing):
+    batch, micro = random_batch(), MicroBatching(max_tokens=50)
+    settings = {"model": {"enable_gradient_checkpointing": checkpointing}}
+    expected, expected_metrics = train(build_engine(folder, **settings), batch, micro)
+    engine = build_engine(folder, **settings)
+    refused = limit_memory(engine, monkeypatch, place, most=20)
+    found, metrics = train(engine, batch, micro)
+    assert refused, "the allocator never failed: this test would prove nothing"
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
+    for one, other in zip(metrics, expected_metrics, strict=True):
+        assert without_limit(one) == pytest.approx(other, rel=1e-9)
+    assert metrics[0]["micro_batch_token_limit"] == metrics[-1]["micro_batch_token_limit"] <= 25
+    assert metrics[0]["out_of_memory_restarts"] == metrics[-1]["out_of_memory_restarts"] == 1
+
+
+def test_masters_in_another_type_forget_the_gradient_of_what_did_not_fit(folder, monkeypatch):
+    batch, settings = random_batch(), {"model_dtype": "fp32", "dtype": "fp64"}
+    plain = build_engine(folder, **settings)
+    plain.forward_backward(batch, SquaredLogprob(), MicroBatching(max_tokens=20))
+    engine = build_engine(folder, **settings)
+    assert limit_memory(engine, monkeypatch, "backward", most=20) == []
+    engine.forward_backward(batch, SquaredLogprob(), MicroBatching(max_tokens=40))
+    for (name, one), (_, other) in zip(engine.weights.named, plain.weights.named, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_forward_pass_learns_a_limit_of_its_own(folder, monkeypatch):
+    batch, engine = random_batch(), build_engine(folder)
+    expected = engine.forward(batch)["logprobs"]
+    refused = limit_memory(engine, monkeypatch, "layer", most=30)
+    for _ in range(2):
+        torch.testing.assert_close(engine.forward(batch)["logprobs"], expected, rtol=1e-10, atol=1e-12)
+    assert len(refused) == 1 and engine.forward_limit.tokens == batch.num_tokens // 2
+    assert engine.train_limit.tokens is None
+
+
+def test_the_budget_halves_until_it_fits_and_long_sequences_run_alone(folder, monkeypatch, caplog):
+    batch, engine = random_batch(), build_engine(folder)
+    longest = int(batch.lengths.max())
+    refused = limit_memory(engine, monkeypatch, "layer", most=longest)
+    with caplog.at_level(logging.WARNING):
+        engine.forward_backward(batch, SquaredLogprob())
+    assert refused == sorted(refused, reverse=True) and engine.train_limit.tokens < longest
+    assert f"_max_token_len_per_gpu={engine.train_limit.tokens}" in caplog.text
+
+
+def test_one_sequence_that_does_not_fit_is_an_error_that_says_so(folder, monkeypatch):
+    batch, engine = random_batch(), build_engine(folder)
+    limit_memory(engine, monkeypatch, "layer", most=int(batch.lengths.max()) - 1)
+    with pytest.raises(ConfigError, match=rf"one sequence alone: {int(batch.lengths.max())} tokens did not fit.*Alloc"):
+        engine.forward_backward(batch, SquaredLogprob())
+
+
+def test_a_gradient_of_an_earlier_call_is_not_lost_silently(folder, monkeypatch):
+    batch, engine = random_batch(), build_engine(folder)
+    engine.forward_backward(batch, SquaredLogprob())
+    limit_memory(engine, monkeypatch, "layer", most=20)
+    with pytest.raises(ConfigError, match="an earlier call"):
+        engine.forward_backward(batch, SquaredLogprob())
+
+
+def test_other_errors_pass(folder, monkeypatch):
+    batch, engine = random_batch(), build_engine(folder)
+
+    def fail(*_):
+        raise RuntimeError("shapes do not match")
+
+    engine.model.model.norm.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        engine.forward_backward(batch, SquaredLogprob())
+
+
+def test_allocator_errors_are_told_from_others():
+    with pytest.raises(RuntimeError) as caught:
+        allocate_too_much()
+    assert ran_out(caught.value)
+    assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not ran_out(RuntimeError("shapes do not match"))
