@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e import jobs
+from verl.config.trainer import TrainerConfig
+from verl.models.tensor_file import file_digest, write_tensors
 from verl.observe.ledger import read_ledger
+from verl.trainer.checkpoints import Checkpoints, complete_steps
+from verl.trainer.resume import find_resume
+from verl.utils.errors import CheckpointError
+from verl.utils.sealed import write_sealed
 
 EVERY_STEP = "trainer.save_freq=1"
 CRITIC = [
@@ -99,16 +105,70 @@ def test_changed_rows_are_refused_on_resume(folder: Path):
         jobs.train(folder, "run", EVERY_STEP)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(folder: Path):
-    from verl.utils.errors import CheckpointError
-
-    jobs.train(folder, "run", EVERY_STEP, "trainer.total_training_steps=2")
-    victim = next((folder / "run" / "global_step_2" / "actor").glob("model*.safetensors"))
+def damage(folder: Path, pattern: str, how: str) -> str:
+    """Flip a bit of, shorten, or delete a file; its name."""
+    victim = next(folder.glob(pattern))
     data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(bytes(data))
-    with pytest.raises(CheckpointError, match=victim.name):
-        jobs.train(folder, "run", EVERY_STEP)
+    data[-2] ^= 1
+    if how == "deleted":
+        victim.unlink()
+    else:
+        victim.write_bytes(bytes(data if how == "flipped" else data[:-3]))
+    return victim.name
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
+@pytest.mark.parametrize("pattern", ["actor/optim*", "actor/extra*.json", "actor/manifest.json", "trainer.json"])
+def test_a_damaged_checkpoint_is_skipped_by_name_for_the_newest_good_one(
+    folder: Path, caplog: pytest.LogCaptureFixture, how: str, pattern: str
+):
+    save(folder / "run", 1, 2, 3)
+    names = [damage(folder / "run" / f"global_step_{step}", pattern, how) for step in (2, 3)]
+    found = find_resume(TrainerConfig(default_local_dir=str(folder / "run")), ["actor"])
+    assert found == folder / "run" / "global_step_1"
+    if pattern != "trainer.json" or how != "deleted":  # then it is no checkpoint at all
+        assert all(f"global_step_{s}" in caplog.text for s in (2, 3)) and names[0] in caplog.text
+    damage(folder / "run" / "global_step_1", "actor/model*", "flipped")
+    with pytest.raises(CheckpointError, match="no checkpoint that is whole"):
+        find_resume(TrainerConfig(default_local_dir=str(folder / "run")), ["actor"])
+
+
+class TinyRole:
+    """Writes what an engine would, a few bytes of it."""
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        names = ["model_world_size_1_rank_0", "optim_world_size_1_rank_0"]
+        files = {f"{n}.safetensors": write_tensors(folder / f"{n}.safetensors", {"a": torch.ones(3)}) for n in names}
+        (folder / "extra_state_world_size_1_rank_0.json").write_text("{}")
+        files["extra_state_world_size_1_rank_0.json"] = file_digest(folder / "extra_state_world_size_1_rank_0.json")
+        write_sealed(folder / "manifest.json", {"format": 2, "files": files})
+
+    def finish_save(self, wait: bool = True) -> bool:
+        return True
+
+
+def save(root: Path, *steps: int) -> None:
+    checkpoints = Checkpoints(root, {})
+    for step in steps:
+        checkpoints.save(step, {"step": step}, {"actor": TinyRole()})
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder: Path, caplog: pytest.LogCaptureFixture):
+    jobs.train(folder, "whole", EVERY_STEP)
+    jobs.train(folder, "run", EVERY_STEP, *stopping(folder, 3))
+    name = damage(folder / "run" / "global_step_3", "actor/model*", "flipped")
+    jobs.train(folder, "run", EVERY_STEP)
+    assert f"{name} is damaged" in caplog.text
+    assert_same_run(folder, "whole", "run", step=6)
+
+
+def test_pruning_never_counts_steps_of_a_line_that_was_left(tmp_path: Path):
+    save(tmp_path, 1, 2, 3)
+    Checkpoints(tmp_path, {"actor": 1}).save(2, {}, {"actor": TinyRole()})
+    assert complete_steps(tmp_path) == [2, 3]  # 3 is the newer one that was skipped: no reason to drop 2
+    Checkpoints(tmp_path, {"actor": 1}).save(4, {}, {"actor": TinyRole()})
+    assert complete_steps(tmp_path) == [4]
 
 
 def test_the_ledger_is_on_the_disk_before_the_checkpoint_that_follows_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -128,15 +188,17 @@ NUM_KILLS = 20
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_run_killed_inside_its_saves_ends_like_one_that_never_was(folder: Path):
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_a_run_killed_inside_its_saves_ends_like_one_that_never_was(folder: Path, background: bool):
     """Every child is killed at a random moment of a random save; the last one finishes."""
-    steps = "trainer.total_training_steps=12"
-    schedule = "actor_rollout_ref.actor.optim.total_training_steps=12"
-    jobs.train(folder, "whole", EVERY_STEP, steps, schedule, "trainer.max_actor_ckpt_to_keep=2")
+    how = [EVERY_STEP, "trainer.total_training_steps=12", "trainer.max_actor_ckpt_to_keep=2"]
+    how.append("actor_rollout_ref.actor.optim.total_training_steps=12")
+    jobs.train(folder, "whole", *how)
+    how.append(f"actor_rollout_ref.actor.checkpoint.async_save={background}")
     rng, kills = random.Random(0), 0
     while kills < NUM_KILLS:
-        kills += killed_in_a_save(folder, rng, [EVERY_STEP, steps, schedule, "trainer.max_actor_ckpt_to_keep=2"])
-    jobs.train(folder, "killed", EVERY_STEP, steps, schedule, "trainer.max_actor_ckpt_to_keep=2")
+        kills += killed_in_a_save(folder, rng, how)
+    jobs.train(folder, "killed", *how)
     assert_same_run(folder, "whole", "killed", step=12)
     assert [p.name for p in (folder / "killed").iterdir() if p.name.endswith(".tmp")] == []
 
@@ -168,13 +230,11 @@ def killed_in_a_save(folder: Path, rng: random.Random, extra: list[str]) -> bool
 
 def run_and_tell(folder: Path, writer: int, extra: list[str]) -> None:
     """Write a byte whenever a save begins."""
-    from verl.trainer.ppo import loop
+    original = Checkpoints.save
 
-    original = loop.save_checkpoint
-
-    def telling(*args: object) -> Path:
+    def telling(*args: object) -> None:
         os.write(writer, b"s")
-        return original(*args)  # type: ignore[arg-type]
+        original(*args)  # type: ignore[arg-type]
 
-    loop.save_checkpoint = telling  # type: ignore[assignment]
+    Checkpoints.save = telling  # type: ignore[method-assign,assignment]
     jobs.train(folder, "killed", *extra)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.e2e import jobs
 from verl.config import SFTConfig, load_config
 from verl.observe.tracking import Tracking
-from verl.trainer import sft
+from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import DataError
@@ -85,7 +85,7 @@ def weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / run / f"global_step_{step}" / "optimizer.safetensors")
+    return load_file(folder / run / f"global_step_{step}" / "optim_world_size_1_rank_0.safetensors")
 
 
 def assert_same_run(folder: Path, first: str, second: str, step: int) -> None:
@@ -142,13 +142,13 @@ def forked(run: Callable[[int], None]) -> tuple[int, int]:
 
 def killed_run(folder: Path, told: int) -> None:
     """Train; write a byte whenever a save begins."""
-    original = sft.save_checkpoint
+    original = Checkpoints.save
 
-    def telling(*args: object) -> Path:
+    def telling(*args: object) -> None:
         os.write(told, b"s")
-        return original(*args)  # type: ignore[arg-type]
+        original(*args)  # type: ignore[arg-type]
 
-    sft.save_checkpoint = telling  # type: ignore[assignment]
+    Checkpoints.save = telling  # type: ignore[method-assign,assignment]
     train(folder, "killed", *COMMON)
 
 

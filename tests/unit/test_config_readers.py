@@ -11,7 +11,7 @@ from verl.config import RunConfig, SFTConfig, schema
 PACKAGE = Path(__file__).parents[2] / "verl"
 WAITING = {
     "the original FSDP": "*.use_orig_params",
-    "saving in the background, LoRA": "*.async_save *.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
+    "LoRA": "*.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
     "head kernels": "*.use_torch_compile *.impl_backend",
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
     "profiling": "*profiler.* trainer.profile_interval",

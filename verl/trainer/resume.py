@@ -1,92 +1,97 @@
-"""Checkpoints of a run on disk: written whole or not at all, kept by number, found again.
+"""Where a run continues: the newest checkpoint that is whole, or the one that was asked for."""
 
-<root>/global_step_N/{actor,critic}/…    engine checkpoints
-<root>/global_step_N/trainer.json        step, data order, controller state; digest of the configuration
-<root>/latest_checkpointed_iteration.txt  N of the newest complete one
-"""
-
-import json
-import re
-import shutil
-from collections.abc import Callable
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
+from verl.trainer.checkpoints import LATEST, STATE, complete_steps, leads, step_folder
 from verl.utils.errors import CheckpointError, ConfigError
-from verl.utils.paths import atomic_directory, atomic_write_text, remove_leftovers
+from verl.utils.paths import remove_leftovers
+from verl.utils.sealed import read_sealed
+from verl.workers.engine.manifest import DamagedCheckpoint, verify_folder
 
-LATEST = "latest_checkpointed_iteration.txt"
-STATE = "trainer.json"
-_STEP = re.compile(r"^global_step_(\d+)$")
+logger = logging.getLogger(__name__)
 
-
-def step_folder(root: Path, step: int) -> Path:
-    return Path(root) / f"global_step_{step}"
+NOTHING, FAILED = -1, -2  # instead of a step
 
 
-def save_checkpoint(root: Path, step: int, state: dict[str, Any], roles: dict[str, Callable[[Path], None]]) -> Path:
-    """Write `global_step_<step>`: each role fills its own sub-folder, then `latest…txt` names the step.
+def find_resume(config: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Path | None:
+    """The checkpoint folder to continue from, or None to start afresh (`trainer.resume_mode`).
 
-    A process killed at any moment leaves the previous checkpoint in force.
+    All files of `roles` (sub-folders; "." is the folder itself) that a resumed run reads are compared with their
+    digests. Among the newest, damaged ones are skipped with a warning; one that was asked for is refused.
     """
-    target = step_folder(root, step)
-    with atomic_directory(target) as folder:
-        for role, save in roles.items():
-            (folder / role).mkdir(exist_ok=True)  # "." is the folder itself
-            save(folder / role)
-        (folder / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
-    atomic_write_text(Path(root) / LATEST, str(step))
-    return target
-
-
-def prune(root: Path, keep: dict[str, int | None]) -> None:
-    """Drop role folders beyond `keep[role]` newest checkpoints; a step without roles left is removed whole."""
-    steps = sorted(complete_steps(root), reverse=True)
-    for role, count in keep.items():
-        if count is None or count < 1:
-            continue
-        for step in steps[count:]:
-            shutil.rmtree(step_folder(root, step) / role, ignore_errors=True)
-    for step in steps[1:]:
-        folder = step_folder(root, step)
-        if not any(child.is_dir() for child in folder.iterdir()):
-            shutil.rmtree(folder)
-
-
-def complete_steps(root: Path) -> list[int]:
-    """Steps with a whole checkpoint folder, ascending. Unfinished ones have other names."""
-    if not Path(root).is_dir():
-        return []
-    matches = (_STEP.match(child.name) for child in Path(root).iterdir() if (child / STATE).is_file())
-    return sorted(int(match.group(1)) for match in matches if match)
-
-
-def find_resume(config: TrainerConfig | SFTTrainerConfig) -> Path | None:
-    """The checkpoint folder to continue from, or None to start afresh (`trainer.resume_mode`)."""
-    root = Path(config.default_local_dir)
-    if config.resume_mode == "disable":
+    mode = config.resume_mode
+    if mode == "disable":
         return None
-    if config.resume_mode == "resume_path":
-        return _explicit(config.resume_from_path)
-    if config.resume_mode != "auto":
-        raise ConfigError(f"trainer.resume_mode={config.resume_mode!r} is unknown; allowed: auto, disable, resume_path")
+    if mode == "resume_path":
+        folder = _explicit(config.resume_from_path)
+        if leads():
+            verify_checkpoint(folder, roles)
+        return folder
+    if mode != "auto":
+        raise ConfigError(f"trainer.resume_mode={mode!r} is unknown; allowed: auto, disable, resume_path")
+    root = Path(config.default_local_dir)
+    step = _same_on_all_ranks(root, roles)
+    return None if step == NOTHING else step_folder(root, step)
+
+
+def verify_checkpoint(folder: Path, roles: Sequence[str]) -> None:
+    """Refuses a checkpoint of which anything is missing or damaged, by the name of the file."""
+    read_state(folder)
+    for role in roles:
+        verify_folder(folder / role)
+
+
+def _same_on_all_ranks(root: Path, roles: Sequence[str]) -> int:
+    """`_newest_good`, found by the first rank."""
+    if not dist.is_initialized():
+        return _newest_good(root, roles)
+    found = torch.tensor(FAILED)
+    try:
+        if leads():
+            found.fill_(_newest_good(root, roles))
+    finally:
+        dist.broadcast(found, src=0)
+    if int(found) == FAILED:
+        raise CheckpointError(f"the first rank found no checkpoint to resume from in {root}; see its error")
+    return int(found)
+
+
+def _newest_good(root: Path, roles: Sequence[str]) -> int:
+    """The newest step whose files are whole, not after the one named by the marker file; NOTHING without any."""
     remove_leftovers(root)
+    steps = complete_steps(root)
     latest = root / LATEST
-    if not latest.is_file():
-        steps = complete_steps(root)
-        return step_folder(root, steps[-1]) if steps else None
-    text = latest.read_text().strip()
-    if not text.isdigit():
-        raise CheckpointError(f"{latest} holds {text!r}, expected a step number; correct or delete the file")
-    folder = step_folder(root, int(text))
-    if not (folder / STATE).is_file():
-        known = ", ".join(map(str, complete_steps(root))) or "none"
+    if latest.is_file():
+        text = latest.read_text().strip()
+        if not text.isdigit():
+            raise CheckpointError(f"{latest} holds {text!r}, expected a step number; correct or delete the file")
+        if int(text) not in steps:
+            logger.warning(
+                "%s names step %s, but %s is no complete checkpoint", latest, text, step_folder(root, int(text))
+            )
+        steps = [step for step in steps if step <= int(text)]
+    first_error: DamagedCheckpoint | None = None
+    for step in reversed(steps):
+        try:
+            verify_checkpoint(step_folder(root, step), roles)
+        except DamagedCheckpoint as error:
+            logger.warning("not resuming from step %d: %s", step, error)
+            first_error = first_error or error
+        else:
+            return step
+    if first_error is not None or latest.is_file():
         raise CheckpointError(
-            f"{latest} names step {text}, but {folder} is no complete checkpoint (complete: {known}); write one "
-            f"of them into the file, or start over with trainer.resume_mode=disable"
+            f"{root} holds no checkpoint that is whole ({first_error or 'none is complete'}); restore one, or start "
+            "over with trainer.resume_mode=disable"
         )
-    return folder
+    return NOTHING
 
 
 def _explicit(path: str | None) -> Path:
@@ -102,4 +107,8 @@ def _explicit(path: str | None) -> Path:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The trainer's part of a checkpoint."""
-    return json.loads((folder / STATE).read_text())
+    path = folder / STATE
+    try:
+        return read_sealed(path)
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}; use another checkpoint") from error

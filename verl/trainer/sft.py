@@ -1,7 +1,6 @@
 """Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
+from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
-from verl.trainer.resume import complete_steps, find_resume, read_state, save_checkpoint, step_folder
+from verl.trainer.resume import find_resume, read_state
 from verl.utils.errors import DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import schedule_over
@@ -58,13 +58,8 @@ class SFTTrainer:
         limit = settings.total_training_steps
         self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
         self.seed = settings.seed if data.seed is None else data.seed
-        self.save_contents = list(config.checkpoint.save_contents)
-        self.load_contents = list(config.checkpoint.load_contents)
-        self.checkpoints_kept, self.save_freq, self.test_freq = (
-            settings.max_ckpt_to_keep,
-            settings.save_freq,
-            settings.test_freq,
-        )
+        self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
+        self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
         self.micro = (
             MicroBatching(max_tokens=data.max_token_len_per_gpu * config.engine.ulysses_sequence_parallel_size)
             if data.use_dynamic_bsz
@@ -78,6 +73,8 @@ class SFTTrainer:
         with Progress(self.total_steps, self.global_step) as progress, Interrupt(self):
             while self.global_step < self.total_steps and not self.stop_requested:
                 metrics = self.one_step(progress)
+                self.checkpoints.settle(wait=False)
+            self.checkpoints.settle(wait=True)
         return metrics
 
     def one_step(self, progress: Progress) -> dict[str, float]:
@@ -150,13 +147,7 @@ class SFTTrainer:
     def save(self) -> None:
         """The engine's files in global_step_N, the trainer's state beside them; then what is too old goes."""
         state = {"global_step": self.global_step, "trained_tokens": self.trained_tokens, "data": self.data_state()}
-        folder = save_checkpoint(
-            self.root, self.global_step, state, {".": lambda at: self.engine.save(at, self.save_contents)}
-        )
-        kept = self.checkpoints_kept
-        for step in complete_steps(self.root)[: -kept if kept else 0]:
-            shutil.rmtree(step_folder(self.root, step))
-        self.note(f"saved {folder}")
+        self.checkpoints.save(self.global_step, state, {".": self.engine})
 
     def data_state(self) -> dict[str, Any]:
         """What decides which rows a step trains on."""
@@ -173,7 +164,7 @@ class SFTTrainer:
         settings = self.config.trainer
         if settings.resume_mode == "auto" and settings.resume_from_path:
             settings = dataclasses.replace(settings, resume_mode="resume_path")
-        folder = find_resume(settings)
+        folder = find_resume(settings, ["."])
         if folder is not None:
             self.restore(folder)
         self.first_step = self.global_step + 1
@@ -189,7 +180,7 @@ class SFTTrainer:
                     f"used cannot be told; restore it, or start anew from model.path={folder / 'huggingface'} with "
                     f"trainer.resume_mode=disable"
                 )
-        self.engine.load(folder, self.load_contents)
+        self.engine.load(folder)
         self.global_step, self.trained_tokens = state["global_step"], state["trained_tokens"]
         self.note(f"resumed from {folder}: step {self.global_step} of {self.total_steps} is done")
         if self.global_step >= self.total_steps:

@@ -1,10 +1,8 @@
 """Writing that a crash cannot tear: temporary name, fsync, rename, fsync of the folder."""
 
-import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -47,37 +45,24 @@ def atomic_write_text(path: Path, text: str) -> None:
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
-@contextlib.contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
-    """A fresh folder to fill, which becomes `target` (replacing an old one) only when the block ends without an error.
-
-    Every file in it is fsynced first. A process killed inside leaves only a folder named `.<name>.<id>.tmp` behind.
-    """
-    target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                fsync_file(Path(folder) / name)
-            fsync_dir(Path(folder))
-        if target.exists():
-            old = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old.tmp")
-            os.rename(target, old)
-            os.rename(temporary, target)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, target)
-        fsync_dir(target.parent)
-    finally:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+def publish_directory(temporary: Path, target: Path) -> None:
+    """Flush every file in `temporary` to disk, then make it `target`, in place of an old one."""
+    for folder, _, names in os.walk(temporary):
+        for name in names:
+            fsync_file(Path(folder) / name)
+        fsync_dir(Path(folder))
+    if target.exists():
+        old = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old.tmp")
+        os.rename(target, old)
+        os.rename(temporary, target)
+        shutil.rmtree(old)
+    else:
+        os.rename(temporary, target)
+    fsync_dir(target.parent)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Delete what a killed `atomic_directory`/`atomic_write_bytes` left in `folder`; returns what was deleted."""
+    """Delete what was left in `folder` under names of unfinished files and folders; returns what was deleted."""
     leftovers = [p for p in Path(folder).glob(".*.tmp")] if Path(folder).is_dir() else []
     for path in leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink()

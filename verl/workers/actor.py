@@ -78,6 +78,10 @@ class Actor:
         """Write what `checkpoint.save_contents` asks for."""
         self.group.broadcast("save", folder, list(self.config.actor_rollout_ref.actor.checkpoint.save_contents))
 
+    def finish_save(self, wait: bool = True) -> bool:
+        """Whether no save is under way any more (`checkpoint.async_save`); raises what went wrong in one."""
+        return all(self.group.broadcast("finish_save", wait))
+
     def load(self, folder: Path) -> None:
         """Restore what `checkpoint.load_contents` asks for."""
         self.group.broadcast("load", folder, list(self.config.actor_rollout_ref.actor.checkpoint.load_contents))

@@ -52,6 +52,10 @@ class Critic:
         """Write what `checkpoint.save_contents` asks for."""
         self.group.broadcast("save", folder, list(self.config.critic.checkpoint.save_contents))
 
+    def finish_save(self, wait: bool = True) -> bool:
+        """Whether no save is under way any more (`checkpoint.async_save`); raises what went wrong in one."""
+        return all(self.group.broadcast("finish_save", wait))
+
     def load(self, folder: Path) -> None:
         """Restore what `checkpoint.load_contents` asks for."""
         self.group.broadcast("load", folder, list(self.config.critic.checkpoint.load_contents))

@@ -45,6 +45,9 @@ class EngineWorker:
     def save(self, folder: Path, contents: list[str]) -> None:
         self.engine.save(folder, contents)
 
+    def finish_save(self, wait: bool) -> bool:
+        return self.engine.finish_save(wait)
+
     def load(self, folder: Path, contents: list[str]) -> None:
         self.engine.load(folder, contents)
 

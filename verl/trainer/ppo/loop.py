@@ -15,12 +15,15 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
+from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
 from verl.trainer.metrics import prompt_and_response_lengths
 from verl.trainer.ppo.sources import Collected, Sampler
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
-from verl.trainer.resume import find_resume, prune, read_state, save_checkpoint
+from verl.trainer.resume import find_resume, read_state
 from verl.trainer.validation import process_validation_metrics
+from verl.workers.actor import Actor
+from verl.workers.critic import Critic
 from verl.workers.rollout.base import SamplingParams
 
 VALIDATION_REQUESTS = 1 << 40  # request ids from here on: validation never shares a random stream with training
@@ -82,7 +85,12 @@ class Run:
     ):
         self.config, self.trainer, self.validation = config, trainer, validation
         self.total_steps, self.tracking, self.note = total_steps, tracking, note
-        self.root = Path(config.trainer.default_local_dir)
+        self.root, settings = Path(config.trainer.default_local_dir), config.trainer
+        self.roles: dict[str, Actor | Critic] = {"actor": trainer.actor}
+        if trainer.critic is not None:
+            self.roles["critic"] = trainer.critic
+        keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
+        self.checkpoints = Checkpoints(self.root, keep, note)
         self.ledger = Ledger(self.root / "ledger") if config.trainer.ledger else None
         self.stop_requested = False
         self.last_validation: dict[str, float] = {}
@@ -99,6 +107,8 @@ class Run:
         with Progress(self.total_steps, self.trainer.global_step) as progress, Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
                 self.one_step(progress)
+                self.checkpoints.settle(wait=False)
+            self.checkpoints.settle(wait=True)
         return self.last_validation
 
     def one_step(self, progress: Progress) -> None:
@@ -145,24 +155,17 @@ class Run:
         return metrics
 
     def save(self) -> None:
-        """Write global_step_N, then drop what retention no longer wants."""
-        trainer, settings = self.trainer, self.config.trainer
-        roles: dict[str, Callable[[Path], None]] = {"actor": trainer.actor.save}
-        if trainer.critic is not None:
-            roles["critic"] = trainer.critic.save
+        """Write global_step_N, or begin to; then drop what retention no longer wants."""
         if self.ledger is not None:
             self.ledger.sync()  # a checkpoint that survives a power cut has the records of its steps
-        folder = save_checkpoint(self.root, trainer.global_step, trainer.state_dict(), roles)
-        prune(self.root, {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep})
-        self.note(f"saved {folder}")
+        self.checkpoints.save(self.trainer.global_step, self.trainer.state_dict(), self.roles)
 
     def resume(self) -> None:
         """Restore the newest checkpoint where one is wanted and there; drop records of steps that will be run again."""
-        folder = find_resume(self.config.trainer)
+        folder = find_resume(self.config.trainer, list(self.roles))
         if folder is not None:
-            self.trainer.actor.load(folder / "actor")
-            if self.trainer.critic is not None:
-                self.trainer.critic.load(folder / "critic")
+            for name, role in self.roles.items():
+                role.load(folder / name)
             self.trainer.load_state_dict(read_state(folder))
             self.trainer.version -= 1  # fit() publishes this version anew
             self.note(f"resumed from {folder}: step {self.trainer.global_step} of {self.total_steps} is done")

@@ -1,0 +1,115 @@
+"""Checkpoints of a run on disk: written whole or not at all, perhaps in the background; the oldest dropped.
+
+<root>/global_step_N/{actor,critic}/…     engine checkpoints; in N itself where there is one engine
+<root>/global_step_N/trainer.json         step, data order, controller state; digest of the configuration
+<root>/latest_checkpointed_iteration.txt  N of the newest complete one
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from verl.utils.paths import atomic_write_text, publish_directory
+from verl.utils.sealed import write_sealed
+
+LATEST = "latest_checkpointed_iteration.txt"
+STATE = "trainer.json"
+_STEP = re.compile(r"^global_step_(\d+)$")
+
+
+class Role(Protocol):
+    """Whoever has an engine to save."""
+
+    def save(self, folder: Path) -> None:
+        """Write into `folder`, or begin to."""
+
+    def finish_save(self, wait: bool = True) -> bool:
+        """Whether no save is under way any more."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    folder: Path
+    state: dict[str, Any]
+    roles: Mapping[str, Role]
+
+
+class Checkpoints:
+    """Saves below `root`; of each role the newest `keep[role]` stay (None: all). One save is under way at most.
+
+    Where several ranks run the program (torchrun), each calls everything and the first writes what is the run's own.
+    """
+
+    def __init__(self, root: Path, keep: Mapping[str, int | None], note: Callable[[str], None] = print):
+        self.root, self.keep, self.note = Path(root), keep, note
+        self._pending: _Pending | None = None
+
+    def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Role]) -> None:
+        """Each role fills its own sub-folder of `global_step_<step>` ("." is the folder itself); `settle` finishes.
+
+        Until then, and whenever the process is killed, the previous checkpoint stays in force.
+        """
+        self.settle(wait=True)
+        folder = self.root / f".global_step_{step}.tmp"
+        if leads():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        self._pending = _Pending(step, folder, state, roles)
+        for name, role in roles.items():
+            role.save(folder / name)
+        self.settle(wait=False)
+
+    def settle(self, wait: bool) -> None:
+        """Give the checkpoint being saved its name, once all of it is written; then drop those that are too old."""
+        pending = self._pending
+        if pending is None or not all([role.finish_save(wait) for role in pending.roles.values()]):
+            return
+        self._pending = None
+        if leads():
+            write_sealed(pending.folder / STATE, pending.state)
+            target = step_folder(self.root, pending.step)
+            publish_directory(pending.folder, target)
+            atomic_write_text(self.root / LATEST, str(pending.step))
+            self._prune(pending.step)
+            self.note(f"saved {target}")
+
+    def _prune(self, newest: int) -> None:
+        """Drop what `keep` no longer wants. Steps after `newest` are of a line that was left, and do not count."""
+        steps = [step for step in reversed(complete_steps(self.root)) if step <= newest]
+        for role, count in self.keep.items():
+            for step in steps[count:] if count else ():
+                self._drop(step_folder(self.root, step) / role)
+        for step in steps[1:]:
+            folder = step_folder(self.root, step)
+            if folder.is_dir() and not any(child.is_dir() for child in folder.iterdir()):
+                self._drop(folder)
+
+    def _drop(self, folder: Path) -> None:
+        """Delete a folder; killed while at it, no part of it is left under its name."""
+        if folder.is_dir():
+            doomed = self.root / f".{'.'.join(folder.relative_to(self.root).parts)}.old.tmp"
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def leads() -> bool:
+    """Whether this process is the one that writes for the run."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return Path(root) / f"global_step_{step}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps with a whole checkpoint folder, ascending. Unfinished ones have other names."""
+    if not Path(root).is_dir():
+        return []
+    matches = (_STEP.match(child.name) for child in Path(root).iterdir() if (child / STATE).is_file())
+    return sorted(int(match.group(1)) for match in matches if match)
