@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from verl.config import AlgorithmConfig, RunConfig, SFTConfig, load_config
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
+from verl.models.float64 import keep_float64
 from verl.models.levers import has_dropout
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.placement import move
@@ -125,6 +126,8 @@ class Judge:
         load = load_value_model if self.subject.value_head else load_causal_lm
         model = load(settings.path, dtype, build_config(settings)[0])
         model.set_attn_implementation(reference.WRITTEN_OUT)
+        if dtype == torch.float64:
+            keep_float64(model)
         move(model, self.device)
         return model
 
