@@ -3,7 +3,7 @@
 `model(input_ids=(1, T), position_ids=(1, T), cu_seqlens=Packing | (N+1,) tensor, use_cache=False)` keeps sequences
 apart in every model of `transformers` whose attention goes through the attention interface, once `use_packed_attention`
 has selected it. The boundaries are a forward argument, so recomputation under gradient checkpointing sees them too.
-A `SharedPacking` in their place lays common prompts out once.
+A `SharedPacking` in their place lays common prompts out once; a `SplitPacking` shares the tokens with other ranks.
 
 Shapes: H query heads, K key/value heads, T packed tokens, D head size.
 """
@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from verl.models.attention_kernels import Manner, Packing, attend, attend_sequences, scores_by_hand
 from verl.models.prefix_sharing import SharedPacking, attend_shared
+from verl.models.sequence_parallel import SplitPacking, attend_split
 
 PACKED = "verl_packed"
 
@@ -37,7 +38,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cu_seqlens: Packing | SharedPacking | Tensor | None = None,
+    cu_seqlens: Packing | SharedPacking | SplitPacking | Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence -> ((1, T, H, D), None).
@@ -53,9 +54,19 @@ def packed_attention(
             f"packed attention takes one row of T tokens and no cache; got queries {tuple(query.shape)} and keys "
             f"{tuple(key.shape)}: pass input_ids (1, T) and use_cache=False"
         )
-    if isinstance(cu_seqlens, SharedPacking):
-        return attend_shared(query, key, value, cu_seqlens, manner), None
-    return attend_sequences(query, key, value, Packing.of(cu_seqlens, query.device), manner), None
+    if isinstance(cu_seqlens, SplitPacking):
+        return attend_split(query, key, value, cu_seqlens, manner, _attend_packed), None
+    if not isinstance(cu_seqlens, SharedPacking):
+        cu_seqlens = Packing.of(cu_seqlens, query.device)
+    return _attend_packed(query, key, value, cu_seqlens, manner), None
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing | SharedPacking, manner: Manner
+) -> Tensor:
+    if isinstance(packing, SharedPacking):
+        return attend_shared(query, key, value, packing, manner)
+    return attend_sequences(query, key, value, packing, manner)
 
 
 def _unpacked(

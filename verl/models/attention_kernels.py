@@ -34,6 +34,10 @@ class Packing:
         boundaries = torch.tensor([0, *lengths]).cumsum(0)
         return cls(tuple(lengths), boundaries.to(device, torch.int32))
 
+    def followed_by(self, length: int) -> "Packing":
+        """The same sequences and one more of `length` tokens."""
+        return Packing.of_lengths((*self.lengths, length), self.cu_seqlens.device)
+
     @property
     def max_length(self) -> int:
         return max(self.lengths)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.models.attention_kernels import Packing
+from verl.models.sequence_parallel import SplitPacking, gather_tokens
 
 MAX_PADDING = 1.25  # tokens computed in a call over tokens asked for
 
@@ -33,13 +34,21 @@ class _ByRows:
 @functools.cache
 def _by_rows(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(
-        self: nn.Module, hidden_states: Tensor, *args: Any, cu_seqlens: Packing | Tensor | None = None, **kwargs: Any
+        self: nn.Module,
+        hidden_states: Tensor,
+        *args: Any,
+        cu_seqlens: Packing | SplitPacking | Tensor | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         whole = functools.partial(kind.forward, self)
         if cu_seqlens is None:
             return whole(hidden_states, *args, **kwargs)
-        lengths = Packing.of(cu_seqlens, hidden_states.device).lengths
-        return rows_apart(functools.partial(whole, *args, **kwargs), hidden_states, lengths)
+        mixer = functools.partial(whole, *args, **kwargs)
+        if isinstance(cu_seqlens, SplitPacking):  # every rank runs it over all tokens and keeps its own
+            group = cu_seqlens.group
+            mixed = rows_apart(mixer, gather_tokens(hidden_states, group), cu_seqlens.whole.lengths)
+            return mixed.chunk(group.size(), 1)[group.rank()]
+        return rows_apart(mixer, hidden_states, Packing.of(cu_seqlens, hidden_states.device).lengths)
 
     return type(kind.__name__, (_ByRows, kind), {"forward": forward})
 

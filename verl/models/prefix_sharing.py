@@ -41,7 +41,7 @@ class SharedPacking:
 class SharedLayout:
     """Which tokens of a batch are computed, and where each of its tokens is among them."""
 
-    packing: SharedPacking
+    packing: SharedPacking | Packing
     computed: Tensor  # (U,) places in the batch
     rows: Tensor  # (T,) places among the computed
 

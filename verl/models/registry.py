@@ -113,6 +113,34 @@ def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
         )
 
 
+_TOTAL_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the longest position
+
+
+def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int) -> None:
+    """Refuses models whose sequences `size` ranks cannot share; key/value heads may be fewer or not divide."""
+    if size == 1:
+        return
+    key = f"ulysses_sequence_parallel_size={size}"
+    if not packed:
+        reason = family_of(config).padded_because or "model.use_remove_padding=False asks for it"
+        raise ConfigError(
+            f"{key} cannot be used with model family {config.model_type!r}, which runs padded: {reason}. "
+            "Set ulysses_sequence_parallel_size=1"
+        )
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    if heads % size:
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(f"{key} does not divide the model's {heads} attention heads; use one of {sizes}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & {*_TOTAL_LENGTH}:
+        raise ConfigError(
+            f"{key} cannot be used with rope_type={', '.join(sorted(kinds & {*_TOTAL_LENGTH}))}, whose frequencies "
+            "depend on the longest sequence of a forward, which no rank sees whole; set it to 1"
+        )
+
+
 def make_packed(model: nn.Module) -> None:
     """Keep sequences apart in every layer of a model whose family runs packed."""
     use_packed_attention(model)

@@ -26,15 +26,18 @@ class Actor:
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
+        shared = (
+            actor.fsdp_config.ulysses_sequence_parallel_size
+        )  # ranks that hold the tokens of a micro-batch together
         self.train_micro = micro_batching(
             actor.use_dynamic_bsz,
-            actor.ppo_max_token_len_per_gpu,
+            actor.ppo_max_token_len_per_gpu * shared,
             actor.ppo_micro_batch_size_per_gpu,
             actor.use_prefix_grouper,
         )
         self.infer_micro = micro_batching(
             rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
+            rollout.log_prob_max_token_len_per_gpu * shared,
             rollout.log_prob_micro_batch_size_per_gpu,
             actor.use_prefix_grouper,
         )

@@ -24,11 +24,14 @@ class Critic:
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )
+        shared = critic.fsdp.ulysses_sequence_parallel_size  # by so many ranks is each micro-batch
         self.train_micro = micro_batching(
-            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu * shared, critic.ppo_micro_batch_size_per_gpu
         )
         self.infer_micro = micro_batching(
-            critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu * shared,
+            critic.forward_micro_batch_size_per_gpu,
         )
 
     def values(self, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ class Reference:
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.micro = micro_batching(
             ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
+            ref.log_prob_max_token_len_per_gpu * ref.fsdp_config.ulysses_sequence_parallel_size,
             ref.log_prob_micro_batch_size_per_gpu,
             config.actor_rollout_ref.actor.use_prefix_grouper,
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,7 +16,8 @@ from verl.data.batch import Batch
 from verl.data.packing import MicroBatching, split_micro_batches
 from verl.models.attention_kernels import Packing
 from verl.models.heads import needed_positions
-from verl.models.prefix_sharing import SharedPacking, order_for_sharing, share_prefixes
+from verl.models.prefix_sharing import SharedLayout, SharedPacking, order_for_sharing, share_prefixes
+from verl.models.sequence_parallel import SplitPacking, sum_parts
 
 ROWS = "_rows"  # column: where each token of a micro-batch was in the batch it is from
 
@@ -26,6 +28,7 @@ class Targets:
 
     places: Tensor  # (M,) in the batch
     sources: Tensor  # (M,) row of the hidden states that predicts each
+    group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class MicroBatch:
     """Some sequences of a batch on the model's device, and where their tokens came from."""
 
     batch: Batch
-    packing: Packing | SharedPacking
+    packing: Packing | SharedPacking | SplitPacking
     input_ids: Tensor  # (U,)
     position_ids: Tensor  # (U,)
     targets: Targets | None = None  # None: every token is computed, in the order of the batch
@@ -41,10 +44,18 @@ class MicroBatch:
     is_last: bool = False  # of its batch
 
     @classmethod
-    def of(cls, batch: Batch, indices: Sequence[int], device: torch.device, share: bool = False) -> "MicroBatch":
+    def of(
+        cls,
+        batch: Batch,
+        indices: Sequence[int],
+        device: torch.device,
+        share: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> "MicroBatch":
         """The sequences at `indices`, shortest first, so that equally long ones are attended to in one call.
 
-        With `share`, the tokens that several of them begin with are computed once. No indices make a dummy.
+        With `share`, the tokens that several of them begin with are computed once; with a `group`, this rank computes
+        its part of the tokens. No indices make a dummy.
         """
         lengths = batch.lengths.tolist()
         part = batch.select(sorted(indices, key=lengths.__getitem__)) if indices else _two_tokens(batch)
@@ -52,18 +63,25 @@ class MicroBatch:
         if share and indices:
             part = part.select(order_for_sharing(part))
             layout = share_prefixes(part, device)
+        whole, dummy = part.to(device), not indices
         if layout is None:
-            packing, whole = Packing.of_lengths(part.lengths.tolist(), device), part.to(device)
-            return cls(whole, packing, whole["tokens"], whole.position_ids(), is_dummy=not indices)
+            packing = Packing.of_lengths(part.lengths.tolist(), device)
+            if group is None:
+                return cls(whole, packing, whole["tokens"], whole.position_ids(), is_dummy=dummy)
+            rows = torch.arange(part.num_tokens)
+            layout = SharedLayout(packing, rows, rows)
         places = needed_positions(part.cu_seqlens, part["loss_mask"], part["tokens"])
         sources = layout.rows[places - 1]
-        return cls(
-            part.to(device),
-            layout.packing,
-            part["tokens"][layout.computed].to(device),
-            part.position_ids()[layout.computed].to(device),
-            Targets(places.to(device), sources.to(device)),
-        )
+        ids, positions = part["tokens"][layout.computed], part.position_ids()[layout.computed]
+        packing = layout.packing
+        if group is not None:
+            packing = SplitPacking.over(packing, len(ids), group)
+            ids, positions = packing.slice_of(ids), packing.slice_of(positions)
+            sources = sources - group.rank() * len(ids)
+            mine = (sources >= 0) & (sources < len(ids))
+            places, sources = places[mine], sources[mine]
+        targets = Targets(places.to(device), sources.to(device), group)
+        return cls(whole, packing, ids.to(device), positions.to(device), targets, dummy)
 
     def dummy(self) -> "MicroBatch":
         """A forward of two tokens that adds nothing, in the place of this one."""
@@ -76,6 +94,7 @@ def micro_batches(
     micro: MicroBatching,
     device: torch.device,
     most_on_any_rank: Callable[[int], int],
+    sequence_group: dist.ProcessGroup | None = None,
 ) -> Iterator[MicroBatch]:
     """The forwards of a shard, with only `columns`: those of the plan, or else those with something to learn from.
 
@@ -90,7 +109,8 @@ def micro_batches(
         parts = [indices for indices in parts if any(sampled[i] for i in indices)]
         parts += [[]] * (most_on_any_rank(len(parts)) - len(parts))
     for number, indices in enumerate(parts, 1):
-        yield replace(MicroBatch.of(slim, indices, device, micro.share_prefixes), is_last=number == len(parts))
+        part = MicroBatch.of(slim, indices, device, micro.share_prefixes, sequence_group)
+        yield replace(part, is_last=number == len(parts))
 
 
 def _two_tokens(batch: Batch) -> Batch:
@@ -124,19 +144,24 @@ class HeadInput:
     needed: Tensor
     places: Tensor | None = None  # of these tokens in the batch, the first one's without meaning
     num_tokens: int = 0
+    group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
 
     def columns(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
         """Columns (T,) of the micro-batch for these tokens."""
         return columns if self.places is None else {name: column[self.places] for name, column in columns.items()}
 
     def spread(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values about these tokens as columns (T,) of the micro-batch, zero elsewhere."""
+        """Values about these tokens as columns (T,) of the micro-batch, of all ranks' tokens, zero elsewhere."""
         if self.places is None:
             return values
         return {
-            name: value.new_zeros(self.num_tokens).index_copy(0, self.places[1:], value[1:])
+            name: self.total(value.new_zeros(self.num_tokens).index_copy(0, self.places[1:], value[1:]))
             for name, value in values.items()
         }
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of what the ranks of a group found about their tokens."""
+        return values if self.group is None else sum_parts(values, self.group)
 
 
 def head_input(backbone: nn.Module, micro: MicroBatch, packed: bool) -> HeadInput:
@@ -152,6 +177,7 @@ def head_input(backbone: nn.Module, micro: MicroBatch, packed: bool) -> HeadInpu
         torch.ones_like(places, dtype=torch.bool),
         places,
         batch.num_tokens,
+        micro.targets.group,
     )
 
 

@@ -27,9 +27,9 @@ class Ranks:
     def of(cls, config: FSDPEngineConfig, device: torch.device) -> "Ranks":
         """The place of this process among those of `torch.distributed`; alone without it."""
         world = dist.get_world_size() if dist.is_initialized() else 1
+        sequence = _divides(config.ulysses_sequence_parallel_size, world, "ulysses_sequence_parallel_size")
         if world == 1:
             return cls()
-        sequence = _divides(config.ulysses_sequence_parallel_size, world, "ulysses_sequence_parallel_size")
         shards = _divides(world if config.fsdp_size < 1 else min(config.fsdp_size, world), world, "fsdp_size")
         kind = device.type
         if shards == world:

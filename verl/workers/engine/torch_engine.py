@@ -25,7 +25,7 @@ from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass, to
 from verl.models.levers import apply_levers
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
 from verl.models.placement import move
-from verl.models.registry import check_head, check_prefix_sharing, logit_divisor, runs_packed
+from verl.models.registry import check_head, check_prefix_sharing, check_sequence_parallel, logit_divisor, runs_packed
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.workers.engine import checkpoint
@@ -80,6 +80,7 @@ class TorchEngine(BaseEngine):
         if self.compute_dtype == torch.float64:
             keep_float64(self.model)
         self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
+        check_sequence_parallel(self.model.config, self.packed, self.ranks.sequence_size)
         self.head_mode = self._head_mode()
         self.training_forward = apply_levers(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
@@ -218,7 +219,7 @@ class TorchEngine(BaseEngine):
         micro = micro or MicroBatching()
         if micro.share_prefixes:
             check_prefix_sharing(self.model.config, self.packed)
-        return micro_batches(batch, columns, micro, self.device, self._most_on_any_rank)
+        return micro_batches(batch, columns, micro, self.device, self._most_on_any_rank, self.sequence_group)
 
     def _most_on_any_rank(self, number: int) -> int:
         return self.ranks.most(number, self.device)
@@ -284,7 +285,7 @@ class TorchEngine(BaseEngine):
             chunk_size=self.chunk_size,
             bias=self._head.bias,
         )
-        return loss_sum, rows.spread(outputs), rows.spread(metrics)
+        return rows.total(loss_sum), rows.spread(outputs), rows.spread(metrics)
 
     @property
     def _backbone(self) -> nn.Module:
@@ -391,7 +392,6 @@ def refuse_unfinished(model: HFModelConfig, engine: FSDPEngineConfig) -> None:
     unfinished = {
         "model.lora_rank": model.lora_rank > 0,
         "model.lora_adapter_path": model.lora_adapter_path is not None,
-        "fsdp_config.ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size > 1,
     }
     wanted = [name for name, on in unfinished.items() if on]
     if wanted:
