@@ -1,14 +1,18 @@
 """Many ranks compute what one does: loss, gradient and weights after steps, whichever way the parameters are held."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine_cases import SquaredLogprob, SquaredValue, build_engine, random_batch, save_tiny_model, tiny_qwen3
 from tests.ranks import run_ranks
+from verl.config import WrapPolicyConfig
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 
@@ -86,3 +90,140 @@ LEVERS = {
 @pytest.mark.parametrize("lever", LEVERS)
 def test_two_ranks_train_like_one(folders, lever):
     assert_same_training(run_ranks(2, train, folders[0], LEVERS[lever], 2), train(folders[0], LEVERS[lever]))
+
+
+def test_two_ranks_train_a_model_with_a_head_of_its_own_like_one(folders):
+    assert_same_training(run_ranks(2, train, folders[1], {}, 2), train(folders[1], {}))
+
+
+def test_hybrid_sharding_trains_like_one_rank(folders):
+    """Two copies of the parameters, each in the shards of two ranks."""
+    ranks = run_ranks(4, train, folders[0], {"fsdp_size": 2}, 4)
+    assert_same_training(ranks, train(folders[0], {}))
+
+
+def train_each(folder, cases: dict[str, dict[str, Any]], size: int) -> dict[str, dict[str, Any]]:
+    return {name: train(folder, settings, size) for name, settings in cases.items()}
+
+
+COMPOSED = {
+    "copies": {"fsdp_size": 1},
+    "no reshard": {"reshard_after_forward": False},
+    "prefetch": {"forward_prefetch": True},
+    "offload": {"param_offload": True, "optimizer_offload": True},
+    "offload policy": {"offload_policy": True},
+    "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
+    "small units": {"wrap_policy": WrapPolicyConfig(min_num_params=1000)},
+    "chunked head": {"head_mode": "chunked"},
+    "few forwards": {"micro": MicroBatching(max_tokens=25)},
+}
+
+
+def test_every_pair_of_levers_on_two_ranks_trains_like_one(folders):
+    pairs = {f"{a}, {b}": {**COMPOSED[a], **COMPOSED[b]} for a, b in itertools.combinations(COMPOSED, 2)}
+    alone = train(folders[0], {"head_mode": "eager", "micro": MicroBatching()})
+    first, second = run_ranks(2, train_each, folders[0], pairs, 2)
+    for name in pairs:
+        assert_same_training([first[name], second[name]], alone)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rounding_errors_are_at_most_twice_those_of_one_rank(folders, dtype):
+    """Against float64. bf16 computes in bf16 and holds and sums in float32."""
+    exact = train(folders[0], {"head_mode": "eager"})["gradients"]
+    settings = {"model_dtype": "fp32", "dtype": dtype}
+    alone = distance(train(folders[0], settings)["gradients"], exact)
+    for rank in run_ranks(2, train, folders[0], settings, 2):
+        assert distance(rank["gradients"], exact) < 2 * alone
+
+
+def train_with_an_infinity(folder, size: int) -> tuple[float, str, bool]:
+    """(skipped, what was logged, whether the weights stayed) where one rank's loss is infinite."""
+    engine, batch = build_engine(folder), random_batch().select(ROWS[size][dist.get_rank()])
+    if dist.get_rank() == 1:
+        batch = batch.with_columns(targets=torch.full_like(batch["targets"], float("inf")))
+    before = {name: array(w) for name, w in engine.export_weights()}
+    engine.forward_backward(batch, SquaredLogprob(), MICRO)
+    named = engine.weights.first_non_finite()
+    skipped = engine.optim_step().values().get("skipped")
+    after = {name: array(w) for name, w in engine.export_weights()}
+    return skipped, named, all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_all_ranks_skip_the_step_when_one_has_an_infinite_gradient(folders):
+    assert run_ranks(2, train_with_an_infinity, folders[0], 2) == [
+        (1.0, "model.embed_tokens.weight", True),
+        (0.0, "model.embed_tokens.weight", True),
+    ]
+
+
+class Sums(TorchDispatchMode):
+    """Counts the collectives that sum over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in str(func) or "allreduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def sums(folder, micro: MicroBatching) -> int:
+    engine, batch = build_engine(folder), random_batch().select(ROWS[2][dist.get_rank()])
+    engine.forward_backward(batch, SquaredLogprob(), micro)
+    with Sums() as mode:
+        engine.forward_backward(batch, SquaredLogprob(), micro)
+    return mode.count
+
+
+def test_gradients_are_summed_once_however_many_micro_batches_there_are(folders):
+    agreed = 1  # on the number of micro-batches
+    assert run_ranks(2, sums, folders[0], MICRO) == [agreed + 2 + 1] * 2, "a sum for each of two layers and the root"
+
+
+def bytes_held(folder) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimiser state on this rank, between two updates."""
+    engine = build_engine(folder, dtype="fp32")
+    batch = random_batch()
+    engine.forward_backward(batch, SquaredLogprob())
+    engine.optim_step()
+    engine.forward_backward(batch, SquaredLogprob())
+    state = [value for values in engine.optimizer.state.values() for value in values.values() if value.dim()]
+    tensors = [[p for _, p in engine.weights.named], [g for _, g in engine.weights.own_gradients()], state]
+    storages = [{s.data_ptr(): s.nbytes() for s in (own(t).untyped_storage() for t in kind)} for kind in tensors]
+    return tuple(sum(kind.values()) for kind in storages)
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_two_ranks_hold_half_of_everything(folders):
+    alone = bytes_held(folders[0])
+    for rank in run_ranks(2, bytes_held, folders[0]):
+        for part, whole in zip(rank, alone, strict=True):
+            assert part / whole == pytest.approx(0.5, abs=0.02)
+
+
+def forward_only(folder) -> list[float]:
+    engine = build_engine(folder, forward_only=True)
+    return engine.forward(random_batch(), ("logprobs", "entropy"), MICRO)["entropy"].tolist()
+
+
+def test_a_reference_in_shards_gives_the_outputs_of_a_whole_one(folders):
+    for found in run_ranks(2, forward_only, folders[1]):
+        assert found == pytest.approx(forward_only(folders[1]), rel=1e-12)
+
+
+def plan_with_an_idle_rank(folder) -> dict[str, Any]:
+    plans = ((0, 1), (2, 3), (4, 5)), ((), (), ())
+    engine, rank = build_engine(folder), dist.get_rank()
+    result = engine.forward_backward(random_batch(), SquaredLogprob(), MicroBatching(plan=plans[rank]))
+    return {"gradients": {n: array(g) for n, g in engine.weights.full_gradients()}, "metrics": result.metrics}
+
+
+def test_a_rank_without_sequences_takes_part_and_adds_nothing(folders):
+    alone = train(folders[0], {})
+    for rank in run_ranks(2, plan_with_an_idle_rank, folders[0]):
+        assert distance(rank["gradients"], alone["gradients"]) < 1e-10
