@@ -92,6 +92,12 @@ def test_two_ranks_train_like_one(folders, lever):
     assert_same_training(run_ranks(2, train, folders[0], LEVERS[lever], 2), train(folders[0], LEVERS[lever]))
 
 
+@pytest.mark.parametrize("lever", [name for name in LEVERS if name != "offload policy"])
+def test_two_ranks_of_the_original_fsdp_train_like_one(folders, lever):
+    settings = {**LEVERS[lever], "strategy": "fsdp"}
+    assert_same_training(run_ranks(2, train, folders[0], settings, 2), train(folders[0], LEVERS[lever]))
+
+
 def test_two_ranks_train_a_model_with_a_head_of_its_own_like_one(folders):
     assert_same_training(run_ranks(2, train, folders[1], {}, 2), train(folders[1], {}))
 

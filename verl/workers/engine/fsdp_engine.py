@@ -1,7 +1,7 @@
 """The engines of strategies `fsdp` and `fsdp2`. On one rank there is nothing to shard and both are the torch engine."""
 
-from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.flat import FlatWeights
 from verl.workers.engine.sharding import ShardedWeights
 from verl.workers.engine.torch_engine import TorchEngine
 from verl.workers.engine.weights import Weights
@@ -16,9 +16,8 @@ class FSDPEngine(TorchEngine):
     def _hold(self) -> Weights:
         if self.world_size == 1:
             return super()._hold()
-        if self.engine_config.strategy == "fsdp":
-            raise ConfigError(f"strategy=fsdp over {self.world_size} ranks is still to come; use strategy=fsdp2")
-        return ShardedWeights(self.model, self.ranks, self.engine_config, self.precision, self.device)
+        kind = FlatWeights if self.engine_config.strategy == "fsdp" else ShardedWeights
+        return kind(self.model, self.ranks, self.engine_config, self.precision, self.device)
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGIES, device=DEVICES)

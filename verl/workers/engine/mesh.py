@@ -57,6 +57,12 @@ class Ranks:
         """Ranks that hold one copy of the parameters between them."""
         return 1 if self.shards is None else self.shards.size(self.shards.ndim - 1)
 
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that hold one copy of the parameters between them."""
+        assert self.shards is not None, "one rank alone has no group"
+        return self.shards.get_group(self.shards.ndim - 1)
+
     def most(self, number: int, device: torch.device) -> int:
         """The largest `number` of any rank."""
         return number if self.world_size == 1 else int(_reduced(torch.tensor(number, device=device), dist.ReduceOp.MAX))
@@ -70,7 +76,7 @@ class Ranks:
         if self.shards is None:
             return part
         square = torch.tensor(part * part, dtype=torch.float64, device=device)
-        return math.sqrt(_reduced(square, dist.ReduceOp.SUM, self.shards.get_group(self.shards.ndim - 1)))
+        return math.sqrt(_reduced(square, dist.ReduceOp.SUM, self.shard_group))
 
 
 def _reduced(value: Tensor, how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from verl.config import FSDPEngineConfig
 from verl.models.load import dtype_of
@@ -65,10 +66,12 @@ class MasterWeights(Weights):
         self._model = model
         self._computed: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
+        self._hooks: list[RemovableHandle] = []
         self.named = []
         for name, parameter in model.named_parameters():
             cast = parameter.is_floating_point() and parameter.dtype != compute_dtype
             self.named.append((name, self._cast(parameter, compute_dtype) if cast else parameter))
+        self._collect_gradients()
 
     @property
     def has_copies(self) -> bool:
@@ -88,15 +91,24 @@ class MasterWeights(Weights):
     def to(self, device: torch.device) -> None:
         move(self._model, device)
         move(nn.ParameterList(self._masters), device)
+        self._collect_gradients()  # hooks stay behind where a move swaps what is inside a parameter
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
         parameter.data = parameter.data.to(dtype)
         self._computed.append(parameter)
         self._masters.append(master)
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_adds_to(master))
         return master
+
+    def _collect_gradients(self) -> None:
+        """Have the gradient of every cast parameter added to its master's."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_adds_to(master))
+            for parameter, master in zip(self._computed, self._masters, strict=True)
+            if parameter.requires_grad
+        ]
 
 
 def _adds_to(master: nn.Parameter):

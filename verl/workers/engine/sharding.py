@@ -40,7 +40,7 @@ class ShardedWeights(Weights):
         run_inside_forward(model)
         self._modules = self._shard(config, precision)
         on_meta = torch.device("cpu") if self.stays else device
-        _swapping(lambda: model.to_empty(device=on_meta))
+        swapping(lambda: model.to_empty(device=on_meta))
         if self.stays:
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -119,8 +119,9 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model by name, apart from the objects that hold them."""
-    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    """The tensors of a model by each of their names, apart from the objects that hold them."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in tensors}
 
 
 def broadcast(value: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -143,7 +144,7 @@ def run_inside_forward(model: nn.Module) -> None:
     model.forward = forward_or_run
 
 
-def _swapping(convert: Callable[[], Any]) -> None:
+def swapping(convert: Callable[[], Any]) -> None:
     """`convert()` while conversions of a module keep its parameters the same objects, ties included."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

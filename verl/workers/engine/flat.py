@@ -1,0 +1,174 @@
+"""Parameters in flat shards over many ranks: the original FSDP."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from verl.config import FSDPEngineConfig
+from verl.models.placement import move
+from verl.utils.errors import ConfigError
+from verl.workers.engine.mesh import Ranks
+from verl.workers.engine.precision import Precision
+from verl.workers.engine.sharding import META, broadcast, hold_in, swapping, values_of
+from verl.workers.engine.units import sharding_units
+from verl.workers.engine.weights import Weights
+
+T = TypeVar("T")
+
+
+class FlatWeights(Weights):
+    """A model whose units are laid end to end and cut into equal parts, one a rank (FSDP1).
+
+    The optimiser trains what this rank has of each parameter, a slice of its elements that may be empty. FSDP1 averages
+    gradients over all ranks: the loss is scaled up by their number.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, config: FSDPEngineConfig, precision: Precision, device: torch.device
+    ):
+        if config.offload_policy:
+            raise ConfigError("offload_policy is FSDP2's; use strategy=fsdp2, or param_offload and optimizer_offload")
+        self.ranks, self.device = ranks, device
+        self.gradient_scale = float(ranks.world_size)
+        # Unsummed gradients add up in the type they were computed in, which must not be less than that of the sum.
+        self._defers = precision.compute == precision.reduce
+        self._postponed = contextlib.ExitStack()
+        hold_in(model, precision.held)
+        shapes = [parameter.shape for parameter in model.parameters()]
+        fill = _filler(model, values_of(model) if ranks.rank == 0 else {}, device)
+        move(model, META)
+        units = {id(unit) for unit in sharding_units(model, config.wrap_policy)}
+        self._root = FullyShardedDataParallel(
+            _Runner(model),
+            **_over(ranks, config.reshard_after_forward),
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+            mixed_precision=MixedPrecision(
+                param_dtype=precision.compute,
+                reduce_dtype=precision.reduce,
+                cast_forward_inputs=False,
+                cast_root_forward_inputs=False,
+            ),
+            forward_prefetch=config.forward_prefetch,
+            device_id=device,
+            param_init_fn=fill,
+            use_orig_params=True,
+        )
+        self._modules = [m for m in FullyShardedDataParallel.fsdp_modules(self._root) if m._handle is not None]
+        _call_through(model, self._root)
+        self.named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        self._shapes = dict(zip((name for name, _ in self.named), shapes, strict=True))
+        self._sizes = self._sizes_on_all_ranks()
+
+    def _sizes_on_all_ranks(self) -> dict[str, list[int]]:
+        """How many elements of each parameter every rank of the shard group has."""
+        mine = torch.tensor([parameter.numel() for _, parameter in self.named], device=self.device)
+        sizes = self._gathered(mine)
+        return dict(zip((name for name, _ in self.named), sizes.T.tolist(), strict=True))
+
+    def run(self, function: Callable[[], T]) -> T:
+        return self._root(function)
+
+    def synchronize(self, last: bool) -> None:
+        self._postponed.close()
+        if self._defers and not last:
+            self._postponed.enter_context(self._root.no_sync())
+
+    def rest(self) -> None:
+        for module in self._modules:
+            _reshard(module, module._handle, True)
+
+    def to(self, device: torch.device) -> None:
+        for module in self._modules:
+            handle = module._handle
+            handle.flat_param_to(device)
+            handle.flat_param._local_shard = handle.flat_param.data
+            handle._use_sharded_views()
+        for buffers in (module._buffers for module in self._root.modules()):
+            for name, buffer in buffers.items():
+                buffers[name] = None if buffer is None else buffer.to(device)
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named:
+            yield name, self.whole(name, parameter.detach())
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named:
+            if parameter.requires_grad:
+                empty = parameter.detach().new_zeros(parameter.numel())
+                yield name, self.whole(name, empty if parameter.grad is None else parameter.grad)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor like parameter `name` from the slices of all ranks, `part` on this one. A collective."""
+        sizes = self._sizes[name]
+        most = max(sizes)
+        padded = torch.zeros(most, dtype=part.dtype, device=self.device)
+        padded[: part.numel()] = part.flatten()
+        parts = self._gathered(padded)
+        return torch.cat([row[:size] for row, size in zip(parts, sizes, strict=True)]).view(self._shapes[name])
+
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """A row of each rank of the shard group."""
+        rows = mine.new_empty(self.ranks.shard_size * len(mine))
+        dist.all_gather_into_tensor(rows, mine, self.ranks.shard_group)
+        return rows.view(-1, len(mine))
+
+
+class _Runner(nn.Module):
+    """Runs a function inside the hooks that gather the parameters of the root."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def _filler(model: nn.Module, source: dict[str, Tensor], device: torch.device) -> Callable[[nn.Module], None]:
+    """Makes the tensors a module itself holds, with rank 0's values; all ranks must do so in the same order."""
+    names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        swapping(lambda: module.to_empty(device=device, recurse=False))
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            tensor.copy_(broadcast(source.get(names[id(module)] + name), tensor.shape, tensor.dtype, device))
+
+    return fill
+
+
+def _over(ranks: Ranks, reshard: bool) -> dict[str, Any]:
+    """Process groups and strategy."""
+    assert ranks.shards is not None
+    if ranks.shard_size == 1:
+        return {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    if ranks.shards.ndim == 1:
+        kind = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+        return {"process_group": ranks.shard_group, "sharding_strategy": kind}
+    kind = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return {"process_group": (ranks.shard_group, ranks.shards.get_group("replicate")), "sharding_strategy": kind}
+
+
+def _call_through(model: nn.Module, root: nn.Module) -> None:
+    """Let `model(...)` gather the root's parameters as a call of `root` does."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return root(functools.partial(forward, *args, **kwargs))
+
+    model.forward = gathered
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of the wrappers around its modules."""
+    return name.replace("_fsdp_wrapped_module.", "")
