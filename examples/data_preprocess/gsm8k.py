@@ -32,11 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     source, target = Path(options.local_dataset_path).expanduser(), Path(options.local_save_dir).expanduser()
     tables = {split: convert(find_files(source, split), split) for split in SPLITS}
     for split, table in tables.items():
-        path = target / f"{split}.parquet"
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer)
-        atomic_write_bytes(path, buffer.getvalue())
-        print(f"{path}: {table.num_rows} rows")
+        write_table(table, target / f"{split}.parquet")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -69,17 +65,30 @@ def find_files(folder: Path, split: str) -> list[Path]:
     raise DataError(f"{folder} holds none of {looked_for}; --local_dataset_path must be the folder with the raw data")
 
 
+def write_table(table: pa.Table, path: Path) -> None:
+    """One parquet file, whole or not at all."""
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    atomic_write_bytes(path, buffer.getvalue())
+    print(f"{path}: {table.num_rows} rows")
+
+
 def convert(files: list[Path], split: str) -> pa.Table:
     """All rows of a split in verl's format."""
     rows = FileRows(files)
     return pa.Table.from_pylist([convert_row(raw, split, i, rows.where(i)) for i, raw in enumerate(rows)])
 
 
-def convert_row(raw: dict[str, Any], split: str, index: int, where: str) -> dict[str, Any]:
+def texts(raw: dict[str, Any], where: str) -> tuple[str, str]:
+    """(question, answer) of a raw row."""
     for column in ("question", "answer"):
         if not isinstance(raw.get(column), str) or not raw[column].strip():
             raise DataError(f"{where}: column {column!r} must be a non-empty string, found {raw.get(column)!r}")
-    question, answer = raw["question"], raw["answer"]
+    return raw["question"], raw["answer"]
+
+
+def convert_row(raw: dict[str, Any], split: str, index: int, where: str) -> dict[str, Any]:
+    question, answer = texts(raw, where)
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],

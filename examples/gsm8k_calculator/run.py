@@ -27,6 +27,7 @@ def sft(out, steps):
         "data.train_batch_size=32",
         "data.max_length=512",
         "data.truncation=right",
+        "data.ignore_input_ids_mismatch=True",  # its prompt ends in a space, which begins words in this tokenizer
         "data.max_token_len_per_gpu=4096",
         "optim.lr=3e-3",
         "optim.lr_warmup_steps=20",

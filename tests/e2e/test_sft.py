@@ -27,8 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config(folder: Path, run: str, *extra: str) -> SFTConfig:
-    overrides = [
+def overrides(folder: Path, run: str, *extra: str) -> list[str]:
+    return [
         f"model.path={folder / 'model'}",
         "model.enable_gradient_checkpointing=False",
         f"data.train_files={folder / 'data' / 'worked.jsonl'}",
@@ -44,7 +44,10 @@ def config(folder: Path, run: str, *extra: str) -> SFTConfig:
         f"trainer.default_local_dir={folder / run}",
         *extra,
     ]
-    return load_config(overrides, config_name="sft_trainer")
+
+
+def config(folder: Path, run: str, *extra: str) -> SFTConfig:
+    return load_config(overrides(folder, run, *extra), config_name="sft_trainer")
 
 
 def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
@@ -180,9 +183,7 @@ WAYS = {
 
 
 def test_the_loss_and_the_weights_do_not_depend_on_how_a_batch_is_cut(folder: Path):
-    rows = [{"messages": turns} for turns in conversations(8)]
-    path = folder / "data" / "worked.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_conversations(folder, 8)
     common = [*EXACT, "data.train_batch_size=8", "trainer.total_training_steps=3"]
     train(folder, "whole", *common, "data.max_token_len_per_gpu=10000")
     expected = weights(folder, "whole", 3)
@@ -194,6 +195,11 @@ def test_the_loss_and_the_weights_do_not_depend_on_how_a_batch_is_cut(folder: Pa
         for name in ("train/loss", "train/grad_norm", "val/loss"):
             ours, theirs = (jobs.metrics(folder, run)[3][name] for run in ("whole", f"way{number}"))
             assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def write_conversations(folder: Path, count: int) -> None:
+    rows = [{"messages": turns} for turns in conversations(count)]
+    (folder / "data" / "worked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:

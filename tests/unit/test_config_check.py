@@ -59,7 +59,6 @@ def test_an_impossible_combination_is_one_error_with_its_numbers(overrides, word
     ("overrides", "words"),
     [
         (["data.max_length=9000"], ["9000", "8192"]),
-        (["trainer.n_gpus_per_node=3"], ["256", "3"]),
         (["trainer.save_freq=sometimes"], ["after_each_epoch"]),
         (["trainer.profile_interval=[1]"], ["[first, last]"]),
         (["engine.ulysses_sequence_parallel_size=2", "model.use_remove_padding=False"], ["use_remove_padding"]),

@@ -23,7 +23,7 @@ WAITING = {
     " *.rollout.disable_log_stats *.rollout.custom",
     "dynamic sampling and rollout correction": "algorithm.filter_groups.* algorithm.rollout_correction.*"
     " data.gen_batch_size",
-    "the Ray runtime, many ranks": "ray_kwargs.* trainer.balance_batch",
+    "the Ray runtime": "ray_kwargs.*",
 }
 
 

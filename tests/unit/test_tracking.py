@@ -157,11 +157,35 @@ def test_wandb_offline_run_holds_the_metrics(monkeypatch, tmp_path):
     with Tracking("p", "e", "wandb", {"trainer": {"total_epochs": 3}}) as tracking:
         tracking.log({"critic/score/mean": 0.25}, 1)
         tracking.log({"critic/score/mean": 0.5}, 2)
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 30  # the library's own process writes the file and may still be busy
-    while len(history := wandb_history(file)) < 2 and time.monotonic() < deadline:
+    assert written(tmp_path, "*", 2) == [(1, 0.25), (2, 0.5)]
+
+
+def written(folder, run, count):
+    """wandb_history of the one run so named, once it has `count` steps: the library's own process writes the file."""
+    deadline = time.monotonic() + 30
+    while True:
+        files = list(folder.glob(f"wandb/offline-run-*-{run}/*.wandb"))
+        history = [point for file in files for point in wandb_history(file)]
+        if len(history) >= count or time.monotonic() > deadline:
+            assert len(files) == 1
+            return history
         time.sleep(0.1)
-    assert history == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_wandb_run_that_is_ahead_of_the_checkpoint_is_followed_by_a_new_one(monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # forgets the environment of the runs before
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_ID", "first")
+    with Tracking("p", "e", "wandb") as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"critic/score/mean": step}, step)
+        tracking.rewind(5)
+        tracking.rewind(1)
+        tracking.log({"critic/score/mean": 20}, 2)
+    assert written(tmp_path, "first", 3) == [(1, 1), (2, 2), (3, 3)]
+    assert written(tmp_path, "[!f]*", 1) == [(2, 20)]
+    wandb.teardown()
 
 
 def test_a_config_dataclass_reaches_the_tracker_as_a_tree(monkeypatch):
@@ -190,6 +214,30 @@ def test_mlflow_keeps_the_metrics_in_a_local_database(tmp_path):
     assert sorted((p.step, p.value) for p in points) == [(1, 0.25), (2, 0.5)]
     assert run.info.status == "FINISHED" and run.info.run_name == "e"
     assert [f.path for f in client.list_artifacts(run.info.run_id)] == ["config.json"]
+
+
+def test_an_mlflow_run_that_is_ahead_of_the_checkpoint_is_followed_by_one_without_what_came_later(
+    tmp_path, monkeypatch
+):
+    mlflow = pytest.importorskip("mlflow")
+    with Tracking("p", "e", "mlflow") as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"reward": step, "loss": -step}, step)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    experiment = client.get_experiment_by_name("p").experiment_id
+    (old,) = client.search_runs([experiment])
+    monkeypatch.setenv("MLFLOW_RUN_ID", old.info.run_id)
+    with Tracking("p", "e", "mlflow") as tracking:
+        tracking.rewind(3)
+        tracking.rewind(1)
+        tracking.log({"reward": 20}, 2)
+    (new,) = (run for run in client.search_runs([experiment]) if run.info.run_id != old.info.run_id)
+    points = {name: client.get_metric_history(new.info.run_id, name) for name in ("reward", "loss")}
+    assert {name: [(p.step, p.value) for p in of] for name, of in points.items()} == {
+        "reward": [(1, 1.0), (2, 20.0)],
+        "loss": [(1, -1.0)],
+    }
+    assert new.data.tags["continues"] == old.info.run_id
 
 
 def test_a_run_that_raises_is_marked_failed(tmp_path):

@@ -204,12 +204,6 @@ def _sft(config: SFTConfig) -> None:
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} holds no sequence of "
             f"data.max_length={data.max_length} tokens; raise it to {data.max_length} or more"
         )
-    devices = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
-    ranks = max(devices // engine.ulysses_sequence_parallel_size, 1)
-    if data.train_batch_size % ranks:
-        raise ConfigError(
-            f"data.train_batch_size={data.train_batch_size} cannot be shared by {ranks} data-parallel ranks"
-        )
     if engine.ulysses_sequence_parallel_size > 1 and not config.model.use_remove_padding:
         size = engine.ulysses_sequence_parallel_size
         raise ConfigError(f"engine.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")

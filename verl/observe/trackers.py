@@ -5,12 +5,15 @@ import math
 import os
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from verl.utils.paths import atomic_write_bytes
+
+_MLFLOW_BATCH = 1000  # metrics that MLflow takes at once
 
 
 @dataclass(frozen=True)
@@ -138,19 +141,28 @@ class WandbBackend:
     def __init__(self, run: RunInfo):
         import wandb
 
-        self._run = wandb.init(
-            project=run.project,
-            name=run.experiment,
-            config=run.config,
+        self._wandb, self._info = wandb, run
+        self._run = self._start()
+
+    def _start(self, **extra: Any) -> Any:
+        return self._wandb.init(
+            project=self._info.project,
+            name=self._info.experiment,
+            config=self._info.config,
             entity=os.environ.get("WANDB_ENTITY"),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=self._wandb.Settings(console="off", silent=True),
+            **extra,
         )
 
     def log(self, data: dict[str, float], step: int) -> None:
         self._run.log(data, step=step)
 
     def rewind(self, step: int) -> None:
-        """A resumed run is a new wandb run; the old one keeps what it logged."""
+        """A run continued through $WANDB_RUN_ID takes no value for a step it has: a new run goes on after `step`."""
+        old = self._run
+        if old.step > step + 1:
+            old.finish()
+            self._run = self._start(id=uuid.uuid4().hex[:8], resume="never", notes=f"continues {old.id} at step {step}")
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
@@ -170,8 +182,9 @@ class MlflowBackend:
             uri = f"sqlite:///{folder}/mlflow.db"
         mlflow.set_tracking_uri(uri)
         mlflow.set_experiment(run.project)
-        self._mlflow = mlflow
-        mlflow.start_run(run_id=os.environ.get("MLFLOW_RUN_ID"), run_name=run.experiment)
+        self._mlflow, self._info = mlflow, run
+        started = mlflow.start_run(run_id=os.environ.get("MLFLOW_RUN_ID"), run_name=run.experiment)
+        self._run_id = started.info.run_id
         self._log_config(run.config)
 
     def _log_config(self, config: dict[str, Any]) -> None:
@@ -186,7 +199,18 @@ class MlflowBackend:
         self._mlflow.log_metrics({mlflow_name(name): float(value) for name, value in data.items()}, step=step)
 
     def rewind(self, step: int) -> None:
-        """MLflow keeps every value of a step; readers take the last one."""
+        """A run continued through $MLFLOW_RUN_ID keeps every value: a new run takes over those up to `step`."""
+        client, old = self._mlflow.MlflowClient(), self._run_id
+        history = [v for name in client.get_run(old).data.metrics for v in client.get_metric_history(old, name)]
+        if all(value.step <= step for value in history):
+            return
+        self._mlflow.end_run("KILLED")
+        started = self._mlflow.start_run(run_name=self._info.experiment, tags={"continues": old})
+        self._run_id = started.info.run_id
+        self._log_config(self._info.config)
+        kept = [value for value in history if value.step <= step]
+        for start in range(0, len(kept), _MLFLOW_BATCH):
+            client.log_batch(self._run_id, metrics=kept[start : start + _MLFLOW_BATCH])
 
     def finish(self, exit_code: int) -> None:
         self._mlflow.end_run(status="FINISHED" if exit_code == 0 else "FAILED")

@@ -78,7 +78,7 @@ class ProcessGroup(WorkerGroup):
         for rank in range(size):
             ours, theirs = context.Pipe()
             heard, said = context.Pipe(duplex=False)
-            args = (Rank(rank, size, rank, size), port, _loopback(), theirs, said, factory)
+            args = (Rank(rank, size, rank, size), port, loopback(), theirs, said, factory)
             process = context.Process(target=serving.serve, args=args, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()  # its end is seen here once the process is gone
@@ -244,7 +244,7 @@ def _end_of(code: int | None) -> str:
     return f"was killed by {name}; resume from the last checkpoint, and report it if it comes back"
 
 
-def _loopback() -> str | None:
+def loopback() -> str | None:
     """The name of the interface that only this machine reaches."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)

@@ -1,18 +1,23 @@
-"""Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy."""
+"""Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy.
+
+Over many ranks (torchrun) every rank runs this program: each knows the whole batch and trains on its part of it; the
+first one logs and saves.
+"""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
 from verl.config.check import check_supported
 from verl.config.load import unread_keys
+from verl.data.balance import spread
 from verl.data.batch import Batch
 from verl.data.conversations import Conversations, load_conversations
 from verl.data.metrics import Metrics
@@ -22,13 +27,17 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
+from verl.runtime.peers import Peers
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
 from verl.trainer.resume import find_resume, read_state
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import schedule_over
-from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.training import EngineWorker, weighted
+
+T = TypeVar("T")
 
 
 class SFTTrainer:
@@ -41,12 +50,19 @@ class SFTTrainer:
         validation: Conversations | None,
         tracking: Tracking,
         note: Callable[[str], None] = print,
+        peers: Peers | None = None,
     ):
         self.config, self.train_set, self.validation_set = config, train, validation
-        self.tracking, self.note = tracking, note
-        self.engine: BaseEngine
+        self.tracking, self.note, self.peers = tracking, note, peers or Peers()
+        self.replica = config.engine.ulysses_sequence_parallel_size
+        if self.peers.world_size % self.replica:
+            raise ConfigError(
+                f"engine.ulysses_sequence_parallel_size={self.replica} does not divide {self.peers.world_size} ranks; "
+                f"start a multiple of {self.replica} (trainer.n_gpus_per_node, or torchrun --nproc-per-node)"
+            )
+        self.worker: EngineWorker
         self.global_step = self.first_step = self.trained_tokens = 0
-        self.stop_requested = False
+        self.stop_requested = self.stopping = False  # here; agreed by all ranks
         self.root = Path(config.trainer.default_local_dir)
         data, settings = config.data, config.trainer
         self.steps_per_epoch = len(train) // data.train_batch_size
@@ -61,7 +77,7 @@ class SFTTrainer:
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
         self.micro = (
-            MicroBatching(max_tokens=data.max_token_len_per_gpu * config.engine.ulysses_sequence_parallel_size)
+            MicroBatching(max_tokens=data.max_token_len_per_gpu * self.replica)
             if data.use_dynamic_bsz
             else MicroBatching(max_sequences=data.micro_batch_size_per_gpu)
         )
@@ -70,11 +86,13 @@ class SFTTrainer:
         """Train to the last step; returns the metrics of the last one. Ctrl-C saves after the step in progress."""
         self.resume()
         metrics: dict[str, float] = {}
-        with Progress(self.total_steps, self.global_step) as progress, Interrupt(self):
-            while self.global_step < self.total_steps and not self.stop_requested:
-                metrics = self.one_step(progress)
-                self.checkpoints.settle(wait=False)
-            self.checkpoints.settle(wait=True)
+        with open(os.devnull, "w") as nowhere:
+            stream = None if self.peers.is_first else nowhere
+            with Progress(self.total_steps, self.global_step, stream) as progress, Interrupt(self):
+                while self.global_step < self.total_steps and not self.stopping:
+                    metrics = self.one_step(progress)
+                    self.checkpoints.settle(wait=False)
+                self.checkpoints.settle(wait=True)
         return metrics
 
     def one_step(self, progress: Progress) -> dict[str, float]:
@@ -84,9 +102,10 @@ class SFTTrainer:
             batch = self.next_batch()
             with timer("update"):
                 metrics = self.update(batch).values()
+            self.stopping = any(self.peers.all(self.stop_requested))
             self.global_step += 1
             self.trained_tokens += batch.num_tokens
-            last = self.global_step >= self.total_steps or self.stop_requested
+            last = self.global_step >= self.total_steps or self.stopping
             if self.validation_set and (last or self.due(self.test_freq)):
                 with timer("testing"):
                     metrics["val/loss"] = self.validate(self.validation_set)
@@ -122,22 +141,36 @@ class SFTTrainer:
 
     def update(self, batch: Batch) -> Metrics:
         """Token-mean negative log-likelihood over the whole batch, one optimiser step."""
-        batch = batch.with_columns(loss_weights=loss_weights(batch, "token-mean"))
-        with self.engine.train_mode():
-            result = self.engine.forward_backward(batch, LikelihoodLoss(), self.micro)
-            metrics = result.metrics.merge(self.engine.optim_step()).prefixed("train/")
-            self.engine.lr_scheduler_step()
-        return metrics
+        shard, micro = self.share(weighted(batch, "token-mean", None))
+        mine, _ = self.worker.update(shard, LikelihoodLoss(), micro, 1.0)
+        self.worker.advance_schedule()
+        metrics = Metrics()
+        for part in self.replicas(mine):
+            metrics.merge(part)
+        return metrics.prefixed("train/")
+
+    def share(self, batch: Batch) -> tuple[Batch, MicroBatching]:
+        """This rank's part of a batch, and how it is cut; ranks of one Ulysses group share a part."""
+        count, number = self.peers.world_size // self.replica, self.peers.rank // self.replica
+        if count == 1:
+            return batch, self.micro
+        shard = spread(batch, count, self.micro, balanced=self.config.trainer.balance_batch)[number]
+        return batch.select(shard.rows), shard.micro
+
+    def replicas(self, value: T) -> list[T]:
+        """`value` of one rank of each Ulysses group, on every rank."""
+        return self.peers.all(value)[:: self.replica]
 
     def validate(self, rows: Conversations) -> float:
         """Mean negative log-likelihood per trained token over all validation rows."""
         total, count = 0.0, 0
-        with self.engine.eval_mode():
-            for batch in batches(rows, self.config.data.train_batch_size):
-                logprobs = self.engine.forward(batch, ("logprobs",), self.micro)["logprobs"]
-                total -= float(logprobs[batch["loss_mask"]].double().sum())
-                count += int(batch["loss_mask"].sum())
-        return total / count
+        for batch in batches(rows, self.config.data.train_batch_size):
+            shard, micro = self.share(batch)
+            logprobs = self.worker.forward(shard, ("logprobs",), micro, 1.0)["logprobs"]
+            total -= float(logprobs[shard["loss_mask"]].double().sum())
+            count += int(shard["loss_mask"].sum())
+        totals, counts = zip(*self.replicas((total, count)), strict=True)
+        return sum(totals) / sum(counts)
 
     def due(self, frequency: int | str) -> bool:
         """Every `frequency` steps, or `after_each_epoch`; never for 0 or less."""
@@ -147,7 +180,7 @@ class SFTTrainer:
     def save(self) -> None:
         """The engine's files in global_step_N, the trainer's state beside them; then what is too old goes."""
         state = {"global_step": self.global_step, "trained_tokens": self.trained_tokens, "data": self.data_state()}
-        self.checkpoints.save(self.global_step, state, {".": self.engine})
+        self.checkpoints.save(self.global_step, state, {".": self.worker.engine})
 
     def data_state(self) -> dict[str, Any]:
         """What decides which rows a step trains on."""
@@ -180,7 +213,7 @@ class SFTTrainer:
                     f"used cannot be told; restore it, or start anew from model.path={folder / 'huggingface'} with "
                     f"trainer.resume_mode=disable"
                 )
-        self.engine.load(folder)
+        self.worker.engine.load(folder)
         self.global_step, self.trained_tokens = state["global_step"], state["trained_tokens"]
         self.note(f"resumed from {folder}: step {self.global_step} of {self.total_steps} is done")
         if self.global_step >= self.total_steps:
@@ -194,9 +227,12 @@ def batches(rows: Conversations, size: int) -> Iterator[Batch]:
         yield Batch.pack([sequence for row in range(start, stop) for sequence in rows[row]])
 
 
-def build_sft(config: SFTConfig, note: Callable[[str], None] = print) -> SFTTrainer:
-    """Model, rows and trackers of a run."""
+def build_sft(config: SFTConfig, note: Callable[[str], None] = print, peers: Peers | None = None) -> SFTTrainer:
+    """Model, rows and trackers of a run; only the first rank says anything."""
     check_supported(config)
+    peers = peers or Peers()
+    if not peers.is_first:
+        note = silent
     torch.manual_seed(config.trainer.seed)
     tokenizer = load_tokenizer(config.model)
     data, settings = config.data, config.trainer
@@ -205,19 +241,22 @@ def build_sft(config: SFTConfig, note: Callable[[str], None] = print) -> SFTTrai
     for rows in (train, held_out):
         for line in rows.notes if rows else ():
             note(line)
-    tracking = Tracking(settings.project_name, settings.experiment_name, list(settings.logger), config)
-    trainer = SFTTrainer(config, train, held_out, tracking, note)
-    trainer.engine = build_engine(config, trainer.total_steps)
+    trackers = list(settings.logger) if peers.is_first else []
+    tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config)
+    trainer = SFTTrainer(config, train, held_out, tracking, note, peers)
+    trainer.worker = build_worker(config, trainer.total_steps)
     return trainer
 
 
-def build_engine(config: SFTConfig, total_steps: int) -> BaseEngine:
-    """The engine of this process; its learning-rate schedule spans `total_steps`."""
+def silent(line: str) -> None:
+    """For ranks that have nothing to say."""
+
+
+def build_worker(config: SFTConfig, total_steps: int) -> EngineWorker:
+    """The engine of this rank; its learning-rate schedule spans `total_steps`."""
     model = config.model
     if config.data.pad_mode == "right":
         model = dataclasses.replace(model, use_remove_padding=False)
     optim = schedule_over(config.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
-    engine = engine_class(model, config.engine, optim, config.checkpoint)
-    engine.initialize()
-    return engine
+    return EngineWorker(engine_class(model, config.engine, optim, config.checkpoint))

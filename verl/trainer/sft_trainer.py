@@ -1,16 +1,18 @@
 """`python3 -m verl.trainer.sft_trainer key=value …`: supervised fine-tuning on conversations."""
 
+import os
 import sys
 from collections.abc import Sequence
 
 from verl.config import SFTConfig, load_config
-from verl.utils.errors import VerlError
+from verl.utils.errors import ConfigError, DataError, VerlError
 
 HELP = """Fine-tune a model on conversations.
 
 usage: python3 -m verl.trainer.sft_trainer [--config-name NAME] [--config-dir DIR] key=value ...
 
   python3 -m verl.trainer.sft_trainer model.path=DIR data.train_files=rows.jsonl data.max_length=1024
+  torchrun --standalone --nproc-per-node=8 -m verl.trainer.sft_trainer key=value ...   (the same with that many ranks)
 
 Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key adds, ~key resets to the default.
   verl config explain KEY      what a key means and what it does here
@@ -24,19 +26,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
+    from verl.trainer.launch import missing_ranks, start_ranks
+
     try:
-        run_sft(load_config(arguments, config_name="sft_trainer"))
+        config = load_config(arguments, config_name="sft_trainer")
+        if count := missing_ranks(config):
+            start_ranks(count, arguments)
+        run_sft(config)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError | DataError):
+            print(f"error: {error}", file=sys.stderr)  # what is wrong with a command is the same on every rank
         return 2
     return 0
 
 
 def run_sft(config: SFTConfig) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step."""
+    from verl.runtime.peers import Peers
+    from verl.runtime.torchrun import Rank
     from verl.trainer.sft import build_sft
 
-    trainer = build_sft(config)
+    rank = Rank.of_environment()
+    if rank.world_size > 1:
+        rank.join()
+    trainer = build_sft(config, peers=Peers(rank.rank, rank.world_size))
     with trainer.tracking:
         return trainer.fit()
 

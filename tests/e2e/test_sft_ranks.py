@@ -1,0 +1,121 @@
+"""Fine-tuning over two ranks: the same program under torchrun, the same result as one rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT
+from tests.e2e import jobs, test_sft
+from tests.e2e.test_sft import config, train
+from tests.ranks import run_ranks
+from verl.config import ConfigError
+from verl.observe.tracking import Tracking
+from verl.trainer import launch
+from verl.trainer.sft import SFTTrainer
+from verl.trainer.sft_trainer import run_sft
+
+EXACT = ["engine.model_dtype=fp64", "engine.dtype=float64", "optim.lr_scheduler_type=cosine", "trainer.test_freq=2"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    monkeypatch.setenv("MASTER_PORT", "1")  # the ranks have met already
+    jobs.prepare(tmp_path)
+    test_sft.write_conversations(tmp_path, 8)
+    return tmp_path
+
+
+def rank_run(folder: Path, run: str, *extra: str) -> dict[str, float]:
+    return run_sft(config(folder, run, *extra))
+
+
+def weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
+    files = (folder / run / f"global_step_{step}" / "huggingface").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_close(folder: Path, expected: str, found: str, step: int) -> None:
+    ours, theirs = weights(folder, expected, step), weights(folder, found, step)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-10, atol=1e-12)
+    first, second = (jobs.metrics(folder, run) for run in (expected, found))
+    assert first.keys() == second.keys()
+    for number, row in first.items():
+        names = [name for name in row if name.startswith(("train/", "val/")) and not name.startswith("train/perf/")]
+        assert {"train/loss", "train/grad_norm", "train/lr", "train/global_tokens"} <= set(names)
+        for name in names:
+            assert second[number][name] == pytest.approx(row[name], rel=1e-10), (number, name)
+
+
+WAYS = {
+    "by tokens": ["data.train_batch_size=5", "data.max_token_len_per_gpu=64"],
+    "by number, in order": [
+        "data.train_batch_size=3",
+        "data.use_dynamic_bsz=False",
+        "data.micro_batch_size_per_gpu=1",
+        "trainer.balance_batch=False",
+    ],
+    "fewer rows than ranks": ["data.train_batch_size=1"],
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_two_ranks_give_the_result_of_one(folder: Path, how: str):
+    extra = [*EXACT, *WAYS[how], "trainer.total_training_steps=3"]
+    train(folder, "one", *extra)
+    run_ranks(2, rank_run, folder, "two", *extra)
+    assert_close(folder, "one", "two", 3)
+
+
+def test_a_run_over_ranks_resumes_with_another_number_of_them(folder: Path):
+    extra = [*EXACT, "data.train_batch_size=3", "optim.total_training_steps=4"]
+    train(folder, "one", *extra, "trainer.total_training_steps=4")
+    run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=2")
+    train(folder, "two", *extra, "trainer.total_training_steps=3")
+    run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=4")
+    assert_close(folder, "one", "two", 4)
+
+
+def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(folder: Path):
+    extra = [*EXACT, "trainer.total_training_steps=2", "trainer.logger=[console,file]"]
+    train(folder, "one", *extra)
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *test_sft.overrides(folder, "two", *extra)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("MASTER_PORT")
+    done = subprocess.run(
+        [*command, "trainer.n_gpus_per_node=2"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step:1 ") == done.stdout.count("saved ") == 1
+    assert_close(folder, "one", "two", 2)
+    wrong = [*command, "trainer.n_gpus_per_node=2", "trainer.resume_mode=resume_path"]
+    done = subprocess.run(wrong, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode and done.stderr.count("error: trainer.resume_mode=resume_path needs") == 1
+
+
+def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(*extra: str) -> int:
+        return launch.missing_ranks(config(folder, "run", *extra))
+
+    assert missing() == 0 and missing("trainer.n_gpus_per_node=3") == 3 and missing("trainer.runtime=processes") == 1
+    with pytest.raises(ConfigError, match=r"torchrun --nnodes=2 --nproc-per-node"):
+        missing("trainer.nnodes=2")
+    with pytest.raises(ConfigError, match=r"runtime=inline is one process, but trainer.n_gpus_per_node=2"):
+        missing("trainer.runtime=inline", "trainer.n_gpus_per_node=2")
+    for name, value in {"WORLD_SIZE": 4, "RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert missing() == 0 and missing("trainer.nnodes=2", "trainer.n_gpus_per_node=2") == 0
+    with pytest.raises(ConfigError, match="n_gpus_per_node=4, but torchrun started 2"):
+        missing("trainer.n_gpus_per_node=4")
+
+
+def test_ranks_that_sequence_parallel_cannot_share_are_refused(folder: Path):
+    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2 does not divide 1 ranks"):
+        SFTTrainer(config(folder, "run", "engine.ulysses_sequence_parallel_size=2"), [], None, Tracking("p", "e", []))  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""How many ranks a run of fine-tuning has, and who starts them: torchrun, here or by hand."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from verl.config import SFTConfig
+from verl.plugin.platform import get_platform
+from verl.runtime.processes import loopback
+from verl.runtime.torchrun import Rank
+from verl.utils.errors import ConfigError
+
+MODULE = "verl.trainer.sft_trainer"
+
+
+def missing_ranks(config: SFTConfig) -> int:
+    """How many ranks must be started before the run can begin; 0 when this process is one of them, or the only one."""
+    settings = config.trainer
+    if "WORLD_SIZE" in os.environ:
+        _agrees(config, Rank.of_environment())
+        return 0
+    if settings.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={settings.nnodes} needs one start per machine: torchrun --nnodes={settings.nnodes} "
+            f"--nproc-per-node=DEVICES --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m {MODULE} key=value ..."
+        )
+    count = settings.n_gpus_per_node
+    if settings.runtime == "inline":
+        if (count or 1) > 1:
+            raise ConfigError(
+                f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={count}; drop one of them"
+            )
+        return 0
+    if count is None:
+        platform = get_platform()
+        count = 1 if platform.device_name == "cpu" else platform.device_count()
+    return count if count > 1 or settings.runtime == "processes" else 0
+
+
+def _agrees(config: SFTConfig, rank: Rank) -> None:
+    """Under torchrun the number of ranks is torchrun's; a configuration that says otherwise is a mistake."""
+    machines = rank.world_size // rank.local_world_size
+    for name, asked, found in (
+        ("n_gpus_per_node", config.trainer.n_gpus_per_node, rank.local_world_size),
+        ("nnodes", None if config.trainer.nnodes == 1 else config.trainer.nnodes, machines),
+    ):
+        if asked is not None and asked != found:
+            raise ConfigError(f"trainer.{name}={asked}, but torchrun started {found}; drop the key, torchrun decides")
+
+
+def start_ranks(count: int, arguments: Sequence[str]) -> NoReturn:
+    """Become torchrun with `count` ranks of this program on this machine."""
+    if (interface := loopback()) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", MODULE, *arguments])
