@@ -155,6 +155,22 @@ def killed_run(folder: Path, told: int) -> None:
     train(folder, "killed", *COMMON)
 
 
+@pytest.mark.parametrize("stage", ["update", "validate"])
+def test_ctrl_c_finishes_a_step_and_saves_it(folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str):
+    original = getattr(SFTTrainer, stage)
+
+    def interrupted(trainer: SFTTrainer, given: object) -> object:
+        result = original(trainer, given)
+        if trainer.global_step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(SFTTrainer, stage, interrupted)
+    train(folder, "run", "trainer.test_freq=1", "trainer.total_training_steps=8")
+    assert (folder / "run" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_retention_keeps_the_newest(folder: Path):
     train(folder, "run", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2")
     assert sorted(p.name for p in (folder / "run").glob("global_step_*")) == ["global_step_6", "global_step_8"]

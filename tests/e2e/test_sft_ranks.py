@@ -16,6 +16,8 @@ from tests.ranks import run_ranks
 from verl.config import ConfigError
 from verl.observe.tracking import Tracking
 from verl.trainer import launch
+from verl.trainer.quickstart.model import make_model
+from verl.trainer.quickstart.task import CHARACTERS
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
 
@@ -78,6 +80,8 @@ def test_a_run_over_ranks_resumes_with_another_number_of_them(folder: Path):
     extra = [*EXACT, "data.train_batch_size=3", "optim.total_training_steps=4"]
     train(folder, "one", *extra, "trainer.total_training_steps=4")
     run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=2")
+    make_model(folder / "other", CHARACTERS, seed=9, hidden=32, layers=1)
+    extra.append(f"model.path={folder / 'other'}")  # nothing of it is left where the checkpoint is loaded
     train(folder, "two", *extra, "trainer.total_training_steps=3")
     run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=4")
     assert_close(folder, "one", "two", 4)
