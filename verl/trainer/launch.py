@@ -1,9 +1,7 @@
 """How many ranks a run of fine-tuning has, and who starts them: torchrun, here or by hand."""
 
 import os
-import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from verl.config import SFTConfig
 from verl.plugin.platform import get_platform
@@ -49,9 +47,16 @@ def _agrees(config: SFTConfig, rank: Rank) -> None:
             raise ConfigError(f"trainer.{name}={asked}, but torchrun started {found}; drop the key, torchrun decides")
 
 
-def start_ranks(count: int, arguments: Sequence[str]) -> NoReturn:
-    """Become torchrun with `count` ranks of this program on this machine."""
+def start_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Be torchrun with `count` ranks of this program on this machine. 0: done; 1: a rank failed, and said why."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     if (interface := loopback()) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", MODULE, *arguments])
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
+    try:
+        torchrun([*options, "-m", MODULE, *arguments])
+    except ChildFailedError:
+        return 1
+    return 0

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments, config_name="sft_trainer")
         if count := missing_ranks(config):
-            start_ranks(count, arguments)
+            return start_ranks(count, arguments)
         run_sft(config)
     except VerlError as error:
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError | DataError):
