@@ -45,7 +45,7 @@ def model_config(name: str, longest: int) -> Qwen3Config:
     )  # fmt: skip
 
 
-def build_engine(name: str, dtype: str, longest: int, checkpointing: bool) -> Any:
+def build_engine(name: str, dtype: str, longest: int, checkpointing: bool, **engine_keys: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         model_config(name, longest).save_pretrained(folder)
         with torch.random.fork_rng(devices=[]):
@@ -54,7 +54,7 @@ def build_engine(name: str, dtype: str, longest: int, checkpointing: bool) -> An
             "language_model",
             "fsdp2",
             HFModelConfig(path=folder, enable_gradient_checkpointing=checkpointing),
-            FSDPEngineConfig(model_dtype="fp32", dtype=dtype),
+            FSDPEngineConfig(model_dtype="fp32", dtype=dtype, **engine_keys),
             FSDPOptimizerConfig(lr=1e-6),
         )
         engine.initialize()

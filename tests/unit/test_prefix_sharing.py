@@ -1,5 +1,7 @@
 """Prompts computed once: the same attention, log-probs and gradients as without sharing, in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.engine_cases import (
     tiny_qwen3,
 )
 from tests.unit.test_attention import HEADS, KV_HEADS, SIZE, written_out
+from verl.data.balance import spread
 from verl.data.batch import Batch
 from verl.data.packing import MicroBatching, split_micro_batches
 from verl.data.trajectory import Trajectory
@@ -160,6 +163,25 @@ def test_micro_batches_of_so_many_sequences_keep_groups_together():
 def test_a_sequence_over_the_budget_is_refused():
     with pytest.raises(ConfigError, match="a sequence of 10 tokens"):
         split_micro_batches(grouped_batch(), MicroBatching(max_tokens=9, share_prefixes=True))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("micro", [MicroBatching(16), MicroBatching(30), MicroBatching(max_sequences=4)], ids=str)
+def test_groups_stay_together_when_ranks_share_a_batch(balanced, micro):
+    micro, batch = replace(micro, share_prefixes=True), grouped_batch(GROUPS * 4)
+    shards = spread(batch, 2, micro, attention_length=30.0, balanced=balanced)
+    assert sorted(row for shard in shards for row in shard.rows) == list(range(batch.num_sequences))
+    computed, of_whole_groups = [], 4 * sum(prompt + sum(responses) for prompt, responses in GROUPS)
+    for shard in shards:
+        part = batch.select(shard.rows)
+        sizes = [tokens_computed(part, list(rows)) for rows in shard.micro.plan if rows]
+        assert max(sizes) <= (micro.max_tokens or of_whole_groups)
+        assert all(len(rows) <= (micro.max_sequences or batch.num_sequences) for rows in shard.micro.plan)
+        computed.append(sum(sizes))
+    if micro.max_tokens is None or micro.max_tokens > 16:  # no group has to be cut
+        assert sum(computed) <= of_whole_groups
+    if balanced:
+        assert max(computed) <= 1.1 * min(computed)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from verl.data.batch import Batch
-from verl.data.packing import MicroBatching, cut
+from verl.data.packing import MicroBatching, cut, sharing_units
 
 _CLOSE = 0.002  # a step whose dearest part is this near to the mean is not improved further
 _SWAPS = 200  # per step, at most
@@ -43,12 +43,34 @@ def spread(
     `balanced` minimises the time of the dearest rank over all micro-steps within the limits of `micro`; otherwise
     sequences stay in order, equally many per rank. Ranks without a sequence for a micro-step have an empty part.
     """
-    lengths = batch.lengths.tolist()
     if ranks == 1:
-        return [Shard(tuple(range(len(lengths))), micro)]
+        return [Shard(tuple(range(batch.num_sequences)), micro)]
+    if micro.share_prefixes:
+        return _spread_units(batch, ranks, micro, attention_length, balanced)
+    lengths = batch.lengths.tolist()
+    parts = _parts_of(lengths, costs_of(lengths, attention_length), ranks, micro, balanced)
+    return [_shard(own, micro) for own in parts]
+
+
+def _spread_units(
+    batch: Batch, ranks: int, micro: MicroBatching, attention_length: float, balanced: bool
+) -> list[Shard]:
+    """Sequences with the same prompt stay together, which counts once."""
+    units = sharing_units(batch, micro.max_tokens, micro.max_sequences)
+    costs = np.array([unit.tokens + unit.pairs / attention_length for unit in units])
+    largest = max(len(unit.rows) for unit in units)
+    limits = MicroBatching(micro.max_tokens, micro.max_sequences and max(micro.max_sequences // largest, 1))
+    parts = _parts_of([unit.tokens for unit in units], costs, ranks, limits, balanced)
+    return [_shard([[row for unit in part for row in units[unit].rows] for part in own], micro) for own in parts]
+
+
+def _parts_of(
+    lengths: list[int], costs: np.ndarray, ranks: int, micro: MicroBatching, balanced: bool
+) -> list[list[list[int]]]:
+    """The micro-batches of each rank."""
     cut(lengths, micro)  # refuses a sequence over the budget
     if balanced:
-        steps = _even_steps(lengths, costs_of(lengths, attention_length), ranks, micro)
+        steps = _even_steps(lengths, costs, ranks, micro)
         parts = [[step[rank] for step in steps] for rank in range(ranks)]
     else:
         edges = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
@@ -57,7 +79,7 @@ def spread(
             parts.append([[start + i for i in part] for part in cut(lengths[start:stop], micro)])
         most = max(map(len, parts))
         parts = [[*own, *[[]] * (most - len(own))] for own in parts]
-    return [_shard(own, micro) for own in parts]
+    return parts
 
 
 def _shard(parts: list[list[int]], micro: MicroBatching) -> Shard:

@@ -76,30 +76,47 @@ def _check_longest(longest: int, max_tokens: int) -> None:
 
 
 def split_sharing(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
-    """Index lists as of `split_micro_batches` that keep sequences with the same prompt together and count it once.
-
-    A group over the budget is cut into as few parts as hold it, each with the prompt.
-    """
-    lengths, groups, most = batch.lengths.tolist(), prompt_groups(batch), max_sequences or max(batch.num_sequences, 1)
+    """Index lists as of `split_micro_batches` that keep sequences with the same prompt together and count it once."""
+    most = max_sequences or max(batch.num_sequences, 1)
     if max_tokens is None:
-        order = [i for group in groups for i in group]
+        order = [i for group in prompt_groups(batch) for i in group]
         return [order[start : start + most] for start in range(0, len(order), most)]
-    prompts = prompt_lengths(batch)
-    units, costs = [], []
-    for group in groups:
-        prompt = prompts[group[0]]
-        _check_longest(max(lengths[i] for i in group), max_tokens)
-        for part in pack_by_tokens([lengths[i] - prompt for i in group], max(max_tokens - prompt, 1), max_sequences):
-            units.append([group[place] for place in part])
-            costs.append(prompt + sum(lengths[i] - prompt for i in units[-1]))
+    units = sharing_units(batch, max_tokens, max_sequences)
+    costs = [unit.tokens for unit in units]
     order, count = sorted(range(len(units)), key=lambda unit: (-costs[unit], unit)), -(-sum(costs) // max_tokens)
     while True:
         bins = _spread(order, costs, count, len(units))
-        parts = [sorted(i for unit in part for i in units[unit]) for part in bins if part]
+        parts = [sorted(i for unit in part for i in units[unit].rows) for part in bins if part]
         fits = all(sum(costs[unit] for unit in part) <= max_tokens for part in bins)
         if fits and all(len(part) <= most for part in parts):
             return parts
         count += 1
+
+
+@dataclass(frozen=True)
+class SharingUnit:
+    """Sequences that should be in one forward, because they begin with the same prompt."""
+
+    rows: list[int]
+    tokens: int  # computed, the prompt once
+    pairs: int  # of tokens whose attention is computed, counted as if sequences were not causal
+
+
+def sharing_units(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[SharingUnit]:
+    """The groups of `batch`; one over a limit is cut into as few parts as hold it, each with the prompt."""
+    lengths, prompts, units = batch.lengths.tolist(), prompt_lengths(batch), []
+    for group in prompt_groups(batch):
+        prompt = prompts[group[0]]
+        own = [lengths[i] - prompt for i in group]
+        budget = sum(own) or 1
+        if max_tokens is not None:
+            _check_longest(prompt + max(own), max_tokens)
+            budget = max(max_tokens - prompt, 1)
+        for part in pack_by_tokens(own, budget, max_sequences):
+            rows, parts = [group[place] for place in part], [own[place] for place in part]
+            pairs = prompt**2 + sum(2 * prompt * length + length**2 for length in parts)
+            units.append(SharingUnit(rows, prompt + sum(parts), pairs))
+    return units
 
 
 def _spread(order: list[int], lengths: list[int], count: int, max_members: int) -> list[list[int]]:

@@ -83,6 +83,11 @@ class MicroBatch:
         targets = Targets(places.to(device), sources.to(device), group)
         return cls(whole, packing, ids.to(device), positions.to(device), targets, dummy)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks compute the rest of its tokens, and wait for this one to do its part."""
+        return isinstance(self.packing, SplitPacking)
+
     def dummy(self) -> "MicroBatch":
         """A forward of two tokens that adds nothing, in the place of this one."""
         return replace(MicroBatch.of(self.batch, (), self.input_ids.device), is_last=self.is_last)

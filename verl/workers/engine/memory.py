@@ -39,7 +39,7 @@ class Overflow:
     @classmethod
     def of(cls, error: RuntimeError, part: MicroBatch, can_restart: bool) -> "Overflow":
         """Raises `error` where it is about something else, or nothing can be done about it."""
-        if part.is_dummy or not can_restart or not ran_out(error):
+        if part.is_dummy or part.is_split or not can_restart or not ran_out(error):
             raise error
         return cls(len(part.input_ids), part.batch.num_sequences, str(error).split("\n")[0])
 
