@@ -1,13 +1,15 @@
 """The head (log-prob and entropy, forward and backward) against the eager logits path: time and peak extra memory.
 
     python benchmarks/head.py                       # V=152k, d=896 and 128, float32
-    python benchmarks/head.py --dtype bfloat16 --tokens 1024
+    python benchmarks/head.py --dtype bfloat16 --tokens 1024 --json benchmarks/results/head.json
 
-Times are medians of interleaved rounds in this process. Memory is the high-water mark of a fresh process per case, less
-what it held before and less the gradients of weight and hidden states. Shapes: T tokens, V vocabulary, D hidden.
+Times are medians of interleaved rounds in this process, and ratios medians over the rounds. Memory is the high-water
+mark of a fresh process per case, less what it held before and less the gradients of weight and hidden states.
+Shapes: T tokens, V vocabulary, D hidden.
 """
 
 import argparse
+import json
 import os
 import resource
 import statistics
@@ -16,14 +18,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from support.record import save
 from torch import Tensor
 
 from verl.models.heads import token_logprobs, token_loss_one_pass
 
 PATHS = ("eager", "chunked", "one pass")
-MATMUL_COLUMNS = 16384
+KEPT = "one pass, logits kept"
+PRODUCTS = ("logits", "hidden gradient", "weight gradient")
+COLUMNS = 4096
+FACTS = ("d", "tokens", "entropy", "path")
 
 
 class Case:
@@ -64,20 +71,19 @@ class Case:
         token_logprobs(self.hidden_TD, self.weight_VD, *self.where, with_entropy=self.with_entropy)
 
     @torch.no_grad()
-    def matmul(self) -> None:
-        """Part of hidden @ weight.T into memory that is already there."""
-        if not hasattr(self, "product"):
-            self.product = torch.empty(
-                min(1024, len(self.columns["w"])), MATMUL_COLUMNS // 4, dtype=self.weight_VD.dtype
-            )
-        rows_RD = self.hidden_TD[: self.product.shape[0]]
-        for start in range(0, MATMUL_COLUMNS, self.product.shape[1]):
-            torch.mm(rows_RD, self.weight_VD[start : start + self.product.shape[1]].T, out=self.product)
-
-    def matmul_scale(self) -> float:
-        """Times `matmul` gives one whole (T, D) @ (D, V)."""
-        vocab_size, num_tokens = self.weight_VD.shape[0], len(self.columns["w"]) - 1
-        return vocab_size / MATMUL_COLUMNS * num_tokens / self.product.shape[0]
+    def product(self, name: str) -> None:
+        """One of the products that a gradient needs, over the whole vocabulary, into memory that is there already."""
+        if not hasattr(self, "logits"):
+            self.logits = torch.randn(len(self.hidden_TD), COLUMNS).to(self.weight_VD.dtype)
+            self.grads = torch.zeros_like(self.hidden_TD), torch.zeros_like(self.weight_VD)
+        for weight_CD, grad_CD in zip(self.weight_VD.split(COLUMNS), self.grads[1].split(COLUMNS), strict=True):
+            logits = self.logits[:, : len(weight_CD)]
+            if name == "logits":
+                torch.mm(self.hidden_TD, weight_CD.T, out=logits)
+            elif name == "hidden gradient":
+                torch.mm(logits, weight_CD, out=self.grads[0])
+            else:
+                torch.mm(logits.T, self.hidden_TD, out=grad_CD)
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -86,18 +92,39 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, float]:
-    """Median seconds of each path, of the forward alone, and of one matmul; the first round warms up."""
+def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, list[float]]:
+    """Seconds of each path, of the forward alone, and of the three products, round by round; the first warms up."""
     works: dict[str, Callable[[], None]] = {path: lambda path=path: case.run(path) for path in PATHS}
-    works["one pass, logits kept"] = lambda: case.run("one pass", kept_rows)
+    works[KEPT] = lambda: case.run("one pass", kept_rows)
     works["forward"] = case.forward
-    works["matmul"] = case.matmul
+    works |= {product: lambda product=product: case.product(product) for product in PRODUCTS}
     samples: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
             samples[name].append(seconds(work))
-    medians = {name: statistics.median(values[1:]) for name, values in samples.items()}
-    return medians | {"matmul": medians["matmul"] * case.matmul_scale()}
+    return {name: values[1:] for name, values in samples.items()}
+
+
+def logit_products(path: str, tokens: int, hidden_size: int) -> float:
+    """How often a path multiplies hidden states by the weight. One pass keeps the logits of its first rows only."""
+    kept = {"eager": 1.0, "chunked": 0.0, "one pass": min(tokens, hidden_size) / tokens, KEPT: 1.0}
+    return 1.0 if path == "forward" else 2.0 - kept[path]
+
+
+def ratios(path: str, samples: dict[str, list[float]], tokens: int, hidden_size: int) -> dict[str, float]:
+    """Median seconds of a path, over eager's, and over those of the products it needs, taken in the same rounds."""
+    count = logit_products(path, tokens, hidden_size)
+    others = ("hidden gradient", "weight gradient") if path != "forward" else ()
+    needed = [
+        sum(parts) for parts in zip([count * x for x in samples["logits"]], *(samples[o] for o in others), strict=True)
+    ]
+    out = {"seconds": statistics.median(samples[path]), "products": count + len(others)}
+    out["x its products"] = statistics.median(a / b for a, b in zip(samples[path], needed, strict=True))
+    if path == "forward":
+        out["share of the matmul rate"] = 1 / out["x its products"]
+    else:
+        out["x eager"] = statistics.median(a / b for a, b in zip(samples[path], samples["eager"], strict=True))
+    return out
 
 
 def peak_bytes() -> int:
@@ -134,52 +161,71 @@ def memory_in_new_process(args: argparse.Namespace, path: str, hidden_size: int,
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
-def print_times(args: argparse.Namespace) -> None:
+def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\nforward + backward, {args.dtype}, V={args.vocab}, {args.threads} threads, median of {args.rounds} rounds")
-    print(
-        f"kept: one pass with whole logits of {args.kept_rows} rows; matmuls: 1 for the forward alone, 4 recomputing,"
-    )
-    print("3 with kept logits, at the rate of a plain matmul in the same rounds\n")
-    print("| d | tokens | entropy | path | seconds | x eager | x its matmuls |\n|--:|--:|---|---|--:|--:|--:|")
-    matmuls = {"eager": 3, "chunked": 4, "one pass": 4, "one pass, logits kept": 3, "forward": 1}
+    print(f"kept: one pass with whole logits of {args.kept_rows} rows. Products: matmuls of the size of the logits'\n")
+    print("| d | tokens | entropy | path | seconds | x eager | products | x its products |")
+    print("|--:|--:|---|---|--:|--:|--:|--:|")
+    figures = []
     for hidden_size in args.hidden:
         for tokens in args.time_tokens:
-            for entropy in (False, True):
-                case = Case(args.vocab, hidden_size, tokens, entropy, getattr(torch, args.dtype))
-                medians = time_case(case, args.rounds, args.kept_rows)
-                for name, count in matmuls.items():
-                    taken, eager, ideal = medians[name], medians["eager"], count * medians["matmul"]
-                    ratio = "" if name == "forward" else f"{taken / eager:.2f}"
-                    row = (hidden_size, tokens, "yes" if entropy else "no", name, f"{taken:.3f}", ratio)
-                    print("|", " | ".join(map(str, row)), f"| {taken / ideal:.2f} |", flush=True)
+            for entropy in args.entropy:
+                case = Case(args.vocab, hidden_size, tokens, bool(entropy), getattr(torch, args.dtype))
+                samples = time_case(case, args.rounds, args.kept_rows)
+                for path in (*PATHS, KEPT, "forward"):
+                    found = ratios(path, samples, tokens, hidden_size)
+                    facts = {"d": hidden_size, "tokens": tokens, "entropy": bool(entropy), "path": path}
+                    figures.append(facts | {name: round(value, 4) for name, value in found.items()})
+                    eager = f"{found['x eager']:.2f}" if "x eager" in found else ""
+                    row = (hidden_size, tokens, "yes" if entropy else "no", path, f"{found['seconds']:.3f}", eager)
+                    row += (f"{found['products']:.2f}", f"{found['x its products']:.2f}")
+                    print("|", " | ".join(map(str, row)), "|", flush=True)
                 del case
+    return figures
 
 
-def print_memory(args: argparse.Namespace) -> None:
+def print_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\npeak extra memory, forward + backward of log-prob and entropy, {args.dtype}, MB (gradients excluded)\n")
-    print("| d | tokens | " + " | ".join((*PATHS, "one pass, logits kept")) + " |\n|--:|--:|--:|--:|--:|--:|")
+    print("| d | tokens | " + " | ".join((*PATHS, KEPT)) + " |\n|--:|--:|--:|--:|--:|--:|")
+    figures = []
     for hidden_size in args.hidden:
         for tokens in args.tokens:
-            cells = []
-            for path, chunk in [*((path, 0) for path in PATHS), ("one pass", args.kept_rows)]:
+            found: dict[str, Any] = {"d": hidden_size, "tokens": tokens}
+            for name, path, chunk in [*((path, path, 0) for path in PATHS), (KEPT, "one pass", args.kept_rows)]:
                 skip = path == "eager" and tokens > args.eager_tokens
-                cells.append("-" if skip else f"{memory_in_new_process(args, path, hidden_size, tokens, chunk):.1f}")
-            print(f"| {hidden_size} | {tokens} | " + " | ".join(cells) + " |", flush=True)
+                found[name] = None if skip else round(memory_in_new_process(args, path, hidden_size, tokens, chunk), 1)
+            figures.append(found)
+            print(
+                "| " + " | ".join("-" if value is None else str(value) for value in found.values()) + " |", flush=True
+            )
+    return figures
+
+
+def merged(path: Path, name: str, figures: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What the file holds, with these figures in place of earlier ones of the same cases."""
+    found = json.loads(path.read_text())["head"] if path.exists() else {}
+    for kind, rows in figures.items():
+        earlier = found.setdefault(name, {}).get(kind, [])
+        cases = [[row.get(fact) for fact in FACTS] for row in rows]
+        found[name][kind] = [row for row in earlier if [row.get(fact) for fact in FACTS] not in cases] + rows
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--hidden", type=int, nargs="+", default=[896, 128])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="for memory")
-    parser.add_argument("--time-tokens", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[256, 1024, 4096], help="for memory")
+    parser.add_argument("--time-tokens", type=int, nargs="*", default=[256, 1024])
     parser.add_argument(
         "--eager-tokens", type=int, default=1024, help="eager memory is measured up to this (3 MB each)"
     )
+    parser.add_argument("--entropy", type=int, nargs="+", choices=(0, 1), default=[0, 1], help="time without, with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kept-rows", type=int, default=256)
+    parser.add_argument("--json", type=Path, help="write the figures here; cases that are there stay")
     parser.add_argument("--measure", choices=PATHS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -187,8 +233,9 @@ def main() -> None:
         case = Case(args.vocab, args.hidden[0], args.tokens[0], True, getattr(torch, args.dtype))
         print(measure_memory(case, args.measure, args.kept_rows or None))
         return
-    print_memory(args)
-    print_times(args)
+    figures = {"memory_mb": print_memory(args), "times": print_times(args)}
+    if args.json is not None:
+        save(args.json, {"head": merged(args.json, f"{args.dtype}, V={args.vocab}", figures)})
 
 
 if __name__ == "__main__":

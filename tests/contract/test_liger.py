@@ -20,14 +20,16 @@ except ImportError:
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "deepseek_v3"]
 
 REPLACED = """
+import types
 import torch
 from transformers import AutoModelForCausalLM
 from tests.engine_cases import tiny_qwen3
-from verl.models.liger import use_liger
+from verl.models import liger
 
 model = AutoModelForCausalLM.from_config(tiny_qwen3())
 names = [name for name, _ in model.named_parameters()]
-use_liger(model, torch.device("cuda"))
+liger.get_platform = lambda: types.SimpleNamespace(compiles_triton=lambda: True)
+liger.use_liger(model)
 layer = model.model.layers[0]
 for module in (model.model.norm, layer.input_layernorm, layer.self_attn.q_norm, layer.mlp):
     assert module.forward.__func__.__module__.startswith("liger_kernel."), module

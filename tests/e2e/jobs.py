@@ -58,7 +58,7 @@ def metrics(folder: Path, run: str) -> dict[int, dict[str, Any]]:
     return {row["step"]: row["data"] for row in map(json.loads, lines)}
 
 
-TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/")
+TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/", "critic/perf/")
 
 
 def without_timings(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -53,11 +53,14 @@ def test_metrics_have_their_names_and_are_finite(folder: Path, extra: list[str])
         "timing_s/gen",
         "timing_s/step",
         "perf/throughput",
+        "perf/mfu/actor",
+        "actor/perf/cpu_memory_used_gb",
         "training/global_step",
         "training/rollout_probs_diff_max",
     }
     if extra:
         wanted |= {"critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm", "critic/values/mean"}
+        wanted.add("perf/mfu/critic")
     for step in range(1, 7):
         assert wanted <= rows[step].keys(), wanted - rows[step].keys()
         assert all(math.isfinite(v) for v in rows[step].values())

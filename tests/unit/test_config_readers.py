@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).parents[2] / "verl"
 WAITING = {
     "the original FSDP": "*.use_orig_params",
     "LoRA": "*.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
-    "head kernels": "*.use_torch_compile *.impl_backend",
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
     "profiling": "*profiler.* trainer.profile_interval",
     "the VeOmni engine": "*.veomni.*",

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from verl.models.head_blocks import Blocks
-from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass
+from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.config.model import FusedKernelConfig
+from verl.models.head_blocks import Blocks, Head
+from verl.models.head_chunked import Budget
+from verl.models.heads import head_kernels, head_mode, token_logprobs, token_loss_one_pass
+from verl.plugin.platform.cpu import PlatformCPU
 from verl.utils.errors import ConfigError
 
 V, D = 53, 7
@@ -192,10 +196,52 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
     blocks = Blocks(rows=4, columns=columns)
     monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: blocks)
     monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_: blocks)
-    monkeypatch.setattr("verl.models.head_blocks.PART_COLUMNS", 3)
-    monkeypatch.setattr("verl.models.head_blocks.PART_ELEMENTS", 6)
+    monkeypatch.setattr("verl.models.head_kernels.PART_COLUMNS", 3)
+    monkeypatch.setattr("verl.models.head_kernels.PART_ELEMENTS", 6)
     for got, want in zip(result(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("most_rows", "times"), [(100, 7 + 2 * 4), (3, 3 + 2 * 8)])
+def test_one_pass_computes_the_logits_of_its_first_rows_once(most_rows, times, monkeypatch):
+    """11 rows, 7 of which fit into the memory of the weight's gradient; fewer where a block has fewer."""
+    hidden, weight, tokens, cu_seqlens, _ = packed()
+    needed = torch.ones(len(tokens), dtype=torch.bool)
+    needed[torch.tensor([3, 11, 14])] = False
+    computed = []
+    logits = Head._logits
+
+    def counting(head, rows, columns, spare_VD=None):
+        computed.append(len(rows.targets) * (columns.stop - columns.start))
+        return logits(head, rows, columns, spare_VD)
+
+    def run():
+        loss, outputs, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, weighted, columns_for(len(tokens)), 0.7, True
+        )
+        return *outputs.values(), *gradients_of(loss, hidden, weight)
+
+    whole = run()
+    monkeypatch.setattr("verl.models.head_chunked.KEPT_BYTES", 0)
+    monkeypatch.setattr("verl.models.head_chunked.CPU", Budget(most_rows * weight.shape[1] * 8, 9 * 8, most_rows))
+    monkeypatch.setattr("verl.models.head_chunked.LEAST", 1)
+    monkeypatch.setattr(Head, "_logits", counting)
+    for got, want in zip(run(), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    assert sum(computed) == times * V
+
+
+def test_sums_that_overflow_are_taken_again_from_the_largest_logit(monkeypatch):
+    """The first block of columns holds the smallest logits by far."""
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
+    hidden, weight = torch.ones_like(hidden), 0.01 * weight.detach() + 20 * (torch.arange(V) >= 5)[:, None]
+    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: Blocks(rows=4, columns=5))
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, with_entropy=True)
+    exact = token_logprobs(
+        hidden.double(), weight.double(), tokens, cu_seqlens, needed, mode="eager", with_entropy=True
+    )
+    for name in ("logprobs", "entropy"):
+        torch.testing.assert_close(out[name].double(), exact[name], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -346,11 +392,28 @@ def test_large_logits_neither_overflow_nor_lose_the_entropy():
     torch.testing.assert_close(out["entropy"].double(), exact["entropy"], rtol=1e-3, atol=1e-4)
 
 
-def test_the_seed_keys_choose_the_mode():
-    assert head_mode(True, False, False, "cpu") == "fused"
-    assert head_mode(True, True, True, "cuda") == "fused"
+def test_the_seed_keys_choose_mode_and_kernels(monkeypatch):
+    fused = HFModelConfig(use_fused_kernels=True)
     for chunking, checkpointing in [(False, False), (True, False), (False, True)]:
-        assert head_mode(False, chunking, checkpointing, "cpu") == "chunked"
+        keys = {"entropy_from_logits_with_chunking": chunking, "entropy_checkpointing": checkpointing}
+        assert head_mode(HFModelConfig(), FSDPEngineConfig(**keys)) == "chunked"
+        assert head_mode(fused, FSDPEngineConfig(**keys)) == "fused"
+    for key in ("entropy_from_logits_with_chunking", "entropy_checkpointing"):
+        with pytest.raises(ConfigError, match="eager holds all logits"):
+            head_mode(HFModelConfig(), FSDPEngineConfig(head_mode="eager", **{key: True}))
+    assert head_kernels(fused, FSDPEngineConfig()) == "torch"
+    monkeypatch.setattr(PlatformCPU, "compiles_triton", lambda self: True)
+    assert head_kernels(fused, FSDPEngineConfig()) == "compiled"
+    assert head_kernels(fused, FSDPEngineConfig(use_torch_compile=False)) == "torch"
+
+
+def test_triton_kernels_without_a_gpu_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = HFModelConfig(use_fused_kernels=True, fused_kernel_options=FusedKernelConfig(impl_backend="triton"))
+    with pytest.raises(ConfigError, match=r"impl_backend=triton needs a GPU.*'cpu'.*impl_backend=torch"):
+        head_kernels(model, FSDPEngineConfig())
+    monkeypatch.setattr(PlatformCPU, "compiles_triton", lambda self: True)
+    assert head_kernels(model, FSDPEngineConfig()) == "triton"
 
 
 def test_an_unknown_mode_and_a_zero_temperature_are_refused():

@@ -1,5 +1,6 @@
 """Every lever of memory and speed leaves the gradient of the plain run as it is."""
 
+import functools
 import itertools
 
 import pytest
@@ -19,7 +20,17 @@ LEVERS = {
     "chunked entropy": {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5},
     "entropy checkpointing": {"entropy_checkpointing": True},
     "fused": {"model": {"use_fused_kernels": True}},
+    "compiled": {"kernels": "compiled"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_without_generating_code():
+    """torch.compile's tracer is what may go wrong here; its code generator needs a compiler and takes a minute."""
+    traced = functools.cache(lambda function: torch.compile(function, backend="aot_eager", dynamic=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.models.head_kernels.compiled", traced)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +38,15 @@ def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def gradient_with(folder, *settings):
+def gradient_with(folder, *settings, dtype="fp64"):
     """Gradients by name and outputs of one mini-batch in micro-batches, under the union of the settings."""
     model = {"enable_gradient_checkpointing": False}
     engine_settings = {}
     for setting in settings:
         model.update(setting.get("model", {}))
-        engine_settings.update({k: v for k, v in setting.items() if k != "model"})
-    engine = build_engine(folder, model=model, **engine_settings)
+        engine_settings.update({k: v for k, v in setting.items() if k not in ("model", "kernels")})
+    engine = build_engine(folder, dtype, model=model, **engine_settings)
+    engine.head_kernels = next((s["kernels"] for s in settings if "kernels" in s), engine.head_kernels)
     result = engine.forward_backward(random_batch(), SquaredLogprob(), MicroBatching(max_tokens=20), temperature=0.7)
     return {name: p.grad for name, p in engine.weights.named}, result.outputs
 
@@ -54,6 +66,19 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(LEVERS, 2)), ids="+".join)
 def test_a_lever_alone_and_with_another_leaves_the_float64_gradient_as_it_is(folder, plain, pair):
     assert_same(gradient_with(folder, *(LEVERS[name] for name in pair)), plain)
+
+
+def error(found, exact):
+    """Of all gradients together, relative to their norm."""
+    difference = sum(float((found[name].double() - want).square().sum()) for name, want in exact.items())
+    return (difference / sum(float(want.square().sum()) for want in exact.values())) ** 0.5
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_the_float32_error_of_a_lever_is_at_most_twice_that_of_the_plain_run(folder, plain, lever):
+    ours, _ = gradient_with(folder, LEVERS[lever], dtype="fp32")
+    without, _ = gradient_with(folder, PLAIN, dtype="fp32")
+    assert 0 < error(ours, plain[0]) <= 2 * error(without, plain[0])
 
 
 def test_all_levers_at_once_leave_the_float64_gradient_as_it_is(folder, plain):

@@ -72,7 +72,7 @@ def test_throughput_without_a_step_time_says_so():
 def test_memory_follows_what_the_process_holds():
     before = memory_metrics()["perf/cpu_memory_used_gb"]
     block = bytearray(os.urandom(1) * (128 << 20))
-    after = memory_metrics(lambda: 2 * GIB, lambda: 3 * GIB)
+    after = memory_metrics(2 * GIB, 3 * GIB)
     assert after["perf/cpu_memory_used_gb"] - before == pytest.approx(0.125, abs=0.02)
     assert after["perf/cpu_max_memory_used_gb"] >= after["perf/cpu_memory_used_gb"] - 0.01
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -63,7 +63,7 @@ class ActorConfig(Section):
     kl_loss_coef: float = key(0.001, "Weight of the KL loss.", least=0)
     kl_loss_type: str = key("low_var_kl", "KL estimator of the loss.", choices=KL_CHOICES)
     use_prefix_grouper: bool = key(False, "Compute the prompt of a group once in training.")
-    use_torch_compile: bool = key(True, "Compile the head's helpers on devices where that pays.")
+    use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
     ulysses_sequence_parallel_size: int = key(
         1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", least=1
     )
@@ -86,7 +86,7 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward pass on one device.", least=1)
     log_prob_use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")
     log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward pass on one device.", least=1)
-    use_torch_compile: bool = key(True, "Compile the head's helpers on devices where that pays.")
+    use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
     ulysses_sequence_parallel_size: int = key(
         1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", least=1
     )

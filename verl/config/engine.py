@@ -44,7 +44,7 @@ class FSDPEngineConfig(Section):
     ulysses_sequence_parallel_size: int = key(
         1, "Ranks that share one sequence in attention; needs use_remove_padding.", least=1
     )
-    use_torch_compile: bool = key(True, "Compile the head's helpers on devices where that pays.")
+    use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
     head_mode: str = key(
         "auto",
         "How log-probs are taken from hidden states: eager holds all logits, chunked and fused never do, auto picks.",

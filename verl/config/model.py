@@ -10,7 +10,7 @@ from verl.config.base import Section, key, section
 class FusedKernelConfig(Section):
     """Kernels of the fused head."""
 
-    impl_backend: str = key("torch", "Kernel language of the fused head.", choices=("torch", "triton"))
+    impl_backend: str = key("torch", "Kernels of the fused head: torch, or triton (GPUs).", choices=("torch", "triton"))
 
 
 @dataclass(frozen=True, kw_only=True)

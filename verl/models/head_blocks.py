@@ -1,45 +1,40 @@
 """Log-prob, entropy and their gradients from hidden states, one block of logits at a time.
 
 Shapes: M rows go through the head, R of them in one block, V vocabulary, C columns of it in one block, D hidden.
-Two blockings share this file. Narrow blocks (many rows, few columns) run at the full matmul rate and forget the logits,
-so gradients compute them again. Full-width blocks (few rows, every column) keep them until their gradient is known.
+A block is many rows by few columns, so that matmuls run at their full rate in a few megabytes. Logits are forgotten
+after the sweep that sums their exponentials, and the gradient computes them again, unless there is room for them:
+in the block itself when it holds whole rows, or in the memory of the weight's gradient before that gradient exists.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-PART_ELEMENTS = 1 << 18  # elementwise work goes over pieces of a block that stay in a core's cache
-PART_COLUMNS = 8192
+from verl.models.head_kernels import Kernels, Slopes, Sums, statistics_dtype
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and columns of the logits that exist at one time."""
+    """Rows and columns of the logits that exist at one time; the first block may have fewer rows than the others."""
 
     rows: int
     columns: int
+    first_rows: int | None = None
 
     def row_slices(self, num_rows: int) -> Iterator[slice]:
         """At least one slice, an empty one for no rows, so that a per-token loss can always name its metrics."""
-        return _slices(num_rows, self.rows) if num_rows else iter([slice(0, 0)])
+        first = min(num_rows, self.rows if self.first_rows is None else self.first_rows)
+        return chain([slice(0, first)], _slices(first, num_rows, self.rows))
 
     def column_slices(self, vocab_size: int) -> Iterator[slice]:
-        return _slices(vocab_size, self.columns)
+        return _slices(0, vocab_size, self.columns)
 
 
-def _slices(length: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
-
-
-def _parts(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) pieces of a block, all columns of some rows before the next rows."""
-    width = min(num_columns, PART_COLUMNS)
-    for rows in _slices(num_rows, max(1, PART_ELEMENTS // width)):
-        for columns in _slices(num_columns, width):
-            yield rows, columns
+def _slices(begin: int, end: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, end)) for start in range(begin, end, step))
 
 
 @dataclass(frozen=True)
@@ -94,14 +89,15 @@ class Head:
     hidden states in full precision; below it the logits, since a scaled row would be rounded twice.
     """
 
-    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, blocks: Blocks):
-        self.hidden, self.weight, self.bias, self.blocks = hidden_TD, weight_VD, bias, blocks
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, blocks: Blocks, kernels: Kernels):
+        self.hidden, self.weight, self.bias = hidden_TD, weight_VD, bias
+        self.blocks, self.kernels = blocks, kernels
         self.vocab_size = weight_VD.shape[0]
         self.dtype = statistics_dtype(weight_VD)
         self.low_precision = self.dtype != weight_VD.dtype
-        self.smallest_exponent = -700.0 if self.dtype == torch.float64 else -80.0  # below, exp is subnormal and slow
         self._buffers: dict[str, Tensor] = {}
-        self._kept: tuple[Rows, Tensor] | None = None  # rows whose logits are all in the buffer
+        self._kept: Rows | None = None  # whose logits are all there
+        self._kept_in: Tensor | None = None  # (V, D) memory they are in; None: the buffer of the block
 
     def rows(self, source: Tensor, targets: Tensor, temperature: Tensor | None) -> Rows:
         """The hidden states at `source`, ready for the matmul; they hold until the next call."""
@@ -112,21 +108,50 @@ class Head:
             scaled.mul_(inverse)
         return Rows(scaled, targets, inverse, source)
 
-    def statistics(self, rows: Rows, with_entropy: bool) -> Statistics:
-        """One sweep: running maximum m, sum of e^(x-m), and for the entropy sum of (x-m) e^(x-m)."""
-        running = _RunningStatistics(len(rows.targets), self.dtype, self.hidden.device, with_entropy)
+    def statistics(self, rows: Rows, with_entropy: bool, spare_VD: Tensor | None = None) -> Statistics:
+        """Sums over the vocabulary of e^(x-s) and (x-s) e^(x-s), s being the largest logit of the first block.
+
+        Where e^(x-s) overflows, sums are taken again with s the largest of all. `spare_VD` is memory without content
+        of the weight's shape and dtype: logits stay there for `add_gradients`, if R <= D, until somebody writes to it.
+        """
+        sums = self._sums(rows, with_entropy, None, spare_VD)
+        if not bool(sums.total.isfinite().all()):
+            sums = self._sums(rows, with_entropy, self._largest(rows), spare_VD)
+        self._kept, self._kept_in = rows, spare_VD
+        if spare_VD is None and self.blocks.columns < self.vocab_size:
+            self._kept = None
+        log_total = sums.total.log()
+        entropy = None if sums.weighted is None else (log_total - sums.weighted / sums.total).squeeze(1)
+        logsumexp = sums.shift + log_total
+        return Statistics(logsumexp.squeeze(1), (sums.target_logits - logsumexp).squeeze(1), entropy)
+
+    def _sums(self, rows: Rows, with_entropy: bool, shift: Tensor | None, spare_VD: Tensor | None) -> Sums:
+        sums, inverse = None, self._inverse(rows)
         for columns in self.blocks.column_slices(self.vocab_size):
-            logits = self._logits(rows, columns)
+            logits = self._logits(rows, columns, spare_VD)
+            if sums is None:
+                shift = self._largest_of(logits, inverse) if shift is None else shift
+                sums = Sums.zeros(shift, with_entropy)
             index, inside = rows.targets_within(columns)
             target_logits = logits.gather(1, index).to(self.dtype)
-            if self.low_precision and rows.inverse_temperature is not None:
-                target_logits.mul_(rows.inverse_temperature)
-            running.target_logits = torch.where(inside, target_logits, running.target_logits)
-            for part_rows, part_columns in _parts(*logits.shape):
-                x = self._in_full_precision(logits[part_rows, part_columns], rows, part_rows)
-                running.add(part_rows, x, self._buffer("scratch", *x.shape, self.dtype), self.smallest_exponent)
-            self._kept = (rows, logits) if logits.shape[1] == self.vocab_size else None
-        return running.finish()
+            if inverse is not None:
+                target_logits.mul_(inverse)
+            sums.target_logits = torch.where(inside, target_logits, sums.target_logits)
+            self.kernels.add_sums(logits, inverse, sums)
+        assert sums is not None, "a vocabulary has tokens"
+        return sums
+
+    def _largest(self, rows: Rows) -> Tensor:
+        parts = (self._logits(rows, columns) for columns in self.blocks.column_slices(self.vocab_size))
+        return torch.cat([self._largest_of(logits, self._inverse(rows)) for logits in parts], 1).amax(1, keepdim=True)
+
+    def _largest_of(self, logits: Tensor, inverse: Tensor | None) -> Tensor:
+        largest = logits.amax(1, keepdim=True).to(self.dtype)
+        return largest if inverse is None else largest.mul_(inverse)
+
+    def _inverse(self, rows: Rows) -> Tensor | None:
+        """1 / temperature where the logits of a block are not divided yet."""
+        return rows.inverse_temperature if self.low_precision else None
 
     def add_gradients(
         self,
@@ -138,16 +163,20 @@ class Head:
     ) -> None:
         """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,).
 
-        Computes the logits again unless `statistics` of the same rows has just left all of them in the buffer.
+        Computes the logits again unless `statistics` of the same rows has just left all of them.
         """
-        kept, self._kept = self._kept, None
+        is_kept, self._kept = self._kept is rows, None
         grad_rows = None
         if out.hidden is not None:
             grad_rows = self._buffer("grad_rows", *rows.scaled_RD.shape, self.dtype).zero_()
-        slopes = _Slopes.of(stats, grad_logprobs, grad_entropy)
+        inverse = self._inverse(rows)
+        slopes = Slopes.of(stats.logsumexp, stats.entropy, grad_logprobs, grad_entropy, inverse)
         for columns in self.blocks.column_slices(self.vocab_size):
-            logits = kept[1] if kept is not None and kept[0] is rows else self._logits(rows, columns)
-            self._logits_to_gradient(logits, rows, columns, slopes)
+            logits = self._kept_logits(rows, columns) if is_kept else self._logits(rows, columns)
+            self.kernels.to_gradient(logits, inverse, slopes)
+            if slopes.target is not None:
+                index, inside = rows.targets_within(columns)
+                logits.scatter_add_(1, index, torch.where(inside, slopes.target, 0).to(logits.dtype))
             self._accumulate(logits, rows, columns, grad_rows, out)
         out.empty = False
         if grad_rows is not None:
@@ -155,9 +184,9 @@ class Head:
                 grad_rows.mul_(rows.inverse_temperature)
             out.hidden.index_copy_(0, rows.source, grad_rows.to(out.hidden.dtype))
 
-    def _logits(self, rows: Rows, columns: slice) -> Tensor:
+    def _logits(self, rows: Rows, columns: slice, spare_VD: Tensor | None = None) -> Tensor:
         """(R, C) in the weight's dtype, not yet divided by the temperature when that is a narrow one."""
-        logits = self._buffer("logits", len(rows.targets), columns.stop - columns.start, self.weight.dtype)
+        logits = self._place(rows, columns, spare_VD)
         torch.mm(rows.scaled_RD, self.weight[columns].T, out=logits)
         if self.bias is not None:
             bias = self.bias[columns].to(logits.dtype)
@@ -165,33 +194,16 @@ class Head:
             logits.add_(bias if scaled else rows.inverse_temperature * bias)
         return logits
 
-    def _in_full_precision(self, logits: Tensor, rows: Rows, part_rows: slice) -> Tensor:
-        if not self.low_precision:
-            return logits
-        x = self._buffer("full", *logits.shape, self.dtype).copy_(logits)
-        return x if rows.inverse_temperature is None else x.mul_(rows.inverse_temperature[part_rows])
+    def _kept_logits(self, rows: Rows, columns: slice) -> Tensor:
+        block = self._place(rows, columns, None)
+        return block if self._kept_in is None else block.copy_(self._place(rows, columns, self._kept_in))
 
-    def _logits_to_gradient(self, logits: Tensor, rows: Rows, columns: slice, slopes: "_Slopes") -> None:
-        """In place: x -> d loss / d x = a (onehot - p) - b p (log p + H); a, b: gradients of logprob and entropy."""
-        for part_rows, part_columns in _parts(*logits.shape):
-            piece = logits[part_rows, part_columns]
-            x = self._in_full_precision(piece, rows, part_rows)
-            x.sub_(slopes.logsumexp[part_rows]).clamp_(min=self.smallest_exponent)
-            if slopes.linear is None:
-                x.exp_().mul_(slopes.constant[part_rows])
-            else:
-                p = torch.exp(x, out=self._buffer("scratch", *x.shape, self.dtype))
-                x.mul_(slopes.linear[part_rows]).add_(slopes.constant[part_rows]).mul_(p)
-            if self.low_precision and rows.inverse_temperature is not None:
-                x.mul_(rows.inverse_temperature[part_rows])
-            if self.low_precision:
-                piece.copy_(x)
-        if slopes.target is not None:
-            index, inside = rows.targets_within(columns)
-            target = slopes.target
-            if self.low_precision and rows.inverse_temperature is not None:
-                target = target * rows.inverse_temperature
-            logits.scatter_add_(1, index, torch.where(inside, target, 0).to(logits.dtype))
+    def _place(self, rows: Rows, columns: slice, spare_VD: Tensor | None) -> Tensor:
+        """(R, C) memory of a block: the buffer that all blocks share, or the first R * C elements of its spare rows."""
+        shape = len(rows.targets), columns.stop - columns.start
+        if spare_VD is None:
+            return self._buffer("logits", *shape, self.weight.dtype)
+        return spare_VD[columns].view(-1)[: shape[0] * shape[1]].view(shape)
 
     def _accumulate(
         self, grad_logits: Tensor, rows: Rows, columns: slice, grad_rows: Tensor | None, out: Gradients
@@ -223,62 +235,3 @@ class Head:
             torch.empty_like(self.weight) if weight else None,
             torch.zeros(self.vocab_size, dtype=self.dtype, device=self.hidden.device) if bias else None,
         )
-
-
-@dataclass(frozen=True)
-class _Slopes:
-    """What turns a logit into its gradient: p (constant + linear log p), plus `target` at the target; (R, 1) each."""
-
-    logsumexp: Tensor
-    constant: Tensor
-    linear: Tensor | None
-    target: Tensor | None
-
-    @classmethod
-    def of(cls, stats: Statistics, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> "_Slopes":
-        constant = torch.zeros_like(stats.logsumexp) if grad_logprobs is None else -grad_logprobs
-        if grad_entropy is not None:
-            constant = constant - grad_entropy * stats.entropy
-        return cls(
-            stats.logsumexp.unsqueeze(1),
-            constant.unsqueeze(1),
-            None if grad_entropy is None else -grad_entropy.unsqueeze(1),
-            None if grad_logprobs is None else grad_logprobs.unsqueeze(1),
-        )
-
-
-class _RunningStatistics:
-    """Online log-sum-exp and entropy over pieces of the logits, (R, 1) each while running."""
-
-    def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device, with_entropy: bool):
-        self.maximum = torch.full((num_rows, 1), torch.finfo(dtype).min, dtype=dtype, device=device)
-        self.total = torch.zeros(num_rows, 1, dtype=dtype, device=device)
-        self.weighted = torch.zeros_like(self.total) if with_entropy else None
-        self.target_logits = torch.zeros_like(self.total)
-
-    def add(self, part_rows: slice, x: Tensor, scratch: Tensor, smallest_exponent: float) -> None:
-        """Take in the logits x of some rows; scratch of the same shape is overwritten."""
-        old, total = self.maximum[part_rows], self.total[part_rows]
-        maximum = torch.maximum(old, x.amax(1, keepdim=True))
-        shift = (old - maximum).clamp_(min=10 * smallest_exponent)  # finite, and e^shift is 0 there
-        rescale = shift.exp()
-        torch.sub(x, maximum, out=scratch).clamp_(min=smallest_exponent)
-        if self.weighted is None:
-            sums = scratch.exp_().sum(1, keepdim=True)
-        else:
-            weighted, exponentials = self.weighted[part_rows], scratch.exp()
-            sums = exponentials.sum(1, keepdim=True)
-            weighted.add_(shift * total).mul_(rescale).add_(scratch.mul_(exponentials).sum(1, keepdim=True))
-        total.mul_(rescale).add_(sums)
-        old.copy_(maximum)
-
-    def finish(self) -> Statistics:
-        log_total = self.total.log()
-        entropy = None if self.weighted is None else (log_total - self.weighted / self.total).squeeze(1)
-        logsumexp = self.maximum + log_total
-        return Statistics(logsumexp.squeeze(1), (self.target_logits - logsumexp).squeeze(1), entropy)
-
-
-def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, float32 for everything narrower."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

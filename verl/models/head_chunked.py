@@ -4,50 +4,89 @@ Shapes: T packed tokens, M of them go through the head, V vocabulary, D hidden.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head_blocks import Blocks, Head, Statistics, statistics_dtype
+from verl.models.head_blocks import Blocks, Head, Statistics
+from verl.models.head_kernels import CompiledKernels, Kernels, PieceKernels, statistics_dtype
 
 # (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None where the loss does not depend on it
 LossOfRows = Callable[[slice, Statistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-BLOCK_BYTES = 5 << 19  # logits of one block, and hidden states of its rows: 16 MB with gradients and matmul buffers
+@dataclass(frozen=True)
+class Budget:
+    """What one block may take: its hidden states and its logits, in bytes as if in the type of the statistics."""
+
+    hidden_bytes: int
+    logit_bytes: int
+    max_rows: int
+
+
+CPU = Budget(13 << 18, 5 << 19, 1024)  # 16 MB in all with gradients and matmul buffers; more does not raise the rate
+ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
+LEAST = 64  # rows and columns of a block
 KEPT_BYTES = 8 << 20  # whole rows of logits
-MAX_ROWS = 1024  # more do not raise the matmul rate
 MIN_ROWS_KEPT = 256  # fewer would stream the weight and its gradient through memory too often
 
 
 def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) -> Blocks:
     """Many rows by few columns: full matmul rate in a few megabytes, logits forgotten after the sweep."""
-    vocab_size, hidden_size = weight_VD.shape
-    size = statistics_dtype(weight_VD).itemsize
-    most = chunk_size or min(MAX_ROWS, max(64, BLOCK_BYTES // (hidden_size * size)))
-    rows = _even(num_rows, most)
-    return Blocks(rows, min(vocab_size, max(64, BLOCK_BYTES // (rows * size) // 64 * 64)))
+    rows = _even(num_rows, chunk_size or _most_rows(weight_VD))
+    return Blocks(rows, _columns(weight_VD, rows))
 
 
-def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) -> Blocks:
-    """Whole rows of logits, kept until their gradient is known, where `chunk_size` asks or enough of them fit.
+def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, weight_gradient: bool) -> Blocks:
+    """As many rows as possible whose logits can stay until their gradient is known.
 
-    Otherwise narrow ones: at a vocabulary of 152k only 27 float32 rows fit into 16 MB, and with so few the three
-    matmuls left are bound by memory and take longer than four at their full rate.
+    Whole rows of logits where `chunk_size` asks for that or enough of them fit. Otherwise narrow blocks, the first of
+    them as large as the hidden size allows: its logits wait in the memory of the weight's gradient.
     """
-    vocab_size = weight_VD.shape[0]
+    vocab_size, hidden_size = weight_VD.shape
     fit = KEPT_BYTES // (vocab_size * weight_VD.dtype.itemsize)
-    if chunk_size is None and fit < min(MIN_ROWS_KEPT, num_rows):
+    if chunk_size is not None or fit >= min(MIN_ROWS_KEPT, num_rows):
+        return Blocks(_even(num_rows, chunk_size or min(fit, _budget(weight_VD).max_rows)), vocab_size)
+    if not weight_gradient:
         return narrow_blocks(weight_VD, num_rows, None)
-    return Blocks(_even(num_rows, chunk_size or min(fit, MAX_ROWS)), vocab_size)
+    rows = max(1, min(num_rows, _most_rows(weight_VD)))
+    return Blocks(rows, _columns(weight_VD, rows), min(rows, hidden_size))
+
+
+def _budget(weight_VD: Tensor) -> Budget:
+    return CPU if weight_VD.device.type == "cpu" else ACCELERATOR
+
+
+def _most_rows(weight_VD: Tensor) -> int:
+    budget = _budget(weight_VD)
+    row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
+    return min(budget.max_rows, max(LEAST, budget.hidden_bytes // row_bytes))
+
+
+def _columns(weight_VD: Tensor, rows: int) -> int:
+    fit = _budget(weight_VD).logit_bytes // (rows * statistics_dtype(weight_VD).itemsize)
+    return min(weight_VD.shape[0], max(LEAST, fit // LEAST * LEAST))
 
 
 def _even(num_rows: int, most: int) -> int:
     """Rows per block so that blocks of at most `most` rows are about equal."""
     num_blocks = max(1, -(-num_rows // max(1, most)))
     return max(1, -(-num_rows // num_blocks))
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {"torch": PieceKernels, "compiled": CompiledKernels}
+
+
+def kernels(name: str) -> Kernels:
+    """The elementwise kernels called "torch", "compiled" or "triton"."""
+    if name == "triton":
+        from verl.models.head_triton import TritonKernels
+
+        return TritonKernels()
+    return KERNELS[name]()
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -64,8 +103,9 @@ class ChunkedHead(torch.autograd.Function):
         temperature: Tensor | None,
         chunk_size: int | None,
         with_entropy: bool,
+        kind: str = "torch",
     ) -> tuple[Tensor, Tensor | None]:
-        head = Head(hidden_TD, weight_VD, bias, narrow_blocks(weight_VD, len(targets), chunk_size))
+        head = Head(hidden_TD, weight_VD, bias, narrow_blocks(weight_VD, len(targets), chunk_size), kernels(kind))
         logsumexp = torch.empty(len(targets), dtype=head.dtype, device=hidden_TD.device)
         logprobs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
@@ -77,7 +117,7 @@ class ChunkedHead(torch.autograd.Function):
                 if entropy is not None:
                     entropy[part] = stats.entropy
         ctx.save_for_backward(hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy)
-        ctx.blocks = head.blocks
+        ctx.blocks, ctx.kind = head.blocks, kind
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -86,15 +126,15 @@ class ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 8
-        head = Head(hidden_TD, weight_VD, bias, ctx.blocks)
+            return (None,) * 9
+        head = Head(hidden_TD, weight_VD, bias, ctx.blocks, kernels(ctx.kind))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in head.blocks.row_slices(len(targets)):
                 rows = head.rows(source[part], targets[part], _part(temperature, part))
                 stats = Statistics(logsumexp[part], logprobs[part], _part(entropy, part))
                 head.add_gradients(rows, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
-        return (*out.finish(None if bias is None else bias.dtype), None, None, None, None, None)
+        return (*out.finish(None if bias is None else bias.dtype), *(None,) * 6)
 
 
 class OnePassHead(torch.autograd.Function):
@@ -112,14 +152,18 @@ class OnePassHead(torch.autograd.Function):
         chunk_size: int | None,
         with_entropy: bool,
         loss_of_rows: LossOfRows,
+        kind: str = "torch",
     ) -> Tensor:
-        head = Head(hidden_TD, weight_VD, bias, one_pass_blocks(weight_VD, len(targets), chunk_size))
+        blocks = one_pass_blocks(weight_VD, len(targets), chunk_size, ctx.needs_input_grad[1])
+        head = Head(hidden_TD, weight_VD, bias, blocks, kernels(kind))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
+        narrow = blocks.columns < weight_VD.shape[0] and weight_VD.is_contiguous()
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in head.blocks.row_slices(len(targets)):
                 rows = head.rows(source[part], targets[part], _part(temperature, part))
-                stats = head.statistics(rows, with_entropy)
+                has_room = narrow and out.empty and len(rows.targets) <= weight_VD.shape[1]
+                stats = head.statistics(rows, with_entropy, out.weight if has_room else None)
                 loss, grad_logprobs, grad_entropy = loss_of_rows(part, stats)
                 loss_sum += loss
                 if out.wanted and not (grad_logprobs is None and grad_entropy is None):
@@ -139,7 +183,7 @@ class OnePassHead(torch.autograd.Function):
         scale = float(grad_loss)
         if scale != 1.0:
             gradients = tuple(None if g is None else g.mul_(scale) for g in gradients)
-        return (*gradients, None, None, None, None, None, None)
+        return (*gradients, *(None,) * 7)
 
 
 def _part(values: Tensor | None, part: slice) -> Tensor | None:

@@ -4,13 +4,18 @@ Shapes: T packed tokens, M of them needed, V vocabulary, D hidden. This is the o
 hidden states predicts token t+1 of the same sequence; everything that comes out is indexed by the token it is about.
 """
 
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from verl.models.head_blocks import Statistics, statistics_dtype
+from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.models.head_blocks import Statistics
 from verl.models.head_chunked import ChunkedHead, OnePassHead
+from verl.models.head_kernels import statistics_dtype
+from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 
 MODES = ("eager", "chunked", "fused")
@@ -19,14 +24,54 @@ MODES = ("eager", "chunked", "fused")
 PerTokenLoss = Callable[[dict[str, Tensor], dict[str, Tensor], None], tuple[Tensor, dict[str, Tensor]]]
 
 
-def head_mode(use_fused_kernels: bool, chunking: bool, checkpointing: bool, device: torch.device | str) -> str:
-    """The mode the seed keys ask for.
+def head_settings(model: HFModelConfig, engine: FSDPEngineConfig) -> tuple[str, str, int | None]:
+    """(mode, kernels, chunk_size) of `token_logprobs`, as the configuration and this platform have them.
+
+    `chunk_size` is None, the head's own choice, unless `entropy_from_logits_with_chunking` asks for a number.
+    """
+    chunk_size = engine.entropy_from_logits_chunk_size if engine.entropy_from_logits_with_chunking else None
+    return head_mode(model, engine), head_kernels(model, engine), chunk_size
+
+
+def head_mode(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
+    """How log-probs are taken from hidden states: `fsdp_config.head_mode`, or what the seed keys ask for.
 
     `use_fused_kernels` is "fused". `entropy_from_logits_with_chunking` and `entropy_checkpointing` ask for at least
     "chunked", which is also the default on every device: it never holds the logits and recomputes them in backward.
     """
-    del chunking, checkpointing, device  # met by every mode this returns
-    return "fused" if use_fused_kernels else "chunked"
+    holds_nothing = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
+    if engine.head_mode == "eager" and (holds_nothing or model.use_fused_kernels):
+        raise ConfigError(
+            "head_mode=eager holds all logits, which use_fused_kernels, entropy_from_logits_with_chunking and "
+            "entropy_checkpointing ask not to do; leave head_mode at auto, or switch these three off"
+        )
+    if engine.head_mode != "auto":
+        return engine.head_mode
+    return "fused" if model.use_fused_kernels else "chunked"
+
+
+def head_kernels(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
+    """What the elementwise work of "chunked" and "fused" runs on: "torch", "compiled" or "triton".
+
+    Compiling is for devices with Triton; on a CPU it takes longer than it ever saves.
+    """
+    if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton":
+        check_triton()
+        return "triton"
+    return "compiled" if engine.use_torch_compile and get_platform().compiles_triton() else "torch"
+
+
+def check_triton() -> None:
+    """Refuses devices that Triton has no compiler for, unless its interpreter is on."""
+    platform = get_platform()
+    if not platform.compiles_triton() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "model.fused_kernel_options.impl_backend=triton needs a GPU: Triton has no compiler for "
+            f"{platform.device_name!r}; use impl_backend=torch "
+            "(TRITON_INTERPRET=1 in the environment runs the kernels slowly anywhere, for tests)"
+        )
+    if find_spec("triton") is None:
+        raise ConfigError("impl_backend=triton needs the package triton; pip install triton, or use impl_backend=torch")
 
 
 def token_logprobs(
@@ -40,20 +85,25 @@ def token_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     bias: Tensor | None = None,
+    kernels: str = "torch",
 ) -> dict[str, Tensor]:
     """`logprobs` (T,), and `entropy` (T,) if asked, in nats: entry t is about token t given those before it.
 
     Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
     Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
-    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB).
+    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 256 MB on
+    a GPU); `kernels` are "torch", "compiled" or "triton".
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
     temperature_M = _temperature_column(temperature, positions)
-    compute = _head_function(mode)
+    if mode not in MODES:
+        raise ConfigError(f"head mode {mode!r} is unknown; use one of {', '.join(MODES)}")
     hidden_TD = hidden_TD.to(weight_VD.dtype)
-    logprobs_M, entropy_M = compute(
-        hidden_TD, weight_VD, bias, positions - 1, tokens_T[positions], temperature_M, chunk_size, with_entropy
-    )
+    inputs = (hidden_TD, weight_VD, bias, positions - 1, tokens_T[positions], temperature_M)
+    if mode == "eager":
+        logprobs_M, entropy_M = eager_head(*inputs, with_entropy)
+    else:
+        logprobs_M, entropy_M = ChunkedHead.apply(*inputs, chunk_size, with_entropy, kernels)
     out = {"logprobs": _spread(logprobs_M, positions, len(tokens_T))}
     if with_entropy:
         out["entropy"] = _spread(entropy_M, positions, len(tokens_T))
@@ -72,6 +122,7 @@ def token_loss_one_pass(
     with_entropy: bool = False,
     chunk_size: int | None = None,
     bias: Tensor | None = None,
+    kernels: str = "torch",
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """(sum of the weighted losses, outputs (T,), token metrics (T,)), the gradient already taken block by block.
 
@@ -106,6 +157,7 @@ def token_loss_one_pass(
         chunk_size,
         with_entropy,
         loss_of_rows,
+        kernels,
     )
     return loss_sum, collected.outputs, collected.metrics
 
@@ -146,15 +198,6 @@ class _Collected:
                 into[name][self.positions[part]] = column.detach().to(self.dtype)
 
 
-def _head_function(mode: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The implementation of a mode. "fused" is the best kernel the device has: on a CPU the chunked one."""
-    if mode == "eager":
-        return eager_head
-    if mode in ("chunked", "fused"):
-        return ChunkedHead.apply
-    raise ConfigError(f"head mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-
-
 def eager_head(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -162,10 +205,9 @@ def eager_head(
     source: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
-    chunk_size: int | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The oracle: all logits of the needed rows at once, differentiated by autograd; `chunk_size` changes nothing."""
+    """The oracle: all logits of the needed rows at once, differentiated by autograd."""
     logits_MV = torch.nn.functional.linear(hidden_TD[source], weight_VD, bias).to(statistics_dtype(weight_VD))
     if temperature is not None:
         logits_MV = logits_MV / temperature.to(logits_MV.dtype).unsqueeze(1)

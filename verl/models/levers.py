@@ -26,7 +26,7 @@ def apply_levers(
     if config.use_liger:
         from verl.models.liger import use_liger
 
-        use_liger(model, device)
+        use_liger(model)
     if not trains:
         return contextlib.nullcontext
     if config.enable_gradient_checkpointing:

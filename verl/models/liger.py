@@ -4,24 +4,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 
 WANTED = ("rope", "rms_norm", "swiglu", "geglu")  # what a family calls its parts
 UNWANTED = ("cross_entropy", "fused_linear_cross_entropy")  # our head does these without holding logits
 
 
-def use_liger(model: nn.Module, device: torch.device) -> None:
+def use_liger(model: nn.Module) -> None:
     """Replaces norm, MLP and rotary embedding of `model` by Liger's Triton kernels; the head stays ours.
 
     Liger exchanges the rotary function of the family for the whole process.
     """
-    if device.type not in ("cuda", "xpu", "npu"):
+    platform = get_platform()
+    if not platform.compiles_triton():
         raise ConfigError(
-            f"model.use_liger=True needs a GPU: the kernels are written in Triton, which has no compiler for "
-            f"{device.type!r}; set model.use_liger=False"
+            "model.use_liger=True needs a GPU: the kernels are written in Triton, which has no compiler for "
+            f"{platform.device_name!r}; set model.use_liger=False"
         )
     apply = liger_function(model.config.model_type)
     apply(model=model, **liger_arguments(apply))

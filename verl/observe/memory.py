@@ -1,22 +1,18 @@
 """Memory of this process and, through functions the platform gives, of its device."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 GIB = 1024**3
 
 
-def memory_metrics(
-    max_allocated_bytes: Callable[[], int] | None = None, max_reserved_bytes: Callable[[], int] | None = None
-) -> dict[str, float]:
-    """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and the device's peaks where their functions are given."""
+def memory_metrics(max_allocated_bytes: int = 0, max_reserved_bytes: int = 0) -> dict[str, float]:
+    """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and a device's peaks where they are known."""
     used, peak = host_memory_bytes()
     out = {"perf/cpu_memory_used_gb": used / GIB, "perf/cpu_max_memory_used_gb": peak / GIB}
-    if max_allocated_bytes is not None:
-        out["perf/max_memory_allocated_gb"] = max_allocated_bytes() / GIB
-    if max_reserved_bytes is not None:
-        out["perf/max_memory_reserved_gb"] = max_reserved_bytes() / GIB
+    if max_reserved_bytes or max_allocated_bytes:
+        out["perf/max_memory_allocated_gb"] = max_allocated_bytes / GIB
+        out["perf/max_memory_reserved_gb"] = max_reserved_bytes / GIB
     return out
 
 

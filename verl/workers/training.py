@@ -11,6 +11,9 @@ from verl.algorithms.losses import TokenLoss
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.models.flops import Speed
+from verl.observe.memory import memory_metrics
+from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
@@ -34,9 +37,14 @@ class EngineWorker:
         self, shard: Batch, loss: TokenLoss, micro: MicroBatching, temperature: float
     ) -> tuple[Metrics, dict[str, Tensor]]:
         """One optimiser step on the shard; metrics, and the outputs (T,) of the forward pass that was trained on."""
+        get_platform().reset_peak_memory()
         with self.engine.train_mode():
             result = self.engine.forward_backward(shard, loss, micro, temperature)
-            return result.metrics.merge(self.engine.optim_step()), result.outputs
+            return with_memory(result.metrics.merge(self.engine.optim_step())), result.outputs
+
+    def speed(self) -> Speed | None:
+        """What the model costs and this rank can do."""
+        return self.engine.speed()
 
     def advance_schedule(self) -> None:
         """One training step is done: the learning rate moves on."""
@@ -50,6 +58,13 @@ class EngineWorker:
 
     def load(self, folder: Path, contents: list[str]) -> None:
         self.engine.load(folder, contents)
+
+
+def with_memory(metrics: Metrics) -> Metrics:
+    """The same metrics and perf/*memory*_gb of this process: the highest of any rank and mini-batch, once merged."""
+    for name, value in memory_metrics(*get_platform().peak_memory()).items():
+        metrics.max(name, value)
+    return metrics
 
 
 def micro_batching(

@@ -30,6 +30,10 @@ class PlatformCUDA(TorchAccelerator):
 
         return torch.cuda
 
+    def compiles_triton(self) -> bool:
+        """NVIDIA's and AMD's chips both."""
+        return True
+
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         """Whether this torch was built for CUDA and, with `use_smi_check`, nvidia-smi answers; else a usable device.
 

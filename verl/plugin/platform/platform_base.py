@@ -140,6 +140,10 @@ class PlatformBase(ABC):
     def apply_model_patches(self, model_type: str) -> None:  # noqa: B027
         """Change model code for this device; called before a model of `model_type` is built."""
 
+    def compiles_triton(self) -> bool:
+        """Whether Triton kernels, and with them torch.compile's, run on this device."""
+        return False
+
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
         free, total = self.device_module.mem_get_info()

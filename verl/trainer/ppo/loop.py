@@ -18,6 +18,7 @@ from verl.observe.tracking import Tracking
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
 from verl.trainer.metrics import prompt_and_response_lengths
+from verl.trainer.ppo.efficiency import mfu_metrics
 from verl.trainer.ppo.sources import Collected, Sampler
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.resume import find_resume, read_state
@@ -128,6 +129,7 @@ class Run:
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
         metrics.update(throughput_metrics(timer.seconds, record.batch.num_tokens, int(response.sum())))
+        metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
         metrics.update(memory_metrics())
         self.tracking.log(metrics, record.step)
         progress.step(record.step, metrics)

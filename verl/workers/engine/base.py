@@ -16,6 +16,7 @@ from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig,
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.models.flops import Speed
 from verl.plugin import load_plugins
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError, PluginError
@@ -86,6 +87,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def initialize(self) -> None:
         """Build `self.model` and, unless the engine only runs forward, `self.optimizer` and `self.lr_scheduler`."""
+
+    def speed(self) -> Speed | None:
+        """What the model costs and this rank's device can do; None where nobody counts."""
+        return None
 
     @abstractmethod
     def forward(

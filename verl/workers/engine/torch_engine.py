@@ -21,7 +21,8 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
-from verl.models.heads import head_mode, token_logprobs, token_loss_one_pass, token_values
+from verl.models.flops import FlopCounts, Speed, peak_flops
+from verl.models.heads import head_settings, token_logprobs, token_loss_one_pass, token_values
 from verl.models.levers import apply_levers
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
 from verl.models.placement import move
@@ -81,11 +82,12 @@ class TorchEngine(BaseEngine):
             keep_float64(self.model)
         self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
         check_sequence_parallel(self.model.config, self.packed, self.ranks.sequence_size)
-        self.head_mode = self._head_mode()
+        self.head_mode, self.head_kernels, self.chunk_size = head_settings(self.model_config, self.engine_config)
         self.training_forward = apply_levers(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
             self.model.requires_grad_(False)
         self.precision.cast_buffers(self.model)
+        self.flops = FlopCounts.of(self.model)
         self.weights = self._hold()
         self.forward_limit = TokenLimit(self.ranks, self.device, "the forward pass")
         self.train_limit = TokenLimit(self.ranks, self.device, "training")
@@ -93,6 +95,10 @@ class TorchEngine(BaseEngine):
             assert self.optimizer_config is not None
             self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
             self.lr_scheduler = LearningRateSchedule(self.optimizer, self.optimizer_config)
+
+    def speed(self) -> Speed:
+        """The peak is taken in the type that matmuls run in."""
+        return Speed(self.flops, peak_flops(self.device, self.compute_dtype))
 
     def _hold(self) -> Weights:
         """Parameters on the device, in the types they are trained in and computed with."""
@@ -117,23 +123,6 @@ class TorchEngine(BaseEngine):
                 init_random,
                 structure_only=self.rank > 0,
             )
-
-    def _head_mode(self) -> str:
-        config = self.engine_config
-        if config.head_mode != "auto":
-            return config.head_mode
-        return head_mode(
-            self.model_config.use_fused_kernels,
-            config.entropy_from_logits_with_chunking,
-            config.entropy_checkpointing,
-            self.device,
-        )
-
-    @property
-    def chunk_size(self) -> int | None:
-        """Rows of logits at once, where the configuration asks for a number; None leaves it to the head."""
-        config = self.engine_config
-        return config.entropy_from_logits_chunk_size if config.entropy_from_logits_with_chunking else None
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -244,6 +233,7 @@ class TorchEngine(BaseEngine):
             chunk_size=self.chunk_size,
             with_entropy="entropy" in names,
             bias=self._head.bias,
+            kernels=self.head_kernels,
         )
         return rows.spread(outputs)
 
@@ -284,6 +274,7 @@ class TorchEngine(BaseEngine):
             with_entropy="entropy" in loss.outputs,
             chunk_size=self.chunk_size,
             bias=self._head.bias,
+            kernels=self.head_kernels,
         )
         return rows.total(loss_sum), rows.spread(outputs), rows.spread(metrics)
 

@@ -1,0 +1,108 @@
+"""Every implementation of the head's elementwise work against the definition in float64, and Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import unavailable
+from verl.models.head_chunked import kernels
+from verl.models.head_kernels import Slopes, Sums
+
+R, C = 5, 37
+
+
+def block(dtype, seed=0):
+    """Logits, inverse temperature or None, shift, log-sum-exp, gradients of log-prob and entropy, entropy."""
+    g = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(R, C, generator=g, dtype=torch.float64)).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    inverse = torch.rand(R, 1, generator=g, dtype=torch.float64).to(wide) + 0.5
+    rows = [torch.randn(R, generator=g, dtype=torch.float64).to(wide) for _ in range(4)]
+    return logits, inverse if dtype == torch.bfloat16 else None, rows
+
+
+def check(kind, dtype, with_entropy, tolerance):
+    logits, inverse, (shift, entropy, a, b) = block(dtype)
+    x = logits.double() * (1.0 if inverse is None else inverse.double())
+    y = x - shift.double()[:, None]
+    sums = Sums.zeros(shift[:, None].clone(), with_entropy)
+    kernel = kernels(kind)
+    kernel.add_sums(logits[:, :20].contiguous(), inverse, sums)
+    kernel.add_sums(logits[:, 20:].contiguous(), inverse, sums)
+    torch.testing.assert_close(sums.total.double(), y.exp().sum(1, keepdim=True), rtol=tolerance, atol=0)
+    if with_entropy:
+        want = (y * y.exp()).sum(1, keepdim=True)
+        torch.testing.assert_close(sums.weighted.double(), want, rtol=10 * tolerance, atol=tolerance)
+    logsumexp = x.logsumexp(1)
+    log_p = x - logsumexp[:, None]
+    want = -a.double()[:, None] * log_p.exp()
+    if with_entropy:
+        want = want - b.double()[:, None] * log_p.exp() * (log_p + entropy.double()[:, None])
+    want = want * (1.0 if inverse is None else inverse.double())
+    slopes = Slopes.of(logsumexp.to(shift.dtype), entropy, a, b if with_entropy else None, inverse)
+    kernel.to_gradient(logits, inverse, slopes)
+    rough = 1e-2 if dtype == torch.bfloat16 else 10 * tolerance
+    torch.testing.assert_close(logits.double(), want, rtol=rough, atol=rough * 1e-2)
+    again = block(dtype)[0]
+    kernel.to_gradient(again, inverse, slopes)
+    assert torch.equal(again, logits), "two runs differ"
+
+
+CASES = [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), CASES)
+def test_pieces_equal_the_definition(dtype, tolerance, with_entropy):
+    check("torch", dtype, with_entropy, tolerance)
+
+
+def test_compiled_formulas_equal_the_definition(monkeypatch):
+    """Through the tracer, without a code generator: that needs a compiler, and has tests of its own."""
+    monkeypatch.setattr(
+        "verl.models.head_kernels.compiled", lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)
+    )
+    for dtype, tolerance in CASES:
+        for with_entropy in (False, True):
+            check("compiled", dtype, with_entropy, tolerance)
+
+
+IN_THE_INTERPRETER = """
+import torch
+from tests.unit.test_head_kernels import CASES, check
+from tests.unit.test_heads import columns_for, gradients_of, packed, weighted
+from verl.models import head_triton
+from verl.models.heads import token_logprobs, token_loss_one_pass
+
+head_triton.WIDTH = 16
+for dtype, tolerance in CASES:
+    for with_entropy in (False, True):
+        check("triton", dtype, with_entropy, tolerance)
+
+hidden, weight, tokens, cu_seqlens, needed = packed()
+columns, results = columns_for(len(tokens)), {}
+for kernels in ("torch", "triton"):
+    more = {"with_entropy": True, "kernels": kernels}
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, mode="fused", **more)
+    two = gradients_of(weighted(out, columns)[0].sum(), hidden, weight)
+    loss, _, _ = token_loss_one_pass(hidden, weight, tokens, cu_seqlens, needed, weighted, columns, 0.7, **more)
+    results[kernels] = (*out.values(), *two, loss, *gradients_of(loss, hidden, weight))
+for ours, theirs in zip(results["triton"], results["torch"], strict=True):
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+print("equal")
+"""
+
+
+def test_triton_kernels_in_its_interpreter_equal_the_definition():
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        unavailable("triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THE_INTERPRETER], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]

@@ -1,0 +1,147 @@
+"""Floating-point operations of a model, counted from its modules and the true lengths of its sequences.
+
+A multiplication and an addition are two. Counted are matrix products, convolutions and attention; norms, activations
+and the scans of Mamba layers are not, nor is what gradient checkpointing computes twice: the count says what a step
+needs, so that MFU compares runs with different levers.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+# dense bfloat16 matmuls per second, from the makers' data sheets; the first name that the device's holds counts
+PUBLISHED = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "MI355": 2500e12,
+    "MI325": 1307e12,
+    "MI300": 1307e12,
+    "910B": 354e12,
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Layers of one kind: operations per pair of tokens that see each other, and how far back they look."""
+
+    per_pair: int
+    window: int | None
+
+    def flops(self, lengths: Iterable[int]) -> int:
+        return self.per_pair * sum(pairs(length, self.window) for length in lengths)
+
+
+@dataclass(frozen=True)
+class FlopCounts:
+    """Operations of one model: per token, per token that goes through the head, and per pair in attention."""
+
+    per_token: int
+    per_head_row: int
+    trained_share: float  # of the products, those with a weight that gets a gradient
+    attention: tuple[Attention, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "FlopCounts":
+        """Call it before parameters are sharded, and after those that stay as they are were frozen."""
+        body, head, trained = 0, 0, 0
+        head_module = model.get_output_embeddings() or getattr(model, "score", None)
+        for name, module in model.named_modules():
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                count = _products(f"{name}.{parameter_name}", module, parameter, model.config)
+                head, body = (head + count, body) if module is head_module else (head, body + count)
+                trained += count if parameter.requires_grad else 0
+        return cls(body, head, trained / max(1, body + head), tuple(_attention(model.config)))
+
+    def forward(self, lengths: Sequence[int], head_rows: int) -> float:
+        """One forward over sequences of these lengths, `head_rows` tokens of which go through the head."""
+        layers = sum(attention.flops(lengths) for attention in self.attention)
+        return float(self.per_token * sum(lengths) + self.per_head_row * head_rows + layers)
+
+    def update(self, lengths: Sequence[int], head_rows: int) -> float:
+        """Forward and backward: each product again for its input, and for its weight where that is trained."""
+        products = self.per_token * sum(lengths) + self.per_head_row * head_rows
+        attention = self.forward(lengths, head_rows) - products
+        return (2 + self.trained_share) * products + 3 * attention
+
+
+def pairs(length: int, window: int | None) -> int:
+    """Pairs (query, key) in causal attention over `length` tokens that see themselves and window - 1 before them."""
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _products(name: str, module: nn.Module, parameter: nn.Parameter, config: PreTrainedConfig) -> int:
+    """Operations per token of the product with one parameter."""
+    if parameter.dim() < 2 or isinstance(module, nn.Embedding):
+        return 0
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = experts or getattr(config, "n_routed_experts", None) or 0
+    per_token = getattr(config, "num_experts_per_tok", None) or 0
+    if ".experts." in name and experts:
+        if "bias" in name:
+            return 0
+        return 2 * parameter.numel() * per_token // experts
+    return 2 * parameter.numel()
+
+
+def _attention(config: PreTrainedConfig) -> Iterable[Attention]:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = getattr(config, "qk_nope_head_dim", None)
+    keys = size if keys is None else keys + config.qk_rope_head_dim
+    values = getattr(config, "v_head_dim", None) or keys
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    for kind in kinds:
+        if kind == "linear_attention":  # the state meets a key, takes a value and answers a query, one token at a time
+            state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+            yield Attention(6 * state, 1)
+        else:
+            yield Attention(2 * heads * (keys + values), window if kind == "sliding_attention" else None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What an engine's model costs, and what all its ranks together can do per second."""
+
+    counts: FlopCounts
+    peak_flops: float
+
+    def mfu(self, flops: float, seconds: float) -> float:
+        """Share of the peak that `flops` needed operations in `seconds` are."""
+        return flops / (seconds * self.peak_flops) if seconds > 0 else 0.0
+
+
+@cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Matmul operations per second that a device can do: published where known, else measured, once."""
+    if device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.get_device_module(device).get_device_name(device)
+        for known, published in PUBLISHED.items():
+            if known.lower() in name.lower():
+                return published
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / min(_seconds(a) for _ in range(4))
+
+
+def _seconds(a: torch.Tensor) -> float:
+    start = time.perf_counter()
+    (a @ a)[0, 0].item()  # waits for the device
+    return time.perf_counter() - start

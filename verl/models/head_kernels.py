@@ -1,0 +1,174 @@
+"""Elementwise work on one block of logits: sums of exponentials, and logits turned into their gradient in place.
+
+Shapes: R rows and C columns of logits in one block. Everything per row is (R, 1) in float32, or float64 for float64
+logits. `inverse` is 1 / temperature where the logits are not divided yet, else None. Each kernel does the same in the
+same order every time, so results repeat bit by bit.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PART_ELEMENTS = 1 << 17  # pieces of a block that stay in a core's cache
+PART_COLUMNS = 4096
+DEVICE_ELEMENTS = 1 << 23  # of a piece on other devices, where many small operations are slow
+SMALLEST_EXPONENT = {torch.float32: -80.0, torch.float64: -700.0}  # below, exp is subnormal and slow
+
+
+def statistics_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 for float64 inputs, float32 for everything narrower."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Sums:
+    """What a sweep over the vocabulary adds up: e^(x-shift), (x-shift) e^(x-shift) if asked, the target's logit."""
+
+    shift: Tensor
+    total: Tensor
+    weighted: Tensor | None
+    target_logits: Tensor
+
+    @classmethod
+    def zeros(cls, shift: Tensor, with_entropy: bool) -> "Sums":
+        zero = torch.zeros_like(shift)
+        return cls(shift, zero, zero.clone() if with_entropy else None, zero.clone())
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """What turns a logit into its gradient: p (constant + linear log p), plus `target` at the target."""
+
+    logsumexp: Tensor
+    constant: Tensor
+    linear: Tensor | None
+    target: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        logsumexp: Tensor,
+        entropy: Tensor | None,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        inverse: Tensor | None,
+    ) -> "Slopes":
+        """From (R,) statistics and gradients a of the log-prob, b of the entropy: a (onehot - p) - b p (log p + H)."""
+        constant = torch.zeros_like(logsumexp) if grad_logprobs is None else -grad_logprobs
+        if grad_entropy is not None:
+            assert entropy is not None, "no entropy was taken"
+            constant = constant - grad_entropy * entropy
+        linear = None if grad_entropy is None else -grad_entropy
+        scale = 1.0 if inverse is None else inverse
+        per_row = (None if x is None else x.unsqueeze(1) * scale for x in (constant, linear, grad_logprobs))
+        return cls(logsumexp.unsqueeze(1), *per_row)
+
+
+class Kernels(Protocol):
+    """One implementation of the two passes over a block."""
+
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
+        """Adds this block to `sums.total` and `sums.weighted`."""
+
+    def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
+        """In place: logits -> their gradient, but for `slopes.target` at the targets."""
+
+
+class PieceKernels:
+    """Plain tensor operations over pieces of a block: the fastest there is on a CPU without a compiler."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
+        for rows, columns in _pieces(logits):
+            piece = logits[rows, columns]
+            y = self._shifted(piece, self._memory(0, piece, sums.total), inverse, sums.shift, rows)
+            if sums.weighted is None:
+                sums.total[rows] += y.exp_().sum(1, keepdim=True)
+            else:
+                p = torch.exp(y, out=self._memory(1, piece, sums.total))
+                sums.total[rows] += p.sum(1, keepdim=True)
+                sums.weighted[rows] += y.mul_(p).sum(1, keepdim=True)
+
+    def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
+        same = logits.dtype == slopes.constant.dtype
+        for rows, columns in _pieces(logits):
+            piece = logits[rows, columns]
+            into = piece if same else self._memory(0, piece, slopes.constant)
+            y = self._shifted(piece, into, inverse, slopes.logsumexp, rows)
+            if slopes.linear is None:
+                y.exp_().mul_(slopes.constant[rows])
+            else:
+                p = torch.exp(y, out=self._memory(1, piece, slopes.constant))
+                y.mul_(slopes.linear[rows]).add_(slopes.constant[rows]).mul_(p)
+            if not same:
+                piece.copy_(y)
+
+    @staticmethod
+    def _shifted(piece: Tensor, into: Tensor, inverse: Tensor | None, shift: Tensor, rows: slice) -> Tensor:
+        """x / temperature - shift."""
+        if piece.dtype == into.dtype:
+            return torch.sub(piece, shift[rows], out=into).clamp_(min=SMALLEST_EXPONENT[into.dtype])
+        into.copy_(piece)
+        if inverse is not None:
+            into.mul_(inverse[rows])
+        return into.sub_(shift[rows])
+
+    def _memory(self, number: int, piece: Tensor, like: Tensor) -> Tensor:
+        """Memory of the piece's shape without content; two kinds of it exist at a time."""
+        key, size = (number, like.dtype), piece.numel()
+        flat = self._scratch.get(key)
+        if flat is None or flat.numel() < size:
+            flat = self._scratch[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return flat[:size].view(piece.shape)
+
+
+def _pieces(logits: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) pieces of a block, all columns of some rows before the next rows."""
+    num_rows, num_columns = logits.shape
+    on_cpu = logits.device.type == "cpu"
+    width = min(num_columns, PART_COLUMNS) if on_cpu else num_columns
+    height = max(1, (PART_ELEMENTS if on_cpu else DEVICE_ELEMENTS) // max(1, width))
+    for row in range(0, num_rows, height):
+        for column in range(0, num_columns, width):
+            yield slice(row, min(row + height, num_rows)), slice(column, min(column + width, num_columns))
+
+
+class CompiledKernels:
+    """The same formulas through torch.compile: one pass over the block each (`use_torch_compile`)."""
+
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
+        total, weighted = compiled(exponential_sums)(logits, inverse, sums.shift, sums.weighted is not None)
+        sums.total += total
+        if sums.weighted is not None:
+            sums.weighted += weighted
+
+    def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
+        compiled(gradient_in_place)(logits, inverse, slopes.logsumexp, slopes.constant, slopes.linear)
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def exponential_sums(
+    logits: Tensor, inverse: Tensor | None, shift: Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over columns of e^y and, if asked, of y e^y, for y = x / temperature - shift."""
+    y = logits.to(shift.dtype) * (1.0 if inverse is None else inverse) - shift
+    p = y.exp()
+    return p.sum(1, keepdim=True), (y * p).sum(1, keepdim=True) if with_entropy else None
+
+
+def gradient_in_place(
+    logits: Tensor, inverse: Tensor | None, logsumexp: Tensor, constant: Tensor, linear: Tensor | None
+) -> None:
+    """logits := p (constant + linear log p)."""
+    y = logits.to(constant.dtype) * (1.0 if inverse is None else inverse) - logsumexp
+    logits.copy_(y.exp() * (constant if linear is None else constant + linear * y))
