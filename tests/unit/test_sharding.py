@@ -233,3 +233,28 @@ def test_a_rank_without_sequences_takes_part_and_adds_nothing(folders):
     alone = train(folders[0], {})
     for rank in run_ranks(2, plan_with_an_idle_rank, folders[0]):
         assert distance(rank["gradients"], alone["gradients"]) < 1e-10
+
+
+def one_step(folder, settings: dict[str, Any], size: int, saved: str, resume: bool) -> dict[str, np.ndarray]:
+    """Weights after a step: the first one, then saved; or the one after a resume."""
+    engine = build_engine(folder, **settings)
+    if resume:
+        engine.load(saved, ("model", "optimizer"))
+    batch = random_batch().select(ROWS[size][dist.get_rank() if size > 1 else 0])
+    engine.forward_backward(batch, SquaredLogprob(), MICRO)
+    engine.optim_step()
+    if not resume:
+        engine.save(saved, ("model", "optimizer", "hf_model"))
+    return {name: array(w) for name, w in engine.export_weights()}
+
+
+@pytest.mark.parametrize("fsdp_size", [-1, 1], ids=["shards", "copies"])
+def test_the_original_fsdp_resumes_from_and_for_any_strategy(folders, tmp_path, fsdp_size):
+    """Saved by two flat ranks, continued by two flat ones, by two of FSDP2 and by one: all as if never stopped."""
+    flat, saved = {"strategy": "fsdp", "fsdp_size": fsdp_size}, str(tmp_path / "saved")
+    alone = train(folders[0], {})["weights"]
+    run_ranks(2, one_step, folders[0], flat, 2, saved, False)
+    for settings in (flat, {}):
+        for rank in run_ranks(2, one_step, folders[0], settings, 2, saved, True):
+            assert distance(rank, alone) < 1e-10
+    assert distance(one_step(folders[0], {}, 1, saved, True), alone) < 1e-10

@@ -20,17 +20,16 @@ class WrapPolicyConfig(Section):
 class FSDPEngineConfig(Section):
     """The FSDP engine, from one device to many."""
 
-    strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP.")
+    strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP; the same on one rank.")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
     optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")
-    offload_policy: bool = key(False, "FSDP2's own CPU offload, during training too.")
+    offload_policy: bool = key(False, "FSDP2's own CPU offload, during training too; needs several ranks.")
     reshard_after_forward: bool = key(
         True, "Free gathered parameters after the forward pass (ZeRO-3); false is ZeRO-2."
     )
     fsdp_size: int = key(-1, "Ranks that share one copy of the parameters; -1 is all of them, fewer is HSDP.")
     forward_prefetch: bool = key(False, "Gather the next layer's parameters while the current one computes.")
-    use_orig_params: bool = key(False, "FSDP1's use_orig_params.")
     model_dtype: str = key("fp32", "Type the parameters are held in.")
     dtype: str = key(
         "auto",

@@ -126,7 +126,7 @@ def _saves_extra(engine: "TorchEngine", folder: Path) -> Work:
 def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Callable[[dict[str, str]], None]]:
     """(What writes this rank's files of the Hugging Face folder, what checks the folder once all are written)."""
     buffers = persistent_buffers(engine)
-    shapes = {**dict(engine.weights.named), **buffers}
+    shapes = {**engine.weights.structure(), **buffers}
     plan = export.plan_export(engine.model, shapes, engine.rank, engine.world_size)
     reload = plan.wants_reload(engine.checkpoint_config.verify)
     logits = None
@@ -204,13 +204,18 @@ def _file_name(part: str, world_size: int, rank: int) -> str:
 
 def model_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
     """Trained parameters (tied ones once) and persistent buffers by name, sharded as they are."""
-    return {**dict(engine.weights.named), **persistent_buffers(engine)}
+    weights = engine.weights
+    return {**{name: weights.as_saved(name, part) for name, part in weights.named}, **persistent_buffers(engine)}
 
 
 def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
     """The model's buffers that belong to its state; whole on every rank."""
-    kept = engine.model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in engine.model.named_buffers() if name in kept}
+    return {
+        engine.weights.plain_name(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, module in engine.model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def optimizer_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
@@ -218,9 +223,9 @@ def optimizer_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
     assert engine.optimizer is not None
     out: dict[str, Tensor] = {}
     for name, parameter in engine.weights.named:
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
+        for key, value in engine.weights.state_of(engine.optimizer, parameter).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            out[f"{name}|{key}"] = tensor
+            out[f"{name}|{key}"] = engine.weights.as_saved(name, tensor) if tensor.dim() else tensor
     return out
 
 
@@ -291,7 +296,7 @@ def _check_fits(here: dict[str, Tensor], there: Index, folder: Path) -> None:
 
 
 def _check_optimizer(engine: "TorchEngine", index: Index, folder: Path) -> None:
-    shapes = {name: tuple(parameter.shape) for name, parameter in engine.weights.named}
+    shapes = {name: tuple(tensor.shape) for name, tensor in engine.weights.structure().items()}
     for full_name, entry in index.items():
         name = full_name.rpartition("|")[0]
         if name not in shapes or (entry.shape and tuple(entry.shape) != shapes[name]):
@@ -303,9 +308,12 @@ def _check_optimizer(engine: "TorchEngine", index: Index, folder: Path) -> None:
 
 @torch.no_grad()
 def _restore_model(engine: "TorchEngine", reader: Reader) -> None:
+    parameters = dict(engine.weights.named)
     for name, tensor in model_tensors(engine).items():
         mine = held(tensor, engine.rank)
         mine.local.copy_(reader.read(name, mine.box))
+        if tensor is not parameters.get(name, tensor):
+            parameters[name].copy_(engine.weights.from_saved(name, tensor))
     engine.weights.publish()
 
 
@@ -318,10 +326,11 @@ def _restore_optimizer(engine: "TorchEngine", reader: Reader) -> None:
     for full_name, entry in reader.index.items():
         name, _, key = full_name.rpartition("|")
         parameter = parameters[name]
-        mine = held(parameter, engine.rank)
+        saved = engine.weights.as_saved(name, parameter)
+        mine = held(saved, engine.rank)
         value = reader.read(full_name, mine.box if entry.shape else None)
-        if entry.shape and isinstance(parameter, DTensor):
-            value = _like(parameter, value, mine)
+        if entry.shape and isinstance(saved, DTensor):
+            value = engine.weights.from_saved(name, _like(saved, value, mine))
         state.setdefault(index[id(parameter)], {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

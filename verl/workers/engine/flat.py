@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from verl.config import FSDPEngineConfig
 from verl.models.placement import move
@@ -63,7 +64,7 @@ class FlatWeights(Weights):
         )
         self._modules = [m for m in FullyShardedDataParallel.fsdp_modules(self._root) if m._handle is not None]
         _call_through(model, self._root)
-        self.named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        self.named = [(self.plain_name(name), parameter) for name, parameter in model.named_parameters()]
         self._shapes = dict(zip((name for name, _ in self.named), shapes, strict=True))
         self._sizes = self._sizes_on_all_ranks()
 
@@ -83,7 +84,8 @@ class FlatWeights(Weights):
 
     def rest(self) -> None:
         for module in self._modules:
-            _reshard(module, module._handle, True)
+            if module._handle.uses_sharded_strategy:
+                _reshard(module, module._handle, True)
 
     def to(self, device: torch.device) -> None:
         for module in self._modules:
@@ -114,6 +116,33 @@ class FlatWeights(Weights):
         padded[: part.numel()] = part.flatten()
         parts = self._gathered(padded)
         return torch.cat([row[:size] for row, size in zip(parts, sizes, strict=True)]).view(self._shapes[name])
+
+    def plain_name(self, name: str) -> str:
+        return name.replace("_fsdp_wrapped_module.", "")
+
+    def structure(self) -> dict[str, Tensor]:
+        return {name: torch.empty(self._shapes[name], dtype=p.dtype, device=META) for name, p in self.named}
+
+    def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+        """Of a parameter that no element of is here: what others have, but empty."""
+        state = optimizer.state.get(parameter, {})
+        if state or parameter.numel() or not parameter.requires_grad:
+            return state
+        other: dict[str, Any] = next(iter(optimizer.state.values()), {})
+        return {key: v[:0] if isinstance(v, Tensor) and v.dim() else v for key, v in other.items()}
+
+    def as_saved(self, name: str, part: Tensor) -> Tensor:
+        """In rows, as FSDP2 would hold it."""
+        mesh = self.ranks.shards
+        assert mesh is not None
+        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        return distribute_tensor(self.whole(name, part.detach()), mesh, placements, src_data_rank=None)
+
+    def from_saved(self, name: str, saved: Tensor) -> Tensor:
+        assert isinstance(saved, DTensor)
+        before = sum(self._sizes[name][: dist.get_rank(self.ranks.shard_group)])
+        mine = self._sizes[name][dist.get_rank(self.ranks.shard_group)]
+        return saved.full_tensor().flatten()[before : before + mine].clone()
 
     def _gathered(self, mine: Tensor) -> Tensor:
         """A row of each rank of the shard group."""
@@ -167,8 +196,3 @@ def _call_through(model: nn.Module, root: nn.Module) -> None:
         return root(functools.partial(forward, *args, **kwargs))
 
     model.forward = gathered
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without those of the wrappers around its modules."""
-    return name.replace("_fsdp_wrapped_module.", "")

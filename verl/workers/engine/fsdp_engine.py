@@ -1,5 +1,6 @@
 """The engines of strategies `fsdp` and `fsdp2`. On one rank there is nothing to shard and both are the torch engine."""
 
+from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.flat import FlatWeights
 from verl.workers.engine.sharding import ShardedWeights
@@ -15,6 +16,11 @@ class FSDPEngine(TorchEngine):
 
     def _hold(self) -> Weights:
         if self.world_size == 1:
+            if self.engine_config.offload_policy and self.device.type != "cpu":
+                raise ConfigError(
+                    "fsdp_config.offload_policy moves the shards of several ranks and this is one; use "
+                    "fsdp_config.param_offload and optimizer_offload, or more ranks"
+                )
             return super()._hold()
         kind = FlatWeights if self.engine_config.strategy == "fsdp" else ShardedWeights
         return kind(self.model, self.ranks, self.engine_config, self.precision, self.device)

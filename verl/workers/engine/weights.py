@@ -1,7 +1,7 @@
 """What every way of holding a model's parameters offers to the engine."""
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,26 @@ class Weights:
         for name, parameter in self.named:
             if parameter.grad is not None:
                 yield name, parameter.grad
+
+    def plain_name(self, name: str) -> str:
+        """A tensor's name in the model, without the names of wrappers around its modules."""
+        return name
+
+    def structure(self) -> dict[str, Tensor]:
+        """Every trained parameter by name, for shapes and types."""
+        return dict(self.named)
+
+    def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+        """What the optimiser remembers of a trained parameter, by name."""
+        return optimizer.state.get(parameter, {})
+
+    def as_saved(self, name: str, part: Tensor) -> Tensor:
+        """`part` of a tensor like parameter `name`, as checkpoints hold it: whole, or a DTensor. A collective."""
+        return part
+
+    def from_saved(self, name: str, saved: Tensor) -> Tensor:
+        """The way back from `as_saved`."""
+        return saved
 
     def own_gradients(self) -> list[tuple[str, Tensor]]:
         """(name, this rank's part of the gradient) of every trained parameter that has one, in the model's order."""
