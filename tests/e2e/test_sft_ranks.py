@@ -76,6 +76,13 @@ def test_two_ranks_give_the_result_of_one(folder: Path, how: str):
     assert_close(folder, "one", "two", 3)
 
 
+def test_two_ranks_that_share_every_sequence_give_the_result_of_one(folder: Path):
+    extra = [*EXACT, "data.train_batch_size=3", "data.max_token_len_per_gpu=64", "trainer.total_training_steps=3"]
+    train(folder, "one", *extra)
+    run_ranks(2, rank_run, folder, "two", *extra, "engine.ulysses_sequence_parallel_size=2")
+    assert_close(folder, "one", "two", 3)
+
+
 def test_a_run_over_ranks_resumes_with_another_number_of_them(folder: Path):
     extra = [*EXACT, "data.train_batch_size=3", "optim.total_training_steps=4"]
     train(folder, "one", *extra, "trainer.total_training_steps=4")

@@ -92,6 +92,9 @@ CASES: dict[str, dict[str, Any]] = {
     "critic": {"value_head": True},
     "critic, prefix sharing": {"value_head": True, "micro": MicroBatching(share_prefixes=True)},
     "offload": {"param_offload": True, "optimizer_offload": True},
+    "activation offload": {"model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True}},
+    "a whole copy on each rank": {"fsdp_size": 1},
+    "the original FSDP": {"strategy": "fsdp", "model": {"enable_gradient_checkpointing": True}},
 }
 ROWS = {1: [list(range(11))], 2: [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9]]}
 
@@ -126,8 +129,8 @@ def train(folders, case: dict[str, Any], shared: int = 1) -> dict[str, Any]:
     }
 
 
-def train_all(folders, names: list[str]) -> list[dict[str, Any]]:
-    return [train(folders, CASES[name], 2) for name in names]
+def train_all(folders, names: list[str], dtype: str = "fp64") -> list[dict[str, Any]]:
+    return [train(folders, {**CASES[name], "dtype": dtype}, 2) for name in names]
 
 
 def assert_same(ranks: list[dict[str, Any]], alone: dict[str, Any], data_size: int, name: str) -> None:
@@ -160,6 +163,19 @@ def test_two_pairs_of_ranks_train_like_one(folders):
     ranks = run_ranks(4, train_all, folders, names)
     for number, name in enumerate(names):
         assert_same([rank[number] for rank in ranks], train(folders, CASES[name]), 2, name)
+
+
+def test_in_float32_sharing_is_no_less_exact_than_one_rank(folders):
+    """Also with shared prompts: at most twice the error of one plain rank against float64."""
+    names = ["plain", "prefix sharing"]
+    exact, plain = train(folders, CASES["plain"])["gradients"], train(folders, {"dtype": "fp32"})["gradients"]
+    bound = 2 * distance(plain, exact)
+    assert bound > 1e-9
+    shared = train(folders, {**CASES["prefix sharing"], "dtype": "fp32"})["gradients"]
+    assert distance(shared, exact) <= bound
+    for rank in run_ranks(2, train_all, folders, names, "fp32"):
+        for case in rank:
+            assert distance(case["gradients"], exact) <= bound
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
