@@ -99,7 +99,7 @@ def assert_same_run(folder: Path, first: str, second: str, step: int) -> None:
 
 
 def without_timings(folder: Path, run: str) -> dict[int, dict[str, float]]:
-    timings = ("timing_s/", "train/perf/")
+    timings = ("timing_s/", "train/perf/", "train/mfu")
     rows = jobs.metrics(folder, run).items()
     return {step: {name: v for name, v in row.items() if not name.startswith(timings)} for step, row in rows}
 
@@ -245,7 +245,7 @@ class FourRows:
 def test_the_metrics_have_their_public_names_and_validation_runs_at_the_end(folder: Path):
     train(folder, "run", "trainer.total_training_steps=2")
     rows = jobs.metrics(folder, "run")
-    names = {"loss", "lr", "grad_norm", "global_tokens", "total_tokens(B)", "perf/throughput"}
+    names = {"loss", "lr", "grad_norm", "global_tokens", "total_tokens(B)", "perf/throughput", "mfu"}
     assert {f"train/{name}" for name in names} <= rows[1].keys()
     assert "val/loss" not in rows[1] and "val/loss" in rows[2]
     total = rows[1]["train/global_tokens"] + rows[2]["train/global_tokens"]

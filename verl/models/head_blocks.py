@@ -15,6 +15,8 @@ from torch import Tensor
 
 from verl.models.head_kernels import Kernels, Slopes, Sums, statistics_dtype
 
+NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost; narrow types round by more than this costs
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -131,7 +133,8 @@ class Head:
             logits = self._logits(rows, columns, spare_VD)
             if sums is None:
                 shift = self._largest_of(logits, inverse) if shift is None else shift
-                sums = Sums.zeros(shift, with_entropy)
+                small = self.low_precision and bool((shift.abs() < NEEDS_NO_SHIFT).all())
+                sums = Sums.zeros(torch.zeros_like(shift) if small else shift, with_entropy, not small)
             index, inside = rows.targets_within(columns)
             target_logits = logits.gather(1, index).to(self.dtype)
             if inverse is not None:

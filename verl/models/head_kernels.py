@@ -32,11 +32,12 @@ class Sums:
     total: Tensor
     weighted: Tensor | None
     target_logits: Tensor
+    is_shifted: bool  # False where the shift is 0 for every row
 
     @classmethod
-    def zeros(cls, shift: Tensor, with_entropy: bool) -> "Sums":
+    def zeros(cls, shift: Tensor, with_entropy: bool, is_shifted: bool = True) -> "Sums":
         zero = torch.zeros_like(shift)
-        return cls(shift, zero, zero.clone() if with_entropy else None, zero.clone())
+        return cls(shift, zero, zero.clone() if with_entropy else None, zero.clone(), is_shifted)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class PieceKernels:
     def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
         for rows, columns in _pieces(logits):
             piece = logits[rows, columns]
-            y = self._shifted(piece, self._memory(0, piece, sums.total), inverse, sums.shift, rows)
+            shift = sums.shift if sums.is_shifted else None
+            y = self._shifted(piece, self._memory(0, piece, sums.total), inverse, shift, rows)
             if sums.weighted is None:
                 sums.total[rows] += y.exp_().sum(1, keepdim=True)
             else:
@@ -110,14 +112,14 @@ class PieceKernels:
                 piece.copy_(y)
 
     @staticmethod
-    def _shifted(piece: Tensor, into: Tensor, inverse: Tensor | None, shift: Tensor, rows: slice) -> Tensor:
+    def _shifted(piece: Tensor, into: Tensor, inverse: Tensor | None, shift: Tensor | None, rows: slice) -> Tensor:
         """x / temperature - shift."""
-        if piece.dtype == into.dtype:
+        if shift is not None and piece.dtype == into.dtype:
             return torch.sub(piece, shift[rows], out=into).clamp_(min=SMALLEST_EXPONENT[into.dtype])
         into.copy_(piece)
         if inverse is not None:
             into.mul_(inverse[rows])
-        return into.sub_(shift[rows])
+        return into if shift is None else into.sub_(shift[rows])
 
     def _memory(self, number: int, piece: Tensor, like: Tensor) -> Tensor:
         """Memory of the piece's shape without content; two kinds of it exist at a time."""

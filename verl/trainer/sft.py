@@ -115,6 +115,7 @@ class SFTTrainer:
         metrics["train/global_tokens"] = float(batch.num_tokens)
         metrics["train/total_tokens(B)"] = self.trained_tokens / 1e9
         metrics["train/perf/throughput"] = batch.num_tokens / timer.seconds["update"]
+        metrics.update(self.mfu(batch, timer.seconds["update"]))
         metrics.update({f"train/{name}": value for name, value in memory_metrics().items()})
         metrics.update(timer.metrics())
         self.tracking.log(metrics, self.global_step)
@@ -123,6 +124,14 @@ class SFTTrainer:
             for key in unread_keys(self.config):
                 self.note(f"warning: {key} was set, but nothing reads it in this run")
         return metrics
+
+    def mfu(self, batch: Batch, seconds: float) -> dict[str, float]:
+        """train/mfu: operations the update of this batch needs, as a share of what all ranks can do in its time."""
+        speed = self.worker.speed()
+        if speed is None:
+            return {}
+        needed = speed.counts.update(batch.lengths.tolist(), int(batch["loss_mask"].sum()))
+        return {"train/mfu": speed.mfu(needed, seconds) / self.peers.world_size}
 
     def next_batch(self) -> Batch:
         """The conversations of the next step; the order of an epoch follows from the seed alone."""
