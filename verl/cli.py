@@ -12,6 +12,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("verl.trainer.quickstart:main", "make a small model and task, train it, show before and after"),
     "train": ("verl.trainer.main_ppo:main", "reinforcement learning: PPO, GRPO and relatives"),
     "sft": ("verl.trainer.sft_trainer:main", "supervised fine-tuning"),
+    "merge": ("verl.trainer.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
     "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
     "doctor": ("verl.trainer.doctor:main", "what this machine can and cannot do"),
     "certify": ("verl.trainer.certify:main", "check that gradients do not depend on how a batch is split"),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from tests.engine_cases import (
@@ -25,6 +26,7 @@ from tests.engine_cases import (
     tiny_qwen3,
 )
 from tests.ranks import run_ranks
+from verl.config import CheckpointConfig
 from verl.data.packing import MicroBatching
 from verl.workers.engine import shards
 
@@ -225,13 +227,56 @@ def test_a_disk_that_is_full_for_one_rank_fails_the_save_of_all(folder, tmp_path
     assert not (tmp_path / "saved" / "manifest.json").exists()
 
 
+SHARDS, HF = ("model", "optimizer", "extra"), ("hf_model",)
+
+
+def peak_bytes(folder: Path, saved: Path, contents: tuple[str, ...]) -> tuple[int, int, int]:
+    """(most that the allocator held at once beyond what was there before the save, the largest layer, the model)."""
+    engine = engine_of(folder, {"dtype": "fp32"})
+    engine.checkpoint_config = CheckpointConfig(verify="digest")
+    train(engine, 2, 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        engine.save(saved, contents)
+    events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    layers: dict[str, int] = {}
+    for name, parameter in engine.weights.named:
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        layers[layer] = layers.get(layer, 0) + parameter.numel() * 4
+    return most, max(layers.values()), sum(layers.values())
+
+
+@pytest.mark.parametrize("contents", [SHARDS, HF], ids=["shards", "hf"])
+def test_a_save_holds_at_most_one_layer_beyond_the_shards(tmp_path, contents):
+    wide = tiny_qwen3(hidden_size=64, intermediate_size=256, num_hidden_layers=6, tie_word_embeddings=False)
+    folder = save_tiny_model(tmp_path / "model", wide)
+    for most, layer, model in run_ranks(2, peak_bytes, folder, tmp_path / "saved", contents):
+        assert model > 5 * layer
+        assert most <= layer if contents == HF else most < 8192  # what random number generators take
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 2, 4), (1, 6), (5, 1)])
+def test_a_range_of_elements_is_a_few_boxes_in_order(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    everything = shards.Box((0,) * len(shape), shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            found = shards.boxes_of_range(shape, start, stop)
+            flat = [whole[box.within(everything)].flatten() for box in found]
+            assert torch.cat([torch.arange(0), *flat]).tolist() == list(range(start, stop))
+            assert len(found) <= max(1, 2 * len(shape) - 1) and not any(box.is_empty for box in found)
+
+
 def boxes(mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]) -> bool:
     """Whether `held` describes what `distribute_tensor` leaves here."""
     mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     mine = shards.held(distribute_tensor(whole, mesh, placements), dist.get_rank())
     everywhere = shards.Box((0,) * len(shape), shape)
-    return torch.equal(mine.local, whole[mine.box.within(everywhere)]) and mine.shape == shape
+    return torch.equal(mine.local, whole[mine.boxes[0].within(everywhere)]) and mine.shape == shape
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 4), (1, 9)])

@@ -1,6 +1,7 @@
 """A model as a Hugging Face folder that other programs load, proved equal to what is in memory before it counts.
 
-The folder is written layer by layer: a rank holds one whole layer at a time, and each file is written by one rank.
+The folder is written tensor by tensor, or by layers where the family's folders join tensors of a layer: a rank holds no
+more than one layer, and each file is written by one rank.
 """
 
 import json
@@ -11,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl.config import HFModelConfig
 from verl.models.load import load_tokenizer, no_progress_bars
-from verl.models.tensor_file import TensorFile, size_bytes, tensor_digest
+from verl.models.tensor_file import TensorFile, digests_in, size_bytes, tensor_digest
 from verl.utils.errors import CheckpointError
 
 SMALL = 50_000_000  # parameters up to which the logits of the reloaded model are compared too
@@ -108,8 +108,8 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in shapes.items()}
     limit = min(MAX_FILE_BYTES, -(-size_bytes(meta.values()) // size))
     files = [PlannedFile()]
-    for names in _layers(meta):
-        tensors = _as_on_disk(model, {name: meta[name] for name in names})
+    for names in _units(model, meta):
+        tensors = as_on_disk(model, {name: meta[name] for name in names})
         held = size_bytes(files[-1].tensors.values())
         if held and held + size_bytes(tensors.values()) > limit:
             files.append(PlannedFile())
@@ -118,6 +118,20 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
     for number, file in enumerate(files, 1):
         file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
     return ExportPlan(model, files, rank, size)
+
+
+def _units(model: PreTrainedModel, meta: Layer) -> list[tuple[str, ...]]:
+    """What is written at once, in the order in which it is complete: single tensors, and layers that are joined."""
+    units: list[tuple[str, ...]] = []
+    for layer in _layers(meta):
+        together = as_on_disk(model, {name: meta[name] for name in layer})
+        alone: Layer = {}
+        for name in layer:
+            alone.update(as_on_disk(model, {name: meta[name]}))
+        same = {n: t.shape for n, t in alone.items()} == {n: t.shape for n, t in together.items()}
+        units.extend([(name,) for name in layer] if same else [layer])
+    place = {name: number for number, name in enumerate(meta)}
+    return sorted(units, key=lambda names: max(place[name] for name in names))
 
 
 def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
@@ -130,7 +144,7 @@ def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _as_on_disk(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Layer:
+def as_on_disk(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Layer:
     """Tensors by the names, and cut as, the family's folders have them."""
     model._weight_conversions = None  # how rank 0's copy was spelt on disk; the other ranks read none
     return dict(revert_weight_conversion(model, tensors))
@@ -163,7 +177,7 @@ def _write_file(
         while layer is not None:
             if reload:
                 written.tensors.update({name: tensor_digest(tensor) for name, tensor in layer.items()})
-            on_disk = _as_on_disk(plan.model, layer)
+            on_disk = as_on_disk(plan.model, layer)
             for name in list(on_disk):
                 tensor = on_disk.pop(name).cpu()
                 file.add(name, tensor)
@@ -195,10 +209,7 @@ def _state_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 def _compare(path: Path, digests: dict[str, str]) -> None:
     """The tensors of a file must be those of `digests`, sha256 by name."""
-    found: dict[str, str] = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            found[name] = tensor_digest(file.get_tensor(name))
+    found = digests_in(path)
     different = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
     if different:
         raise CheckpointError(
@@ -207,12 +218,9 @@ def _compare(path: Path, digests: dict[str, str]) -> None:
         )
 
 
-@torch.no_grad()
 @no_progress_bars()
-def compare_reloaded(
-    plan: ExportPlan, digests: Mapping[str, str], logits: Tensor, folder: Path, dtype: torch.dtype
-) -> None:
-    """Load the folder as a user would: parameters must be those of `digests`, logits the model's within rounding."""
+def reload(plan: ExportPlan, digests: Mapping[str, str], folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The folder loaded as a user would; its parameters must be those of `digests`."""
     reloaded = model_class(plan.model).from_pretrained(folder, dtype=dtype, local_files_only=True)
     found = {**dict(reloaded.named_parameters()), **dict(reloaded.named_buffers())}
     different = [name for name in digests if name not in found or tensor_digest(found[name]) != digests[name]]
@@ -220,6 +228,12 @@ def compare_reloaded(
         raise CheckpointError(
             f"{folder} loads, but {len(different)} tensors are not those in memory, first {different[0]}"
         )
+    return reloaded
+
+
+@torch.no_grad()
+def compare_logits(reloaded: PreTrainedModel, logits: Tensor, folder: Path) -> None:
+    """A model loaded from `folder` must compute `logits`, within rounding."""
     for parameter in reloaded.parameters():
         parameter.data = parameter.data.to(logits.dtype)
     theirs = probe_logits(reloaded.to(logits.device).eval())

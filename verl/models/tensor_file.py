@@ -24,6 +24,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+BLOCK_BYTES = 1 << 24
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -87,6 +88,24 @@ def tensor_digest(tensor: Tensor) -> str:
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     found.update(raw_bytes(tensor))
     return found.hexdigest()
+
+
+def digests_in(path: Path) -> dict[str, str]:
+    """`tensor_digest` of every tensor in a safetensors file, read piece by piece."""
+    out: dict[str, str] = {}
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(length))
+        for name, entry in table.items():
+            if name != "__metadata__":
+                found = hashlib.sha256(f"{DTYPES[entry['dtype']]} {tuple(entry['shape'])}".encode())
+                start, left = entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0]
+                file.seek(8 + length + start)
+                while left and (data := file.read(min(left, BLOCK_BYTES))):
+                    found.update(data)
+                    left -= len(data)
+                out[name] = found.hexdigest()
+    return out
 
 
 def file_digest(path: Path) -> str:

@@ -11,7 +11,7 @@ Whoever saves several roles at once makes the folder atomic (`verl.trainer.check
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from verl.models import export
 from verl.models.tensor_file import file_digest, write_tensors
@@ -29,7 +28,7 @@ from verl.utils.sealed import read_sealed, write_sealed
 from verl.workers.engine import rng
 from verl.workers.engine.manifest import FORMAT, MANIFEST, DamagedCheckpoint, read_manifest, verify_files
 from verl.workers.engine.saving import Saving
-from verl.workers.engine.shards import Held, Index, Reader, from_json, held, index_of, merge, to_json
+from verl.workers.engine.shards import Held, Index, Reader, from_json, held, merge, to_json, to_save
 
 if TYPE_CHECKING:
     from verl.workers.engine.torch_engine import TorchEngine
@@ -94,16 +93,16 @@ def finish_save(engine: "TorchEngine", wait: bool) -> bool:
     return True
 
 
-def _saves(engine: "TorchEngine", folder: Path, part: str, tensors: Mapping[str, Tensor], copy: bool) -> Work:
-    mine = {name: held(tensor, engine.rank) for name, tensor in tensors.items()}
-    local = {name: h.local.to("cpu", copy=True) if copy else h.local for name, h in mine.items() if h.saves}
+def _saves(engine: "TorchEngine", folder: Path, part: str, tensors: dict[str, Held], copy: bool) -> Work:
     file = _file_name(part, engine.world_size, engine.rank)
-    index = to_json(index_of(mine, file))
+    local, index = to_save(tensors, file)
+    if copy:
+        local = {key: tensor.to("cpu", copy=True) for key, tensor in local.items()}
 
     def work() -> dict[str, Any]:
         digest = write_tensors(folder / file, local)
         local.clear()
-        return {"files": {file: digest}, "tensors": {part: index}}
+        return {"files": {file: digest}, "tensors": {part: to_json(index)}}
 
     return work
 
@@ -146,7 +145,8 @@ def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Cal
 
     def check(digests: dict[str, str]) -> None:
         if logits is not None:
-            export.compare_reloaded(plan, digests, logits, folder, next(iter(shapes.values())).dtype)
+            reloaded = export.reload(plan, digests, folder, next(iter(shapes.values())).dtype)
+            export.compare_logits(reloaded, logits, folder)
 
     return work, check
 
@@ -202,10 +202,10 @@ def _file_name(part: str, world_size: int, rank: int) -> str:
 # --- what is saved --------------------------------------------------------------------------------------------------
 
 
-def model_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
-    """Trained parameters (tied ones once) and persistent buffers by name, sharded as they are."""
-    weights = engine.weights
-    return {**{name: weights.as_saved(name, part) for name, part in weights.named}, **persistent_buffers(engine)}
+def model_tensors(engine: "TorchEngine") -> dict[str, Held]:
+    """Trained parameters (tied ones once) and persistent buffers by name, as this rank holds them."""
+    parameters = {name: engine.weights.held(name, parameter) for name, parameter in engine.weights.named}
+    return {**parameters, **{name: held(buffer, engine.rank) for name, buffer in persistent_buffers(engine).items()}}
 
 
 def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
@@ -218,14 +218,14 @@ def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
     }
 
 
-def optimizer_tensors(engine: "TorchEngine") -> dict[str, Tensor]:
-    """Optimiser state by "<parameter>|<state>", sharded as it is."""
+def optimizer_tensors(engine: "TorchEngine") -> dict[str, Held]:
+    """Optimiser state by "<parameter>|<state>", as this rank holds it."""
     assert engine.optimizer is not None
-    out: dict[str, Tensor] = {}
+    out: dict[str, Held] = {}
     for name, parameter in engine.weights.named:
         for key, value in engine.weights.state_of(engine.optimizer, parameter).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            out[f"{name}|{key}"] = engine.weights.as_saved(name, tensor) if tensor.dim() else tensor
+            out[f"{name}|{key}"] = engine.weights.held(name, tensor)
     return out
 
 
@@ -279,14 +279,14 @@ def _check_complete(index: Index, folder: Path, part: str) -> None:
             )
 
 
-def _check_fits(here: dict[str, Tensor], there: Index, folder: Path) -> None:
+def _check_fits(here: dict[str, Held], there: Index, folder: Path) -> None:
     missing, unknown = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
     differences = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in unknown]
     for name in sorted(here.keys() & there.keys()):
         ours, theirs = here[name], there[name]
-        if ours.shape != tuple(theirs.shape) or ours.dtype != theirs.torch_dtype:
+        if ours.shape != tuple(theirs.shape) or ours.local.dtype != theirs.torch_dtype:
             differences.append(
-                f"{name} is {theirs.torch_dtype} {tuple(theirs.shape)}, the model's {ours.dtype} {tuple(ours.shape)}"
+                f"{name} is {theirs.torch_dtype} {tuple(theirs.shape)}, the model's {ours.local.dtype} {ours.shape}"
             )
     if differences:
         raise CheckpointError(
@@ -308,12 +308,8 @@ def _check_optimizer(engine: "TorchEngine", index: Index, folder: Path) -> None:
 
 @torch.no_grad()
 def _restore_model(engine: "TorchEngine", reader: Reader) -> None:
-    parameters = dict(engine.weights.named)
-    for name, tensor in model_tensors(engine).items():
-        mine = held(tensor, engine.rank)
-        mine.local.copy_(reader.read(name, mine.box))
-        if tensor is not parameters.get(name, tensor):
-            parameters[name].copy_(engine.weights.from_saved(name, tensor))
+    for name, mine in model_tensors(engine).items():
+        reader.fill(name, mine)
     engine.weights.publish()
 
 
@@ -326,25 +322,16 @@ def _restore_optimizer(engine: "TorchEngine", reader: Reader) -> None:
     for full_name, entry in reader.index.items():
         name, _, key = full_name.rpartition("|")
         parameter = parameters[name]
-        saved = engine.weights.as_saved(name, parameter)
-        mine = held(saved, engine.rank)
-        value = reader.read(full_name, mine.box if entry.shape else None)
-        if entry.shape and isinstance(saved, DTensor):
-            value = engine.weights.from_saved(name, _like(saved, value, mine))
+        value = _empty_like(parameter, entry.torch_dtype) if entry.shape else torch.empty((), dtype=entry.torch_dtype)
+        reader.fill(full_name, engine.weights.held(name, value))
         state.setdefault(index[id(parameter)], {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _like(parameter: DTensor, local: Tensor, mine: Held) -> DTensor:
-    return DTensor.from_local(
-        local.to(mine.local.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor sharded like a parameter."""
+    return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
 Extra = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]

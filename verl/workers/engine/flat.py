@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from verl.config import FSDPEngineConfig
 from verl.models.placement import move
@@ -19,6 +18,7 @@ from verl.utils.errors import ConfigError
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.sharding import META, broadcast, hold_in, swapping, values_of
+from verl.workers.engine.shards import Held, boxes_of_range
 from verl.workers.engine.units import sharding_units
 from verl.workers.engine.weights import Weights
 
@@ -131,18 +131,15 @@ class FlatWeights(Weights):
         other: dict[str, Any] = next(iter(optimizer.state.values()), {})
         return {key: v[:0] if isinstance(v, Tensor) and v.dim() else v for key, v in other.items()}
 
-    def as_saved(self, name: str, part: Tensor) -> Tensor:
-        """In rows, as FSDP2 would hold it."""
-        mesh = self.ranks.shards
+    def held(self, name: str, tensor: Tensor) -> Held:
+        if tensor.dim() == 0:
+            return super().held(name, tensor)
+        mesh, sizes = self.ranks.shards, self._sizes[name]
         assert mesh is not None
-        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        return distribute_tensor(self.whole(name, part.detach()), mesh, placements, src_data_rank=None)
-
-    def from_saved(self, name: str, saved: Tensor) -> Tensor:
-        assert isinstance(saved, DTensor)
-        before = sum(self._sizes[name][: dist.get_rank(self.ranks.shard_group)])
-        mine = self._sizes[name][dist.get_rank(self.ranks.shard_group)]
-        return saved.full_tensor().flatten()[before : before + mine].clone()
+        before = sum(sizes[: dist.get_rank(self.ranks.shard_group)])
+        boxes = boxes_of_range(self._shapes[name], before, before + tensor.numel())
+        is_copy = mesh.ndim > 1 and mesh.get_local_rank("replicate") > 0
+        return Held(tuple(self._shapes[name]), boxes, tensor.detach().flatten(), bool(boxes) and not is_copy)
 
     def _gathered(self, mine: Tensor) -> Tensor:
         """A row of each rank of the shard group."""

@@ -1,6 +1,7 @@
 """Which box of a tensor this rank holds, where the boxes of a checkpoint lie, and reading any box out of them.
 
-A *box* is a rectangular part of a tensor: offset and shape per dimension. A tensor that is not sharded is one box.
+A *box* is a rectangular part of a tensor: offset and shape per dimension. A tensor that is not sharded is one box, and
+so is a part of a DTensor; a range of its elements, as FSDP1 deals them out, is a few boxes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,14 +58,49 @@ def placed_box(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequ
     return Box(tuple(offset), tuple(size))
 
 
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements `start` to `stop` of a tensor, row by row, as boxes in that order."""
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [Box((start,), (stop - start,)) if shape else Box((), ())]
+    row, rest = torch.Size(shape[1:]).numel(), tuple(shape[1:])
+    first, last = -(-start // row), stop // row  # the rows that are whole
+    if first > last:
+        first = last = start // row
+        return [_in_row(first, box) for box in boxes_of_range(rest, start - first * row, stop - first * row)]
+    head = boxes_of_range(rest, start % row, row) if start % row else []
+    whole = [Box((first, *(0 for _ in rest)), (last - first, *rest))] if last > first else []
+    tail = boxes_of_range(rest, 0, stop - last * row)
+    return [*(_in_row(first - 1, box) for box in head), *whole, *(_in_row(last, box) for box in tail)]
+
+
+def _in_row(row: int, box: Box) -> Box:
+    return Box((row, *box.offset), (1, *box.shape))
+
+
 @dataclass(frozen=True)
 class Held:
-    """What this rank has of one tensor: `local`, the box of the whole that it is, and whether this rank saves it."""
+    """What this rank has of one tensor: the boxes that `local` is, end to end, and whether this rank saves them."""
 
-    shape: tuple[int, ...]
-    box: Box
+    shape: tuple[int, ...]  # of the whole
+    boxes: list[Box]
     local: Tensor
     saves: bool
+
+    @property
+    def meta(self) -> Tensor:
+        """The whole, without its values."""
+        return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
+
+    def parts(self) -> list[tuple[Box, Tensor]]:
+        """Each box with its part of `local`."""
+        if not self.boxes:
+            return []
+        if len(self.boxes) == 1:
+            return [(self.boxes[0], self.local.view(self.boxes[0].shape))]
+        sizes = [torch.Size(box.shape).numel() for box in self.boxes]
+        return [(b, t.view(b.shape)) for b, t in zip(self.boxes, self.local.flatten().split(sizes), strict=True)]
 
 
 def held(tensor: Tensor, rank: int) -> Held:
@@ -72,7 +108,7 @@ def held(tensor: Tensor, rank: int) -> Held:
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Held(shape, Box((0,) * len(shape), shape), tensor, rank == 0)
+        return Held(shape, [Box((0,) * len(shape), shape)], tensor, rank == 0)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds nothing"
@@ -82,14 +118,15 @@ def held(tensor: Tensor, rank: int) -> Held:
     first = all(
         place == 0 for place, kind in zip(coordinate, tensor.placements, strict=True) if type(kind) is Replicate
     )
-    return Held(shape, box, local, first and not box.is_empty)
+    return Held(shape, [box], local, first and not box.is_empty)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box in a file, under the tensor's own name."""
+    """A box in a file."""
 
     file: str
+    key: str  # in the file: the tensor's own name, where it has one box there
     offset: list[int]
     shape: list[int]
 
@@ -119,15 +156,18 @@ class Entry:
 Index = dict[str, Entry]
 
 
-def index_of(tensors: dict[str, Held], file: str) -> Index:
-    """What this rank's `file` holds of each tensor."""
-    return {
-        name: Entry(
-            DTYPE_NAMES[held.local.dtype], list(held.shape), [Piece(file, list(held.box.offset), list(held.box.shape))]
-        )
-        for name, held in tensors.items()
-        if held.saves
-    }
+def to_save(tensors: dict[str, Held], file: str) -> tuple[dict[str, Tensor], Index]:
+    """What this rank saves in `file`: tensors by key, and where they belong."""
+    out: dict[str, Tensor] = {}
+    index: Index = {}
+    for name, mine in tensors.items():
+        if mine.saves:
+            entry = index[name] = Entry(DTYPE_NAMES[mine.local.dtype], list(mine.shape))
+            for number, (box, part) in enumerate(mine.parts()):
+                key = name if number == 0 else f"{name}@{number}"
+                entry.pieces.append(Piece(file, key, list(box.offset), list(box.shape)))
+                out[key] = part
+    return out, index
 
 
 def merge(indices: Sequence[Index]) -> Index:
@@ -165,11 +205,16 @@ class Reader:
         box = box if box is not None else Box((0,) * len(entry.shape), tuple(entry.shape))
         pieces = [(piece, common) for piece in entry.pieces if not (common := piece.box.overlap(box)).is_empty]
         if len(pieces) == 1 and pieces[0][0].box == box:
-            return self._file(pieces[0][0].file).get_tensor(name)
+            return self._file(pieces[0][0].file).get_tensor(pieces[0][0].key)
         out = torch.empty(box.shape, dtype=entry.torch_dtype)
         for piece, common in pieces:
-            out[common.within(box)] = self._file(piece.file).get_slice(name)[common.within(piece.box)]
+            out[common.within(box)] = self._file(piece.file).get_slice(piece.key)[common.within(piece.box)]
         return out
+
+    def fill(self, name: str, mine: Held) -> None:
+        """Give this rank's part of a tensor the values that were saved."""
+        for box, part in mine.parts():
+            part.copy_(self.read(name, box))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, whole, one at a time."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.optimizer import clip_gradients, first_non_finite, gradient_norm
+from verl.workers.engine.shards import Held, held
 
 T = TypeVar("T")
 
@@ -87,17 +88,13 @@ class Weights:
         """What the optimiser remembers of a trained parameter, by name."""
         return optimizer.state.get(parameter, {})
 
-    def as_saved(self, name: str, part: Tensor) -> Tensor:
-        """`part` of a tensor like parameter `name`, as checkpoints hold it: whole, or a DTensor. A collective."""
-        return part
-
-    def from_saved(self, name: str, saved: Tensor) -> Tensor:
-        """The way back from `as_saved`."""
-        return saved
-
     def own_gradients(self) -> list[tuple[str, Tensor]]:
         """(name, this rank's part of the gradient) of every trained parameter that has one, in the model's order."""
         return [(name, p.grad) for name, p in self.named if p.grad is not None]
+
+    def held(self, name: str, tensor: Tensor) -> Held:
+        """What this rank has of `tensor`: parameter `name`, or a state of the optimiser about it."""
+        return held(tensor, self.ranks.rank)
 
     def gradient_norm(self) -> float:
         """2-norm of the whole gradient, the same number on every rank."""

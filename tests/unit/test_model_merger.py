@@ -1,0 +1,181 @@
+"""Shards of ours, and pickled ones of the reference, become the one model that was sharded; anything amiss is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftConfig
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.engine_cases import SHAPE, build_engine, save_tiny_model, tiny_qwen3
+from tests.ranks import run_ranks
+from verl.trainer.merge import main
+from verl.utils.errors import CheckpointError, ConfigError
+
+ODD = tiny_qwen3(intermediate_size=45, tie_word_embeddings=False)  # 45 and 61 rows leave uneven shards
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    configs = {"odd": ODD, "tied": tiny_qwen3(), "experts": AutoConfig.for_model("qwen3_moe", **{**SHAPE, **experts})}
+    return {name: save_tiny_model(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+
+
+def assert_same_model(folder: Path, other: Path) -> None:
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(f, dtype="auto").state_dict() for f in (folder, other))
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def save_shards(model: Path, saved: Path, contents: tuple[str, ...] = ("model",)) -> None:
+    build_engine(model, dtype="fp32").save(saved, contents)
+
+
+@pytest.mark.parametrize("kind", ["odd", "tied", "experts"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_our_shards_become_the_model_that_was_loaded(models, tmp_path, kind, ranks):
+    saved, target = tmp_path / "saved", tmp_path / "merged"
+    save_shards(models[kind], saved) if ranks == 1 else run_ranks(ranks, save_shards, models[kind], saved)
+    assert main(["merge", "--backend", "fsdp", "--local_dir", str(saved), "--target_dir", str(target)]) == 0
+    assert_same_model(target, models[kind])
+    assert main(["test", "--local_dir", str(saved), "--test_hf_dir", str(models[kind])]) == 0
+
+
+def pickle_shards(model: Path, saved: Path, mesh_shape: tuple[int, ...], prefix: str, dtype: torch.dtype) -> None:
+    """What the reference writes: state dicts of DTensors, tied names twice, under the names of wrapped modules."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
+    placements = [Replicate(), Shard(0)][-len(mesh_shape) :]
+    state = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict()
+    shards = {prefix + name: distribute_tensor(tensor, mesh, placements) for name, tensor in state.items()}
+    torch.save(shards, saved / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+
+
+def reference_folder(model: Path, folder: Path) -> Path:
+    """The rest of such a checkpoint."""
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "huggingface" / "config.json").write_text((model / "config.json").read_text())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "prefix"),
+    [("odd", (2,), ""), ("tied", (2,), "_fsdp_wrapped_module."), ("odd", (2, 2), ""), ("experts", (2,), "")],
+)
+def test_pickled_shards_of_the_reference_become_the_model(models, tmp_path, kind, mesh, prefix):
+    saved = reference_folder(models[kind], tmp_path / "saved")
+    ranks = 4 if len(mesh) == 2 else 2
+    run_ranks(ranks, pickle_shards, models[kind], saved, mesh, prefix, torch.float32)
+    assert main(["--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")]) == 0
+    assert_same_model(tmp_path / "merged", models[kind])
+
+
+def test_plain_tensors_of_one_rank_are_read_too(models, tmp_path):
+    saved = reference_folder(models["odd"], tmp_path / "saved")
+    state = AutoModelForCausalLM.from_pretrained(models["odd"], dtype=torch.bfloat16).state_dict()
+    torch.save(state, saved / "model_world_size_1_rank_0.pt")
+    main(["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], state[name]) for name in state)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_runs_none(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = reference_folder(models["odd"], tmp_path / "saved")
+    torch.save({"a": torch.ones(1), "b": Evil()}, saved / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CheckpointError, match=r"model_world_size_1_rank_0\.pt cannot be read as tensors alone"):
+        main(["merge", "--local_dir", str(saved), "--target_dir", "merged"])
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "merged").exists()
+
+
+def test_a_rank_that_is_missing_is_named(models, tmp_path):
+    saved = reference_folder(models["odd"], tmp_path / "saved")
+    torch.save({}, saved / "model_world_size_3_rank_0.pt")
+    torch.save({}, saved / "model_world_size_3_rank_2.pt")
+    with pytest.raises(CheckpointError, match=r"ranks 1 of 3: model_world_size_3_rank_1\.pt is missing"):
+        main(["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (lambda state: state.update(extra=torch.ones(2)), "extra is not in Qwen3ForCausalLM"),
+        (lambda state: state.update({"model.norm.weight": torch.ones(7)}), r"norm\.weight is \(7,\), config.json says"),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_tensors_that_do_not_fit_the_configuration_are_named(models, tmp_path, change, message):
+    saved = reference_folder(models["odd"], tmp_path / "saved")
+    state = AutoModelForCausalLM.from_pretrained(models["odd"]).state_dict()
+    change(state)
+    torch.save(dict(state), saved / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CheckpointError, match=message):
+        main(["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
+
+
+def test_a_damaged_shard_a_taken_target_and_a_wrong_folder_are_refused(models, tmp_path):
+    saved = tmp_path / "saved"
+    save_shards(models["odd"], saved, ("model", "hf_model"))
+    where = ["--local_dir", str(saved)]
+    with pytest.raises(CheckpointError, match="exists already"):
+        main(["merge", *where, "--target_dir", str(models["odd"])])
+    with pytest.raises(CheckpointError, match=r"global_step_N/actor"):
+        main(["merge", "--local_dir", str(tmp_path), "--target_dir", str(tmp_path / "merged")])
+    victim = saved / "model_world_size_1_rank_0.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match=f"{victim.name} is damaged"):
+        main(["merge", *where, "--target_dir", str(tmp_path / "merged")])
+    for refused in (["--backend", "megatron"], ["--trust-remote-code"]):
+        with pytest.raises(ConfigError, match=refused[0]):
+            main(["merge", *where, *refused, "--target_dir", str(tmp_path / "merged")])
+
+
+def test_a_difference_is_named_by_the_comparison(models, tmp_path):
+    save_shards(models["odd"], tmp_path / "saved")
+    other = save_tiny_model(tmp_path / "other", ODD, seed=1)
+    with pytest.raises(CheckpointError, match=r"differs: torch.float32 \(61, 32\) in the shards"):
+        main(["test", "--local_dir", str(tmp_path / "saved"), "--test_hf_dir", str(other)])
+    with pytest.raises(CheckpointError, match=r"on one side only, first lm_head\.weight, in the shards"):
+        main(["test", "--local_dir", str(tmp_path / "saved"), "--test_hf_dir", str(models["tied"])])
+
+
+def test_adapters_of_the_reference_go_to_a_folder_of_their_own(models, tmp_path):
+    saved = reference_folder(models["odd"], tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(models["odd"]).state_dict()
+    adapted = "model.layers.0.mlp.up_proj"
+    state = {f"base_model.model.{name.replace(adapted, adapted + '.base_layer')}": t for name, t in plain.items()}
+    a, b = torch.randn(2, 32), torch.randn(45, 2)
+    state |= {f"base_model.model.{adapted}.lora_{n}.default.weight": t for n, t in (("A", a), ("B", b))}
+    torch.save(state, saved / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CheckpointError, match=r"no lora_train_meta\.json"):
+        main(["--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
+    (saved / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    main(["--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
+    assert_same_model(tmp_path / "merged", models["odd"])
+    settings = PeftConfig.from_pretrained(str(tmp_path / "merged" / "lora_adapter"))
+    assert (settings.r, settings.lora_alpha, settings.target_modules) == (2, 8, {"up_proj"})
+    weights = load_file(tmp_path / "merged" / "lora_adapter" / "adapter_model.safetensors")
+    assert torch.equal(weights[f"base_model.model.{adapted}.lora_A.weight"], a)
+
+
+def test_the_module_is_a_command(tmp_path):
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--local_dir", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1 and "error:" in run.stderr and "Traceback" not in run.stderr

@@ -1,0 +1,1 @@
+"""`python -m verl.model_merger`: see `verl.trainer.merge`."""

@@ -1,0 +1,12 @@
+"""The command at the path where scripts look for it."""
+
+import sys
+
+from verl.trainer.merge import main
+from verl.utils.errors import VerlError
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except VerlError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,186 @@
+"""`verl merge` and `python -m verl.model_merger`: the shards of a checkpoint as a Hugging Face folder."""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+from verl.models import export
+from verl.models.tensor_file import write_tensors
+from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.paths import publish_directory
+from verl.workers.engine.sources import Source, open_shards
+
+LORA_META = "lora_train_meta.json"
+ADAPTER = "lora_adapter"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 when the folder was written, or the comparison found no difference."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(["merge", *words] if words and words[0].startswith("--") else words)
+    if options.backend != "fsdp":
+        raise ConfigError(f"--backend {options.backend} is still to come; --backend fsdp reads FSDP shards")
+    if options.trust_remote_code:
+        raise ConfigError("--trust-remote-code is refused: code from a checkpoint is never run; leave it out")
+    folder = Path(options.local_dir)
+    source = open_shards(folder)
+    model = _structure(folder / "huggingface", options.is_value_model, options.tie_word_embedding)
+    if options.operation == "test":
+        count = compare(source, model, Path(options.test_hf_dir))
+        print(f"{folder} and {options.test_hf_dir} hold the same {count} tensors")
+        return 0
+    written = merge(source, model, folder, Path(options.target_dir))
+    print(f"wrote and verified {written} tensors in {options.target_dir}")
+    if options.hf_upload_path:
+        _upload(Path(options.target_dir), options.hf_upload_path, options.private)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verl merge", description="Turn the shards of a checkpoint into one model.")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--backend", default="fsdp", choices=("fsdp", "megatron"), help="what trained the model")
+    shared.add_argument("--local_dir", required=True, help="folder of shards, such as global_step_N/actor")
+    shared.add_argument("--is-value-model", action="store_true", help="a critic, whatever its config.json says")
+    shared.add_argument("--tie-word-embedding", action="store_true", help="head and embedding are one tensor")
+    shared.add_argument("--trust-remote-code", action="store_true", help="refused")
+    shared.add_argument("--use_cpu_initialization", action="store_true", help="always so; accepted")
+    verbs = parser.add_subparsers(dest="operation", required=True)
+    merging = verbs.add_parser("merge", parents=[shared], help="write a Hugging Face folder")
+    merging.add_argument("--target_dir", default="tmp", help="folder to write; must not exist or be empty")
+    merging.add_argument("--hf_upload_path", help="repository on a hub to upload the folder to")
+    merging.add_argument("--private", action="store_true", help="make that repository private")
+    testing = verbs.add_parser("test", parents=[shared], help="compare the shards with a Hugging Face folder")
+    testing.add_argument("--test_hf_dir", required=True, help="the folder to compare with")
+    return parser
+
+
+def merge(source: Source, model: PreTrainedModel, folder: Path, target: Path) -> int:
+    """Write the model, its configuration and tokenizer, and its adapters to `target`, whole or not; tensors written."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"--target_dir {target} exists already; remove it or name another folder")
+    names = base_names(source, model)
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(folder / "huggingface", temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
+    plan = export.plan_export(model, {name: source.shapes[full] for name, full in names.items()})
+    written = export.write_layers(plan, plan.layers(_whole(source, names)), temporary, plan.wants_reload("auto"))
+    if written.tensors:
+        export.reload(plan, written.tensors, temporary, next(iter(source.shapes.values())).dtype)
+    _write_adapters(source, folder, temporary / ADAPTER)
+    publish_directory(temporary, target)
+    return sum(len(file.tensors) for file in plan.files)
+
+
+def compare(source: Source, model: PreTrainedModel, other: Path) -> int:
+    """Number of tensors; CheckpointError naming the first that differs from those in folder `other`."""
+    names = base_names(source, model)
+    plan = export.plan_export(model, {name: source.shapes[full] for name, full in names.items()})
+    files = {name: path for path in sorted(other.glob("*.safetensors")) for name in _names_in(path)}
+    if not files:
+        raise CheckpointError(f"--test_hf_dir {other} holds no *.safetensors; give a Hugging Face folder")
+    wanted = {name for file in plan.files for name in file.tensors}
+    if wanted != files.keys():
+        first = sorted(wanted ^ files.keys())[0]
+        where = "the shards" if first in wanted else str(other)
+        raise CheckpointError(f"{len(wanted ^ files.keys())} tensors are on one side only, first {first}, in {where}")
+    for _, layer in plan.layers(_whole(source, names)):
+        for name, ours in export.as_on_disk(model, layer).items():
+            with safe_open(files[name], framework="pt") as file:
+                theirs = file.get_tensor(name)
+            if ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
+                raise CheckpointError(f"{name} differs: {_told(ours)} in the shards, {_told(theirs)} in {files[name]}")
+    return len(wanted)
+
+
+def base_names(source: Source, model: PreTrainedModel) -> dict[str, str]:
+    """Name in the source by name in the model; adapters left out, tied tensors once. Anything amiss is an error."""
+    needed = [name for name, _ in model.named_parameters()]
+    state = model.state_dict().keys()
+    needed += [name for name, _ in model.named_buffers() if name in state]
+    there = {name.replace(".base_layer.", "."): name for name in source.shapes if ".lora_" not in name}
+    wrong = [f"{name} is missing" for name in needed if name not in there]
+    wrong += [f"{name} is not in {type(model).__name__}" for name in there if name not in state]
+    for name, tensor in model.state_dict().items():
+        if name in there and tensor.shape != source.shapes[there[name]].shape:
+            wrong.append(f"{name} is {tuple(source.shapes[there[name]].shape)}, config.json says {tuple(tensor.shape)}")
+    if wrong:
+        raise CheckpointError(
+            f"the shards do not fit config.json ({type(model).__name__}): {len(wrong)} tensors, {'; '.join(wrong[:3])}"
+        )
+    return {name: there[name] for name in needed}
+
+
+def _whole(source: Source, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, source.read(full)) for name, full in names.items())
+
+
+def _structure(folder: Path, is_value_model: bool, tied: bool) -> PreTrainedModel:
+    """The model of a configuration, on the meta device."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}/config.json is missing; it says which model the shards are of")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if tied:
+        config.tie_word_embeddings = True
+    names = config.architectures or []
+    is_value_model = is_value_model or any("TokenClassification" in name for name in names)
+    kind: Any = AutoModelForTokenClassification if is_value_model else AutoModelForCausalLM
+    if is_value_model:
+        config.num_labels = 1
+    elif names and hasattr(transformers, names[0]):
+        kind = getattr(transformers, names[0])
+    with torch.device("meta"):
+        return kind.from_config(config) if hasattr(kind, "from_config") else kind._from_config(config)
+
+
+def _write_adapters(source: Source, folder: Path, target: Path) -> None:
+    """What the shards hold of LoRA, as peft reads it: from the folder our engine wrote, or from the tensors."""
+    adapters = {name: name for name in source.shapes if ".lora_" in name}
+    if not adapters:
+        return
+    if (folder / ADAPTER).is_dir():
+        shutil.copytree(folder / ADAPTER, target)
+        return
+    if not (folder / LORA_META).is_file():
+        raise CheckpointError(f"{folder} holds LoRA adapters but no {LORA_META}, which says their rank and alpha")
+    meta = json.loads((folder / LORA_META).read_text())
+    target.mkdir()
+    settings = {
+        "peft_type": "LORA",
+        "task_type": meta.get("task_type") or "CAUSAL_LM",
+        "r": meta["r"],
+        "lora_alpha": meta["lora_alpha"],
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters}),
+        "bias": "none",
+    }
+    (target / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    tensors = {f"base_model.model.{name.replace('.default.', '.')}": source.read(name) for name in adapters}
+    write_tensors(target / "adapter_model.safetensors", tensors)
+
+
+def _names_in(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _upload(folder: Path, repository: str, private: bool) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repo_id=repository, private=private, exist_ok=True)
+    api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
+    print(f"uploaded {folder} to {repository}")
