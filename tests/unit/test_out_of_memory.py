@@ -4,8 +4,10 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
+from tests.ranks import run_ranks
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.utils.errors import ConfigError
@@ -24,7 +26,7 @@ def allocate_too_much() -> None:
     torch.empty(2**62, dtype=torch.uint8)
 
 
-def limit_memory(engine, monkeypatch, place: str, most: int) -> list[int]:
+def limit_memory(engine, place: str, most: int) -> list[int]:
     """Let the engine fit no micro-batch of more than `most` tokens at `place`; the sizes that were refused."""
     refused: list[int] = []
 
@@ -61,12 +63,12 @@ def without_limit(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers"])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_training_that_runs_out_of_memory_ends_with_the_same_weights(folder, monkeypatch, place, checkpointing):
+def test_training_that_runs_out_of_memory_ends_with_the_same_weights(folder, place, checkpointing):
     batch, micro = random_batch(), MicroBatching(max_tokens=50)
     settings = {"model": {"enable_gradient_checkpointing": checkpointing}}
     expected, expected_metrics = train(build_engine(folder, **settings), batch, micro)
     engine = build_engine(folder, **settings)
-    refused = limit_memory(engine, monkeypatch, place, most=20)
+    refused = limit_memory(engine, place, most=20)
     found, metrics = train(engine, batch, micro)
     assert refused, "the allocator never failed: this test would prove nothing"
     for name, tensor in expected.items():
@@ -77,53 +79,112 @@ def test_training_that_runs_out_of_memory_ends_with_the_same_weights(folder, mon
     assert metrics[0]["out_of_memory_restarts"] == metrics[-1]["out_of_memory_restarts"] == 1
 
 
-def test_masters_in_another_type_forget_the_gradient_of_what_did_not_fit(folder, monkeypatch):
+def test_masters_in_another_type_forget_the_gradient_of_what_did_not_fit(folder):
     batch, settings = random_batch(), {"model_dtype": "fp32", "dtype": "fp64"}
     plain = build_engine(folder, **settings)
     plain.forward_backward(batch, SquaredLogprob(), MicroBatching(max_tokens=20))
     engine = build_engine(folder, **settings)
-    assert limit_memory(engine, monkeypatch, "backward", most=20) == []
+    assert limit_memory(engine, "backward", most=20) == []
     engine.forward_backward(batch, SquaredLogprob(), MicroBatching(max_tokens=40))
     for (name, one), (_, other) in zip(engine.weights.named, plain.weights.named, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_forward_pass_learns_a_limit_of_its_own(folder, monkeypatch):
+def test_a_forward_pass_learns_a_limit_of_its_own(folder):
     batch, engine = random_batch(), build_engine(folder)
     expected = engine.forward(batch)["logprobs"]
-    refused = limit_memory(engine, monkeypatch, "layer", most=30)
+    refused = limit_memory(engine, "layer", most=30)
     for _ in range(2):
         torch.testing.assert_close(engine.forward(batch)["logprobs"], expected, rtol=1e-10, atol=1e-12)
     assert len(refused) == 1 and engine.forward_limit.tokens == batch.num_tokens // 2
     assert engine.train_limit.tokens is None
 
 
-def test_the_budget_halves_until_it_fits_and_long_sequences_run_alone(folder, monkeypatch, caplog):
+def test_the_budget_halves_until_it_fits_and_long_sequences_run_alone(folder, caplog):
     batch, engine = random_batch(), build_engine(folder)
     longest = int(batch.lengths.max())
-    refused = limit_memory(engine, monkeypatch, "layer", most=longest)
+    refused = limit_memory(engine, "layer", most=longest)
     with caplog.at_level(logging.WARNING):
         engine.forward_backward(batch, SquaredLogprob())
     assert refused == sorted(refused, reverse=True) and engine.train_limit.tokens < longest
     assert f"_max_token_len_per_gpu={engine.train_limit.tokens}" in caplog.text
 
 
-def test_one_sequence_that_does_not_fit_is_an_error_that_says_so(folder, monkeypatch):
+def test_one_sequence_that_does_not_fit_is_an_error_that_says_so(folder):
     batch, engine = random_batch(), build_engine(folder)
-    limit_memory(engine, monkeypatch, "layer", most=int(batch.lengths.max()) - 1)
+    limit_memory(engine, "layer", most=int(batch.lengths.max()) - 1)
     with pytest.raises(ConfigError, match=rf"one sequence alone: {int(batch.lengths.max())} tokens did not fit.*Alloc"):
         engine.forward_backward(batch, SquaredLogprob())
 
 
-def test_a_gradient_of_an_earlier_call_is_not_lost_silently(folder, monkeypatch):
+def test_a_gradient_of_an_earlier_call_is_not_lost_silently(folder):
     batch, engine = random_batch(), build_engine(folder)
     engine.forward_backward(batch, SquaredLogprob())
-    limit_memory(engine, monkeypatch, "layer", most=20)
+    limit_memory(engine, "layer", most=20)
     with pytest.raises(ConfigError, match="an earlier call"):
         engine.forward_backward(batch, SquaredLogprob())
 
 
-def test_other_errors_pass(folder, monkeypatch):
+ROWS = [[0, 3, 4], [1, 2, 5]]
+
+
+def train_on_two(folder, place: str, starved: list[int], settings: dict) -> tuple[dict, list[dict], list[int]]:
+    """`train` on this rank's rows; ranks in `starved` cannot fit everything."""
+    rank, settings = dist.get_rank(), dict(settings)
+    micro, most = MicroBatching(max_tokens=settings.pop("max_tokens", 50)), settings.pop("most", 20)
+    engine = build_engine(folder, **settings)
+    refused = limit_memory(engine, place, most if rank in starved else 1000)
+    shard = random_batch().select(ROWS[rank])
+    with engine.eval_mode():
+        logprobs = engine.forward(shard, micro=micro)["logprobs"]
+    weights, metrics = train(engine, shard, micro)
+    restarts = engine.train_limit.restarts
+    weights["log-probs"] = logprobs
+    return {n: w.numpy() for n, w in weights.items()}, metrics, [len(refused), restarts, engine.train_limit.tokens]
+
+
+@pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers"])
+@pytest.mark.parametrize(
+    ("starved", "settings"),
+    [
+        ([1], {}),
+        ([0], {"model": {"enable_gradient_checkpointing": False}}),
+        ([0, 1], {"reshard_after_forward": False}),
+        ([1], {"forward_prefetch": True}),
+        ([0, 1], {"max_tokens": 20, "most": 15}),
+    ],
+    ids=["one rank", "without checkpointing", "both ranks", "with prefetch", "several micro-batches"],
+)
+def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, place, starved, settings):
+    engine = build_engine(folder)
+    logprobs = engine.forward(random_batch())["logprobs"]
+    expected, _ = train(engine, random_batch(), MicroBatching(max_tokens=50))
+    for rank, (weights, _, (refused, restarts, limit)) in enumerate(
+        run_ranks(2, train_on_two, folder, place, starved, settings, timeout_s=60)
+    ):
+        assert (refused > 0) == (rank in starved), "the allocator never failed: this test would prove nothing"
+        assert restarts == 1
+        assert limit == (8 if "most" in settings else 12 if 0 in starved else 14)  # half of 16, 24 or 28 tokens
+        expected["log-probs"] = random_batch().with_columns(found=logprobs).select(ROWS[rank])["found"]
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-10, atol=1e-12)
+
+
+def train_on_one_too_long(folder) -> str:
+    rank = dist.get_rank()
+    engine = build_engine(folder)
+    limit_memory(engine, "layer", most=10 if rank == 1 else 1000)
+    with pytest.raises(ConfigError) as caught:
+        engine.forward_backward(random_batch().select(ROWS[rank]), SquaredLogprob())
+    return str(caught.value)
+
+
+def test_all_ranks_end_where_one_sequence_alone_does_not_fit_on_one(folder):
+    first, second = run_ranks(2, train_on_one_too_long, folder)
+    assert "on another rank" in first and "11 tokens did not fit" in second
+
+
+def test_other_errors_pass(folder):
     batch, engine = random_batch(), build_engine(folder)
 
     def fail(*_):

@@ -110,7 +110,7 @@ class TokenLimit:
             )
         self.tokens, self.restarts = allowed, self.restarts + 1
         logger.warning(
-            "%s ran out of memory%s; starting the mini-batch again with at most %d tokens per micro-batch from now on. "
+            "%s ran out of memory%s; starting again with at most %d tokens per micro-batch from now on. "
             "Setting *_max_token_len_per_gpu=%d saves the restart",
             self.what,
             seen or " on another rank",

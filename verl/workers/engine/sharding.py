@@ -15,6 +15,7 @@ from verl.config import FSDPEngineConfig
 from verl.models.placement import move
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.precision import Precision
+from verl.workers.engine.rescue import Rescue, without_frames
 from verl.workers.engine.units import sharding_units
 from verl.workers.engine.weights import Weights
 
@@ -39,6 +40,7 @@ class ShardedWeights(Weights):
         move(model, META)
         run_inside_forward(model)
         self._modules = self._shard(config, precision)
+        self._rescue = Rescue(model, self._modules[1:])
         on_meta = torch.device("cpu") if self.stays else device
         swapping(lambda: model.to_empty(device=on_meta))
         if self.stays:
@@ -82,7 +84,24 @@ class ShardedWeights(Weights):
                 tensor.copy_(whole)
 
     def run(self, function: Callable[[], T]) -> T:
-        return self.model(run=function)
+        result = self.model(run=functools.partial(self._rescue.run, function))
+        if self._rescue.lost is not None:
+            if torch.is_grad_enabled():
+                self._rescue.finish_backward()
+            raise self._rescue.lost
+        return result
+
+    @property
+    def can_restart(self) -> bool:
+        return self.ranks.sequence_size == 1  # ranks that share sequences exchange them inside a layer
+
+    def backward(self, loss_sum: Tensor) -> None:
+        try:
+            return super().backward(loss_sum)
+        except RuntimeError as error:
+            lost = without_frames(error)
+        self._rescue.finish_backward()
+        raise lost
 
     def synchronize(self, last: bool) -> None:
         self._modules[0].set_requires_gradient_sync(last)
