@@ -18,7 +18,7 @@ from verl.observe.progress import Progress
 from verl.trainer.ppo.build import build_run
 from verl.trainer.ppo.loop import Run
 from verl.trainer.quickstart.model import make_tokenizer
-from verl.trainer.quickstart.run import grpo_overrides, warm_up
+from verl.trainer.quickstart.run import NUM_HELD_OUT, NUM_WORKED, grpo_overrides, warm_up
 from verl.trainer.quickstart.task import CHARACTERS, make_split, write_split
 
 ARR = "actor_rollout_ref"
@@ -107,11 +107,11 @@ def prepare_quickstart(folder: Path) -> list[str]:
     """The quickstart up to its GRPO stage (data, model, supervised warm-up); the overrides of that stage."""
     from verl.trainer.quickstart.model import make_model
 
-    split = make_split(1, 200, 160)
+    split = make_split(1, NUM_HELD_OUT, NUM_WORKED)
     write_split(split, folder / "data")
     make_model(folder / "model", CHARACTERS, 1)
     with io.StringIO() as unseen, contextlib.redirect_stdout(unseen), contextlib.redirect_stderr(unseen):
-        warm = warm_up(folder, 1)
+        warm = warm_up(folder, 1, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT])
     return [*grpo_overrides(folder, warm, 1, 1_000_000), *unattended(folder, "grpo")]
 
 
