@@ -15,13 +15,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "merge": ("verl.trainer.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
     "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
     "doctor": ("verl.trainer.doctor:main", "what this machine can and cannot do"),
+    "check-template": ("verl.agent.check_template:main", "what multi-turn training makes of a chat template"),
     "certify": ("verl.trainer.certify:main", "check that gradients do not depend on how a batch is split"),
 }
 
 
 def usage() -> str:
     """The text of `verl --help`."""
-    verbs = "\n".join(f"  {verb:<12}{text}" for verb, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<16}{text}" for verb, (_, text) in VERBS.items())
     return f"verl {__version__}\n\nusage: verl VERB [arguments]\n\n{verbs}\n\n`verl VERB --help` tells more about one."
 
 

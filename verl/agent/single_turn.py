@@ -1,8 +1,10 @@
-"""The simplest conversation: one prompt, one answer. Multi-turn loops return the same thing."""
+"""`single_turn_agent`: one prompt, one answer. All samples of a group are one request, which engines answer fastest."""
 
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
+
+NAME = "single_turn_agent"
 
 
 async def single_turn(

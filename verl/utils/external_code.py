@@ -19,14 +19,15 @@ def load_object(path: str, name: str, key: str) -> Any:
     `path` is a plain file path, `file://path`, or `pkg://dotted.module` (slashes are allowed too). A file runs once per
     process, however often it is asked for.
     """
-    module = _load_module(path, key)
+    module = load_module(path, key)
     if not hasattr(module, name):
         public = [item for item in vars(module) if not item.startswith("_")]
         raise ConfigError(f"{key}.name={name!r} is not defined in {path}; {did_you_mean(name, public)}")
     return getattr(module, name)
 
 
-def _load_module(path: str, key: str) -> ModuleType:
+def load_module(path: str, key: str) -> ModuleType:
+    """The Python file or module `path`, run once per process."""
     if path.startswith("pkg://"):
         return _import(path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", "."), path, key)
     file = Path(path.removeprefix("file://")).expanduser().absolute()

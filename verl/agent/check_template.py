@@ -1,0 +1,204 @@
+"""`verl check-template`: can conversations of many turns be trained on this chat template, and what of them is trained?
+
+Random conversations are rendered turn by turn. Three things must hold: an answer ends with a mark the policy can learn;
+tool and user turns can be appended; what is stitched together equals the template's own rendering, token for token,
+wherever the template leaves earlier turns alone. Templates that rewrite earlier turns are told apart, with an example.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from verl.agent.stitch import Stitcher
+from verl.data.chat import Message
+from verl.utils.errors import ConfigError
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+WORDS = (
+    "hello",
+    "2+3",
+    " leading",
+    "trailing ",
+    "naïve",
+    "日本",
+    "🙂",
+    "a\nb",
+    "{x}",
+    "<b>",
+    "\ttab",
+    "it's",
+    "…",
+    "0.5%",
+)
+THINKING = "<think>\nstep by step\n</think>\n\n"
+
+
+@dataclass
+class TemplateReport:
+    """What was found. `problems` make multi-turn training wrong; `notes` are handled."""
+
+    conversations: int = 0
+    problems: dict[str, str] = field(default_factory=dict)  # check -> first example
+    notes: dict[str, str] = field(default_factory=dict)
+    sample: tuple[list[int], list[bool]] = field(default_factory=lambda: ([], []))
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, conversations: int = 100, seed: int = 0, **template_kwargs: Any
+) -> TemplateReport:
+    """Fuzz the tokenizer's chat template."""
+    if not tokenizer.chat_template:
+        raise ConfigError("this tokenizer has no chat template; give one, or train on single turns of plain text")
+    report, rng = TemplateReport(), random.Random(seed)
+    for _ in range(conversations):
+        report.conversations += 1
+        tools = [TOOL] if rng.random() < 0.5 else []
+        _one(Stitcher(tokenizer, tools, template_kwargs=template_kwargs), _conversation(rng, bool(tools)), report)
+    return report
+
+
+def _text(rng: random.Random) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 5))).strip() or "x"
+
+
+def _conversation(rng: random.Random, tools: bool) -> list[Message]:
+    """System and user turns, answers with and without thinking, tool results."""
+    messages: list[Message] = [{"role": "system", "content": _text(rng)}] if rng.random() < 0.5 else []
+    messages.append({"role": "user", "content": _text(rng)})
+    for _ in range(rng.randint(1, 3)):
+        thought = THINKING if rng.random() < 0.5 else ""
+        messages.append({"role": "assistant", "content": thought + _text(rng)})
+        role = "tool" if tools and rng.random() < 0.5 else "user"
+        messages.append({"role": role, "content": _text(rng)} | ({"name": "look_up"} if role == "tool" else {}))
+    return messages
+
+
+def _one(stitcher: Stitcher, messages: list[Message], report: TemplateReport) -> None:
+    """One conversation, stitched turn by turn as a rollout would and compared with whole renderings."""
+    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    ids = stitcher.opening(messages[:first])
+    mask = [False] * len(ids)
+    rewritten = False
+    for i in range(first, len(messages), 2):
+        answer, follow = messages[i], messages[i + 1]
+        sampled = stitcher.tokenizer(str(answer["content"]), add_special_tokens=False)["input_ids"]
+        ends = stitcher.end_token_ids
+        if not ends:
+            report.problems.setdefault("an answer ends with a mark", "the tokenizer has no end-of-sequence token")
+            return
+        ids, mask = ids + sampled + [ends[-1]], mask + [True] * (len(sampled) + 1)
+        try:
+            new = stitcher.appended([follow], ids)
+        except ConfigError as error:
+            report.problems.setdefault(f"{follow['role']} turns can be appended", str(error))
+            return
+        ids, mask = ids + new, mask + [False] * len(new)
+        rewritten = rewritten or not _prefix_kept(stitcher, messages[: i + 2], report)
+    if not report.sample[0] or len(ids) < len(report.sample[0]):
+        report.sample = (ids, mask)
+    if not rewritten:
+        _compare(stitcher, ids, messages, report)
+
+
+def _prefix_kept(stitcher: Stitcher, messages: list[Message], report: TemplateReport) -> bool:
+    """Whether the rendering up to the last answer is the beginning of the rendering with what follows it."""
+    before = stitcher.render(messages[:-2], True) + str(messages[-2]["content"])
+    after = stitcher.render(messages, True)
+    if after.startswith(before):
+        return True
+    place = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+    report.notes.setdefault(
+        "earlier turns are left alone",
+        f"…{before[max(0, place - 30) : place + 30]!r} becomes {after[max(0, place - 30) : place + 30]!r} when a "
+        f"{messages[-1]['role']} turn follows. Rollouts keep what was sampled",
+    )
+    return False
+
+
+def _compare(stitcher: Stitcher, ids: list[int], messages: list[Message], report: TemplateReport) -> None:
+    """Stitched ids against the template's own rendering of the whole conversation."""
+    whole = stitcher.ids(stitcher.render(messages, True))
+    stitched = str(stitcher.tokenizer.decode(ids))
+    rendered = str(stitcher.tokenizer.decode(whole))
+    if stitched != rendered:
+        place = next((i for i, (a, b) in enumerate(zip(stitched, rendered, strict=False)) if a != b), 0)
+        report.problems.setdefault(
+            "stitched turns equal the template's rendering",
+            f"stitched {stitched[max(0, place - 20) : place + 40]!r}, rendered {rendered[max(0, place - 20) :][:60]!r}",
+        )
+    elif ids != whole:
+        report.notes.setdefault(
+            "tokens of a rendering are those of its parts",
+            "the same text splits into other tokens when rendered whole. Rollouts keep the tokens that were sampled",
+        )
+
+
+CHECKS = (
+    "an answer ends with a mark",
+    "user turns can be appended",
+    "tool turns can be appended",
+    "stitched turns equal the template's rendering",
+    "earlier turns are left alone",
+    "tokens of a rendering are those of its parts",
+)
+
+
+def show(report: TemplateReport, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """The table of checks, and the shortest conversation with what is trained in colour."""
+    table = Table("check", "result", "example")
+    for check in CHECKS:
+        if check in report.problems:
+            table.add_row(check, Text("no", style="bold red"), Text(report.problems[check]))
+        elif check in report.notes:
+            table.add_row(check, Text("no, handled", style="yellow"), Text(report.notes[check]))
+        else:
+            table.add_row(check, Text("yes", style="green"), "")
+    console.print(table)
+    if report.sample[0]:
+        line = Text()
+        for token, trained in zip(*report.sample, strict=True):
+            line.append(str(tokenizer.decode([token])), style="bold green" if trained else "dim")
+        console.print("One conversation; what is trained is in bold green:")
+        console.print(line)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: multi-turn training works on this template; 1: it does not; 2: a mistake the message explains."""
+    parser = argparse.ArgumentParser(prog="verl check-template", description=__doc__)
+    parser.add_argument("path", help="folder of the model or tokenizer")
+    parser.add_argument("--conversations", type=int, default=200, help="random conversations (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: %(default)s)")
+    parser.add_argument("--chat-template", help="file with a template to check instead of the tokenizer's own")
+    options = parser.parse_args(argv)
+    tokenizer = AutoTokenizer.from_pretrained(options.path)
+    if options.chat_template:
+        with open(options.chat_template, encoding="utf-8") as file:
+            tokenizer.chat_template = file.read()
+    report = check_template(tokenizer, options.conversations, options.seed)
+    console = Console()
+    show(report, tokenizer, console)
+    verdict = "works" if report.good else "would be wrong"
+    console.print(f"{report.conversations} random conversations: multi-turn training on this template {verdict}.")
+    return 0 if report.good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""Which loop answers a row, and many of them at once."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from verl.agent import single_turn
+from verl.agent.loop import AGENT_LOOPS, AgentLoopBase, AgentLoopOutput, ConfigWrap, LLMServerClient, ToolListWrap
+from verl.agent.tool_agent import TOOL_AGENT
+from verl.agent.tools import load_tools
+from verl.config.run import RunConfig
+from verl.data.prompts import PromptRow
+from verl.data.trajectory import Trajectory
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.external_code import load_object
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+
+class Agents:
+    """Answers rows by the loop their `agent_name` says, else `rollout.agent.default_agent_loop`."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        self.config, self.tokenizer = config, tokenizer
+        rollout = config.actor_rollout_ref.rollout
+        self.default = rollout.agent.default_agent_loop
+        self.loops = loops_of_file(rollout.agent.agent_loop_config_path)
+        self.tools = load_tools(rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
+        self.loop_class(self.default)  # a misspelt default is found before the run
+
+    def loop_class(self, name: str) -> Callable[..., AgentLoopBase] | None:
+        """The loop called `name`; None for the single turn."""
+        if name == single_turn.NAME and name not in AGENT_LOOPS:
+            return None
+        return self.loops[name] if name in self.loops else AGENT_LOOPS.get(name)
+
+    def name_for(self, row: PromptRow) -> str:
+        """The loop of a row."""
+        if row.agent_name:
+            return row.agent_name
+        if self.config.actor_rollout_ref.rollout.multi_turn.enable and self.default == single_turn.NAME:
+            return TOOL_AGENT
+        return self.default
+
+    async def answer(
+        self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine
+    ) -> list[Trajectory]:
+        """`sampling.n` conversations (a loop may return several sequences each, which then share its sample)."""
+        kind = self.loop_class(self.name_for(row))
+        if kind is None:
+            return await single_turn.single_turn(row, request_id, sampling, engine)
+        samples = [self._one(kind, row, request_id, number, sampling, engine) for number in range(sampling.n)]
+        return [t for trajectories in await asyncio.gather(*samples) for t in trajectories]
+
+    async def _one(
+        self,
+        kind: Callable[..., AgentLoopBase],
+        row: PromptRow,
+        request_id: int,
+        sample: int,
+        sampling: SamplingParams,
+        engine: RolloutEngine,
+    ) -> list[Trajectory]:
+        loop = kind(
+            trainer_config=ConfigWrap(self.config),
+            server_manager=LLMServerClient(engine, sampling, request_id, sample),
+            tokenizer=self.tokenizer,
+            processor=None,
+            dataset_cls=None,
+            data_config=ConfigWrap(self.config.data),
+            hf_model_type=None,
+            tools=ToolListWrap(list(self.tools.values())),
+        )
+        columns = {**row.columns, "raw_prompt": row.messages, "index": row.index, "extra_info": row.extra_info}
+        columns["tools_kwargs"] = row.extra_info.get("tools_kwargs") or {}
+        chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        result = await loop.run(chosen, **columns)
+        outputs = result if isinstance(result, list) else [result]
+        if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+            raise DataError(f"{row.where}: agent loop {self.name_for(row)} returned {result!r}, not AgentLoopOutput")
+        return [as_trajectory(output, request_id, row) for output in outputs]
+
+
+def as_trajectory(output: AgentLoopOutput, group_id: int, row: PromptRow) -> Trajectory:
+    """With the loop's own reward where it set one."""
+    trajectory = output.trajectory(group_id, row.index)
+    return trajectory if output.reward_score is None else trajectory.with_reward(output.reward_score)
+
+
+def loops_of_file(path: str | None) -> dict[str, Callable[..., AgentLoopBase]]:
+    """`- name: x`, `_target_: package.Class` and constructor arguments, from `agent.agent_loop_config_path`."""
+    if path is None:
+        return {}
+    key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}={path}: there is no such file")
+    entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and {"name", "_target_"} <= e.keys() for e in entries
+    ):
+        raise ConfigError(f"{key}={path}: expected a list of entries with `name` and `_target_`")
+    return {entry["name"]: _configured(entry, key) for entry in entries}
+
+
+def _configured(entry: dict[str, Any], key: str) -> Callable[..., AgentLoopBase]:
+    module, _, name = str(entry["_target_"]).rpartition(".")
+    kind = load_object(f"pkg://{module}", name, key)
+    extra = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
+    return lambda **given: kind(**given, **extra)

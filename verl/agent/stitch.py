@@ -1,0 +1,96 @@
+"""A conversation as one growing list of token ids: what the policy sampled stays as it is, only new turns are rendered.
+
+Rendering a whole conversation again would change tokens the policy sampled (another split of the same text, a template
+that drops earlier thinking). So an appended turn is rendered after a stand-in for the last answer, and only what the
+template writes after that answer's end mark is tokenised.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from verl.data.chat import Message
+from verl.utils.errors import ConfigError
+
+STAND_IN = "\u2063answer\u2063"  # invisible separators: no conversation holds it
+
+
+class Stitcher:
+    """Openings and appended turns of one chat template, with the tools the policy is shown."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]] = (),
+        end_token_ids: Sequence[int] = (),
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.tokenizer, self.tools, self.kwargs = tokenizer, list(tools), dict(template_kwargs or {})
+        ends = [*end_token_ids, tokenizer.eos_token_id]
+        self.end_token_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
+        self.end_texts = [str(tokenizer.convert_ids_to_tokens(i)) for i in self.end_token_ids]
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt, ready to be answered."""
+        return self.ids(self.render(messages, True))
+
+    def appended(self, messages: Sequence[Message], answer_ids: Sequence[int] = ()) -> list[int]:
+        """Token ids that `messages` (tool or user turns) add after an answer, with the start of the next answer.
+
+        `answer_ids`: the answer as sampled; where it was cut before its end mark, the mark is added first.
+        """
+        text = self.appended_text(messages)
+        if answer_ids and answer_ids[-1] not in self.end_token_ids and self.end_texts:
+            text = self.end_texts[-1] + text
+        return self.ids(text)
+
+    def appended_text(self, messages: Sequence[Message]) -> str:
+        """What the template writes after the end mark of the answer that `messages` follow."""
+        problem: Exception | None = None
+        for stand_in in self._stand_ins(messages):
+            try:
+                rendered = self.render([{"role": "user", "content": "?"}, stand_in, *messages], True)
+            except (TemplateError, TypeError, ValueError) as error:
+                problem = error
+                continue
+            _, found, after = rendered.rpartition(STAND_IN)
+            ends = [(after.index(end), end) for end in self.end_texts if end in after]
+            if found and ends:
+                place, end = min(ends)
+                return after[place + len(end) :]
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ConfigError(
+            f"the chat template cannot append {roles} turns to an answer"
+            + (f": {problem}" if problem else f": it writes none of the end marks {self.end_texts} after an answer")
+            + "; run `verl check-template` on it, or give actor_rollout_ref.model.custom_chat_template"
+        )
+
+    def _stand_ins(self, messages: Sequence[Message]) -> list[Message]:
+        """Answers to render `messages` after: plain text; then a tool call, which some templates insist on."""
+        calls = [
+            {
+                "id": str(message.get("tool_call_id", f"call_{number}")),
+                "type": "function",
+                "function": {"name": str(message.get("name", "tool")), "arguments": {"value": STAND_IN}},
+            }
+            for number, message in enumerate(messages)
+            if message["role"] == "tool"
+        ]
+        plain: Message = {"role": "assistant", "content": STAND_IN}
+        return [plain, {"role": "assistant", "content": "", "tool_calls": calls}] if calls else [plain]
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The whole conversation as the template writes it."""
+        tools: Any = self.tools or None
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of rendered text: a template writes its special tokens itself."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids

@@ -1,0 +1,248 @@
+"""Tools a policy may call: classes with a schema, or plain functions. A failing tool is a reply, never a crash."""
+
+import asyncio
+import inspect
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.utils.errors import ConfigError
+from verl.utils.external_code import load_module, load_object, user_traceback
+from verl.utils.suggest import did_you_mean
+
+DEFAULT_TIMEOUT = 60.0  # seconds one call may take
+
+
+@dataclass
+class ToolResponse:
+    """What a tool says: text for the conversation; images and videos are for multimodal policies."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class FunctionSchema:
+    """Name, description and JSON-schema parameters of a tool."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}, "required": []})
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class OpenAIFunctionToolSchema:
+    """A tool's description as chat templates and OpenAI-compatible servers read it."""
+
+    function: FunctionSchema
+    type: str = "function"
+
+    @classmethod
+    def model_validate(cls, raw: dict[str, Any]) -> "OpenAIFunctionToolSchema":
+        """From `{type: function, function: {name, description, parameters, strict}}`."""
+        function = raw.get("function")
+        if raw.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
+            raise ConfigError(
+                f"a tool schema must be {{type: function, function: {{name: …, parameters: …}}}}, found {raw!r}"
+            )
+        known = {name: function[name] for name in ("name", "description", "parameters", "strict") if name in function}
+        return cls(FunctionSchema(**known))
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """As a dictionary for templates."""
+        function = {
+            "name": self.function.name,
+            "description": self.function.description,
+            "parameters": self.function.parameters,
+        }
+        return {"type": self.type, "function": function}
+
+
+class BaseTool:
+    """One tool. Override `execute`; `create`, `calc_reward` and `release` frame each call where they are needed."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The schema shown to the policy."""
+        if getattr(self, "tool_schema", None) is None:
+            raise ConfigError(f"{type(self).__name__} has no tool_schema; give one in the tool file or override this")
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin a call; `create_kwargs` of the row's tools_kwargs arrive here."""
+        return instance_id or str(uuid.uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Carry the call out: response, reward of this step, metrics."""
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """A reward for the state the tool is in."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End the call."""
+
+
+class FunctionTool(BaseTool):
+    """A plain or async function as a tool."""
+
+    def __init__(
+        self, function: Callable[..., Any], name: str | None, schema: dict[str, Any] | None, timeout: float | None
+    ):
+        self.function = function
+        raw = schema or function_schema(function, name)
+        config = {} if timeout is None else {"timeout": timeout}
+        super().__init__(config, OpenAIFunctionToolSchema.model_validate(raw))
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        if inspect.iscoroutinefunction(self.function):
+            result = await self.function(**parameters)
+        else:
+            result = await asyncio.to_thread(self.function, **parameters)
+        parts = result if isinstance(result, tuple) else (result,)
+        reward = float(parts[1]) if len(parts) > 1 else 0.0
+        return as_response(parts[0]), reward, dict(parts[2]) if len(parts) > 2 else {}
+
+
+def as_response(value: Any) -> ToolResponse:
+    """A ToolResponse as it is, text as text, everything else as JSON."""
+    if isinstance(value, ToolResponse):
+        return value
+    return ToolResponse(text=value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+
+
+def function_schema(function: Callable[..., Any], name: str | None) -> dict[str, Any]:
+    """From type hints and the Google-style `Args:` of the docstring."""
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise ConfigError(
+            f"@function_tool on {function.__name__}: {error}; give every argument a type hint and a line under Args:, "
+            "or pass schema=…"
+        ) from error
+    if name is not None:
+        schema["function"]["name"] = name
+    return schema
+
+
+_functions: dict[str, FunctionTool] = {}
+
+
+def function_tool(
+    name: str | Callable[..., Any] | None = None, *, schema: dict[str, Any] | None = None, timeout: float | None = None
+) -> Any:
+    """`@function_tool`, `@function_tool("name")`, `@function_tool(schema=…, timeout=…)`: offer a function as a tool.
+
+    The function returns text, something JSON can hold, a ToolResponse, or a tuple (response[, reward[, metrics]]).
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        tool = FunctionTool(function, name if isinstance(name, str) else None, schema, timeout)
+        known = _functions.get(tool.name)
+        if known is not None and known.function is not function and known.function.__module__ == function.__module__:
+            raise ConfigError(f"two function tools are called {tool.name!r}; give one another name")
+        _functions[tool.name] = tool
+        return function
+
+    return register(name) if callable(name) else register
+
+
+def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, BaseTool]:
+    """The tools of a YAML file (`multi_turn.tool_config_path`) and of a Python file (`function_tool_path`), by name."""
+    tools: dict[str, BaseTool] = {}
+    found: list[BaseTool] = []
+    if tool_config_path:
+        found += _from_yaml(Path(tool_config_path))
+    if function_tool_path:
+        key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+        module = load_module(function_tool_path, key)
+        mine = [tool for tool in _functions.values() if tool.function.__module__ == module.__name__]
+        if not mine:
+            raise ConfigError(f"{key}={function_tool_path}: no function there is marked @function_tool")
+        found += mine
+    for tool in found:
+        if tool.name in tools:
+            raise ConfigError(f"two tools are called {tool.name!r}; a policy could not tell them apart")
+        tools[tool.name] = tool
+    return tools
+
+
+def _from_yaml(path: Path) -> list[BaseTool]:
+    key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+    if not path.is_file():
+        raise ConfigError(f"{key}={path}: there is no such file")
+    entries = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("tools")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{key}={path}: expected a list under `tools`")
+    tools = []
+    for entry in entries:
+        config, name = dict(entry.get("config") or {}), str(entry.get("class_name", ""))
+        if config.get("type", "native") != "native":
+            raise ConfigError(f"{path}: tool type {config['type']!r} is unknown; only native tools are supported")
+        module, _, kind = name.rpartition(".")
+        if not module:
+            raise ConfigError(f"{path}: class_name={name!r} must be a dotted path such as my_package.my_tools.Search")
+        cls = load_object(f"pkg://{module}", kind, f"{path}: class_name")
+        raw = entry.get("tool_schema")
+        tools.append(cls(config, OpenAIFunctionToolSchema.model_validate(raw) if raw else None))
+    return tools
+
+
+async def call_tool(
+    tools: dict[str, BaseTool], name: str, arguments: str, create_kwargs: dict[str, Any], agent_data: Any = None
+) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """One call from its parsed text. Unknown tools, bad arguments, failures and timeouts become replies of reward 0."""
+    if name not in tools:
+        return ToolResponse(text=f"Error: there is no tool {name!r}; {did_you_mean(name, tools)}"), 0.0, {}
+    try:
+        parameters = json.loads(arguments) if arguments.strip() else {}
+        if not isinstance(parameters, dict):
+            raise ValueError(f"expected an object, found {type(parameters).__name__}")
+    except ValueError as error:
+        return ToolResponse(text=f"Error: the arguments of {name} are not valid JSON: {error}"), 0.0, {}
+    tool = tools[name]
+    timeout = float(tool.config.get("timeout", DEFAULT_TIMEOUT))
+    instance: str | None = None
+    try:
+        async with asyncio.timeout(timeout):
+            instance, _ = await tool.create(create_kwargs=create_kwargs)
+            return await tool.execute(instance, parameters, agent_data=agent_data)
+    except TimeoutError:
+        return ToolResponse(text=f"Error: {name} took longer than {timeout:g} seconds"), 0.0, {}
+    except Exception as error:
+        text = user_traceback(error, frames=0).strip().splitlines()[-1].strip()
+        return ToolResponse(text=f"Error when executing {name}: {text}"), 0.0, {}
+    finally:
+        if instance is not None:
+            await tool.release(instance)
+
+
+def truncated(text: str, limit: int, side: str) -> str:
+    """At most `limit` characters of a tool's text, cut on the left, in the middle or on the right, with a mark."""
+    if len(text) <= limit:
+        return text
+    mark = "...(truncated)..."
+    if side == "left":
+        return mark + text[-limit:]
+    if side == "right":
+        return text[:limit] + mark
+    head = limit // 2
+    return text[:head] + mark + text[-(limit - head) :]

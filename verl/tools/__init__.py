@@ -1,0 +1,1 @@
+"""Import paths for tools of your own; everything is defined in `verl.agent.tools`."""
