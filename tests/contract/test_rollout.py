@@ -1,14 +1,16 @@
 """One suite for every rollout engine: token ids in; token ids, log-probs and versions out."""
 
 import asyncio
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.conftest import needs_vllm
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
@@ -30,7 +32,7 @@ def small_model(tied: bool = True) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=EOS + 2, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, tie_word_embeddings=tied, eos_token_id=EOS, bos_token_id=None,
+        num_key_value_heads=1, head_dim=32, tie_word_embeddings=tied, eos_token_id=EOS, bos_token_id=None,
         pad_token_id=EOS + 1,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).eval()
@@ -46,8 +48,34 @@ class Adapter:
     build: Callable[[RolloutConfig, PreTrainedModel], RolloutEngine]
 
 
-@pytest.fixture(params=[Adapter("native", native)], ids=lambda adapter: adapter.name)
+VLLM_ENGINES: dict[str, RolloutEngine] = {}  # starting one takes seconds: one per configuration, loaded anew
+
+
+def vllm(config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
+    from verl.workers.rollout.vllm_engine import VLLMEngine
+
+    config = replace(config, enforce_eager=True, kv_cache_bytes=1 << 24, disable_log_stats=False)
+    key = f"{config} {model.config}"
+    if key not in VLLM_ENGINES:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            VLLM_ENGINES[key] = VLLMEngine(config, folder, letters_tokenizer(), eos_token_ids=(EOS,))
+    engine = VLLM_ENGINES[key]
+    asyncio.run(engine.update_weights(model, 0))
+    engine.stats()
+    return engine
+
+
+ADAPTERS = [
+    pytest.param(Adapter("native", native), id="native"),
+    pytest.param(Adapter("vllm", vllm), id="vllm", marks=pytest.mark.vllm),
+]
+
+
+@pytest.fixture(params=ADAPTERS)
 def adapter(request: pytest.FixtureRequest) -> Adapter:
+    if request.param.name == "vllm":
+        needs_vllm()
     return request.param
 
 

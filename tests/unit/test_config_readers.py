@@ -14,11 +14,8 @@ WAITING = {
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
     "profiling": "*profiler.* trainer.profile_interval",
     "the VeOmni engine": "*.veomni.*",
-    "agents with tools": "*.multi_turn.* *.agent.* data.tool_config_path data.function_tool_path",
     "weight sync": "*.checkpoint_engine.* *.layered_summon",
-    "served rollout engines": "*.rollout.server.* *.rollout.*_parallel_size *.rollout.enable_*"
-    " *.rollout.load_format *.rollout.logprobs_mode *.rollout.scheduling_policy *.rollout.skip_tokenizer_init"
-    " *.rollout.disable_log_stats *.rollout.custom",
+    "SGLang": "*.rollout.server.* *.rollout.pipeline_model_parallel_size *.rollout.custom",
     "dynamic sampling and rollout correction": "algorithm.filter_groups.* algorithm.rollout_correction.*"
     " data.gen_batch_size",
     "the Ray runtime": "ray_kwargs.*",

@@ -49,7 +49,7 @@ ADAPTERS = {
     "mlflow": {"verl.observe.trackers"},
     "tensorboard": {"verl.observe.trackers"},
     "ray": {"verl.runtime.ray"},
-    "vllm": {"verl.workers.rollout.vllm_engine"},
+    "vllm": {"verl.workers.rollout.vllm_engine", "verl.workers.rollout.vllm_worker"},
     "sglang": {"verl.workers.rollout.sglang_engine"},
     "megatron": {"verl.workers.engine.megatron_engine"},
     "veomni": {"verl.workers.engine.veomni_engine"},

@@ -28,8 +28,9 @@ class EngineKwargsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
-    """Client of an engine that runs as a server."""
+    """An engine in processes of its own: wherever it has several replicas, or `python` is set."""
 
+    python: str | None = key(None, "Python of the servers' own environment; null is this one's.")
     timeout: float = key(60.0, "Seconds one request may take.")
     max_attempts: int = key(3, "Attempts per request.")
     retry_delay: float = key(2.0, "Seconds between attempts.")
@@ -70,6 +71,9 @@ class CheckpointEngineConfig(Section):
         2048, "Size of one transfer in MiB; must exceed the largest tensor.", least=1
     )
     engine_kwargs: dict[str, Any] = key({}, "Constructor arguments per transport.")
+    probe_every: int = key(
+        10, "Publishes between two probes that compare the engine's own forward pass; 0: the first only.", least=0
+    )
     custom_backend_module: str | None = key(None, "Module imported to register a transport.")
 
 
@@ -105,7 +109,7 @@ class RolloutConfig(Section):
     free_cache_engine: bool = key(True, "Free the cache while the trainer works.")
     enable_sleep_mode: bool = key(True, "vllm: its sleep mode frees memory between rollouts.")
     tensor_model_parallel_size: int = key(1, "Devices that share one replica.", least=1)
-    data_parallel_size: int = key(1, "Replicas inside one engine.", least=1)
+    data_parallel_size: int = key(1, "Replicas; more than one run in processes of their own.", least=1)
     expert_parallel_size: int = key(1, "1, or tensor_model_parallel_size x data_parallel_size.")
     pipeline_model_parallel_size: int = key(1, "Pipeline stages; only 1.")
     max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.", least=1)

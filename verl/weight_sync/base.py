@@ -1,7 +1,10 @@
 """Trainer to rollout: after `publish(version)` returns, every rollout engine samples from `version`."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from verl.weight_sync.probe import Verdict
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,8 @@ class Receipt:
     num_replicas: int
     seconds: float
     bytes_moved: int
+    num_tensors: int = 0
+    probes: "tuple[Verdict, ...]" = ()  # one per replica where this publish was probed
 
 
 class WeightSync(Protocol):

@@ -4,13 +4,8 @@ import time
 
 from torch import nn
 
-from verl.utils.errors import VerlError
 from verl.weight_sync.base import Receipt
-from verl.workers.rollout.base import RolloutEngine
-
-
-class StaleWeightsError(VerlError):
-    """A rollout engine that does not hold the weights it was sent."""
+from verl.workers.rollout.base import RolloutEngine, StaleWeightsError
 
 
 class ByReference:

@@ -1,6 +1,7 @@
 """The policy, as the driver sees it."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -55,10 +56,14 @@ class Actor:
             or (getattr(self.model.config, "attention_dropout", 0.0) or 0.0) > 0
         )
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
-        shard = batch.keep(["rows"])
-        return self.group.scatter("forward", [shard], ("logprobs",), self.infer_micro, self.temperature)[0]["logprobs"]
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """(T,) log-probs of sampled tokens at `temperature` (default: the sampling temperature), 0 elsewhere."""
+        shard, at = batch.keep(["rows"]), self.temperature if temperature is None else temperature
+        return self.group.scatter("forward", [shard], ("logprobs",), self.infer_micro, at)[0]["logprobs"]
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter, tied ones once."""
+        return self.group.worker.engine.export_weights()
 
     def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
         """All optimiser steps on one batch; metrics, and (T,) log-probs of the first pass over each token.

@@ -3,26 +3,23 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl.agent.run import Agents
 from verl.algorithms.advantages import get_advantage
 from verl.algorithms.kl import get_kl_controller
-from verl.config import RolloutConfig, RunConfig
+from verl.config import RunConfig
 from verl.config.check import check_supported
 from verl.data.prompts import train_prompts, validation_prompts
 from verl.data.sampler import PromptSampler
 from verl.models.load import load_tokenizer
 from verl.observe.tracking import Tracking
-from verl.plugin.platform import get_platform
 from verl.rewards.build import build_reward
 from verl.trainer.ppo.loop import Run, Validation
+from verl.trainer.ppo.rollout import build_rollout, build_weight_sync, training_sampling, validation_sampling
 from verl.trainer.ppo.sources import Sampler, SyncSource
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.utils.errors import ConfigError
-from verl.weight_sync.by_reference import ByReference
-from verl.workers.actor import Actor, build_actor
+from verl.workers.actor import build_actor
 from verl.workers.critic import Critic, build_critic
 from verl.workers.reference import Reference, build_reference
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
-from verl.workers.rollout.native_engine import NativeEngine
 
 
 def build_run(config: RunConfig) -> Run:
@@ -36,12 +33,12 @@ def build_run(config: RunConfig) -> Run:
     get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
     engine = build_rollout(config, actor, tokenizer)
     free_cache = config.actor_rollout_ref.rollout.free_cache_engine
-    sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer, free_cache)
+    sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer, Agents(config, tokenizer), free_cache)
     trainer = PPOTrainer(
         config,
         SyncSource(prompts, sampler, training_sampling(config.actor_rollout_ref.rollout)),
         actor,
-        ByReference(actor.model, engine),
+        build_weight_sync(config, actor, engine),
         get_kl_controller(config.algorithm.kl_ctrl),
         reference(config),
         critic(config, total_steps),
@@ -54,14 +51,6 @@ def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     return config.trainer.total_epochs * prompts.steps_per_epoch(config.data.train_batch_size)
-
-
-def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """The rollout engine of `rollout.name`."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in ("native", "hf"):
-        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} is still to come; use native")
-    return NativeEngine(rollout, actor.model, tokenizer, device=get_platform().device_name)
 
 
 def reference(config: RunConfig) -> Reference | None:
@@ -86,41 +75,6 @@ def validation(config: RunConfig, tokenizer: PreTrainedTokenizerBase, sampler: S
         return None
     sampling = validation_sampling(config.actor_rollout_ref.rollout)
     return Validation(validation_prompts(config.data, tokenizer), sampler, sampling)
-
-
-def training_sampling(rollout: RolloutConfig) -> SamplingParams:
-    """How training rollouts are sampled."""
-    return SamplingParams(
-        temperature=rollout.temperature if rollout.do_sample else 0.0,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        n=rollout.n,
-        max_tokens=rollout.response_length,
-        ignore_eos=rollout.ignore_eos,
-        seed=rollout.seed,
-        min_tokens=rollout.min_tokens,
-        stop=tuple(rollout.stop or ()),
-    )
-
-
-def validation_sampling(rollout: RolloutConfig) -> SamplingParams:
-    """How validation answers are sampled: greedy unless `val_kwargs.do_sample`."""
-    val = rollout.val_kwargs
-    if val.do_sample and not val.temperature > 0:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.val_kwargs.do_sample=True needs val_kwargs.temperature > 0, "
-            f"got {val.temperature}; set it (1.0 is usual) or do_sample=False"
-        )
-    return SamplingParams(
-        temperature=val.temperature if val.do_sample else 0.0,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        n=val.n if val.do_sample else 1,
-        max_tokens=rollout.response_length,
-        seed=rollout.seed,
-        min_tokens=rollout.min_tokens,
-        stop=tuple(rollout.stop or ()),
-    )
 
 
 def tracking(config: RunConfig) -> Tracking:

@@ -25,6 +25,7 @@ from verl.trainer.resume import find_resume, read_state
 from verl.trainer.validation import process_validation_metrics
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
+from verl.workers.rollout.advice import advice
 from verl.workers.rollout.base import SamplingParams
 
 VALIDATION_REQUESTS = 1 << 40  # request ids from here on: validation never shares a random stream with training
@@ -95,6 +96,7 @@ class Run:
         self.ledger = Ledger(self.root / "ledger") if config.trainer.ledger else None
         self.stop_requested = False
         self.last_validation: dict[str, float] = {}
+        self.advised: set[str] = set()
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last validation's metrics. Ctrl-C saves after the step in progress."""
@@ -133,8 +135,16 @@ class Run:
         metrics.update(memory_metrics())
         self.tracking.log(metrics, record.step)
         progress.step(record.step, metrics)
+        self.advise(record.collected.engine_stats)
         if record.step == self.trainer.first_step:
             self.report_unread_keys()
+
+    def advise(self, stats: dict[str, float]) -> None:
+        """Say once what the rollout engine's statistics ask for."""
+        for topic, sentence in advice(stats).items():
+            if topic not in self.advised:
+                self.advised.add(topic)
+                self.note(f"advice: {sentence}")
 
     def record(self, record: StepRecord, timer: StageTimer) -> None:
         """The ledger unless `trainer.ledger` is off; a readable dump when `trainer.rollout_data_dir` is set."""

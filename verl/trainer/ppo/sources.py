@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.agent.single_turn import single_turn
+from verl.agent.run import Agents
 from verl.data.prompts import PromptRow
 from verl.data.sampler import PromptSampler
 from verl.data.trajectory import Trajectory
@@ -27,15 +27,22 @@ class Collected:
     num_reward_errors: int = 0
     num_abstained: int = 0
     scores: list[Score] = field(default_factory=list)  # one per trajectory
+    engine_stats: dict[str, float] = field(default_factory=dict)  # what the rollout engine counted meanwhile
 
 
 class Sampler:
     """Answers prompts and has the answers judged: many prompts at once, each judged as soon as it is answered."""
 
     def __init__(
-        self, engine: RolloutEngine, reward: Reward, tokenizer: PreTrainedTokenizerBase, free_cache: bool = False
+        self,
+        engine: RolloutEngine,
+        reward: Reward,
+        tokenizer: PreTrainedTokenizerBase,
+        agents: Agents,
+        free_cache: bool = False,
     ):
-        self.engine, self.reward, self.tokenizer, self.free_cache = engine, reward, tokenizer, free_cache
+        self.engine, self.reward, self.tokenizer, self.agents = engine, reward, tokenizer, agents
+        self.free_cache = free_cache
 
     async def collect(
         self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
@@ -46,14 +53,17 @@ class Sampler:
         await self.engine.wake()
 
         async def answer(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
-            trajectories = await single_turn(row, request_id, sampling, self.engine)
+            trajectories = await self.agents.answer(row, request_id, sampling, self.engine)
             out.generate_s = time.perf_counter() - start
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
                 RewardInput.from_row(row, text, int(t.loss_mask.sum()), t.extra["num_turns"])
                 for t, text in zip(trajectories, texts, strict=True)
             ]
-            scores = await self.reward.score(inputs)
+            if all(t.reward is not None for t in trajectories):  # the loop has judged them
+                scores = [Score(t.reward) for t in trajectories]
+            else:
+                scores = await self.reward.score(inputs)
             return [(judged(t, s, row, x), s) for t, s, x in zip(trajectories, scores, texts, strict=True)]
 
         try:
@@ -61,6 +71,7 @@ class Sampler:
                 tasks = [group.create_task(answer(row, i)) for row, i in zip(rows, request_ids, strict=True)]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
+        out.engine_stats = self.engine.stats()
         if self.free_cache:
             await self.engine.sleep()
         for trajectory, score in (pair for task in tasks for pair in task.result()):

@@ -94,7 +94,9 @@ class PPOTrainer:
 
     def judge(self, batch: Batch, timer: StageTimer) -> Batch:
         """Adds old_logprobs (unless this step cannot need them), ref_logprobs and values."""
-        if not self.old_logprobs_are_redundant:
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
+        elif not self.old_logprobs_are_redundant:
             with timer("old_log_prob"):
                 batch = batch.with_columns(old_logprobs=self.actor.logprobs(batch))
         if self.reference is not None:
@@ -156,8 +158,10 @@ class PPOTrainer:
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
         out.update(turn_metrics(collected.trajectories))
-        if "old_logprobs" in batch and config.actor_rollout_ref.rollout.calculate_log_probs:
+        bypassed = config.algorithm.rollout_correction.bypass_mode  # nothing to compare the rollout's with
+        if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
+        out.update({f"rollout/{name}": value for name, value in collected.engine_stats.items()})
         versions = batch["policy_versions"].double()
         staleness = self.version - 1 - versions[:, 0]
         out["training/off_policy/trajectory_staleness/mean"] = float(staleness.mean())

@@ -1,8 +1,25 @@
 """The rollout engine's contract: token ids in; token ids, log-probs and the policy version out."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.workers.rollout.buckets import buckets, shared_file
+
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16, "auto": None,
+}  # fmt: skip
+
+
+class StaleWeightsError(VerlError):
+    """A rollout engine that does not hold the weights it was sent."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,7 @@ class GenerationRequest:
     request_id: int
     prompt_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    conversation: int | None = None  # requests that share it continue each other, and go to one replica
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,13 @@ class RolloutEngine(ABC):
     async def abort(self, request_id: int | None = None) -> None:
         """Stop one request, or all of them; their `generate` calls return what was produced."""
 
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each token given those before it; 0 for the first of a sequence.
+
+        Computed by the very path that samples: this is how a publish is proved.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot score")
+
     @property
     @abstractmethod
     def version(self) -> int:
@@ -71,3 +96,90 @@ class RolloutEngine(ABC):
     def stats(self) -> dict[str, float]:
         """Counters since the last call (tokens, batch occupancy, cache use, time in model and sampling)."""
         return {}
+
+
+class CopyingEngine(RolloutEngine):
+    """An engine with a copy of the weights of its own: they arrive in buckets, between `begin_update` and
+    `finish_update`. `replicas` are the engines behind it, or itself."""
+
+    bucket_bytes: int
+    dtype: torch.dtype | None = None  # what floating-point weights are cast to before they travel
+
+    @property
+    def replicas(self) -> "Sequence[CopyingEngine]":
+        return [self]
+
+    @abstractmethod
+    async def begin_update(self) -> None:
+        """Make ready for a whole set of weights; nothing is sampled until `finish_update`."""
+
+    @abstractmethod
+    async def load_file(self, path: Path) -> list[dict[str, str]]:
+        """Take over the tensors of a safetensors file; per replica, the fingerprint of each as it arrived."""
+
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        """Take over some tensors; per replica, the fingerprint of each as it arrived."""
+        with shared_file(bucket) as path:
+            return await self.load_file(path)
+
+    @abstractmethod
+    async def finish_update(self, version: int) -> None:
+        """Sample from the new weights as `version`; what was computed by older ones is forgotten.
+
+        Raises StaleWeightsError where a parameter got no value.
+        """
+
+    async def update_weights(self, weights: nn.Module | Iterable[tuple[str, Tensor]], version: int) -> None:
+        await self.begin_update()
+        for bucket in buckets(named_weights(weights), self.bucket_bytes, self.dtype):
+            await self.load_bucket(bucket)
+        await self.finish_update(version)
+
+
+def named_weights(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """(HF name, tensor) pairs; of a module each parameter once, so a tied head is not among them."""
+    return weights.named_parameters() if isinstance(weights, nn.Module) else weights
+
+
+def check_request(request: GenerationRequest, longest: int, in_flight: Collection[int], has_tokenizer: bool) -> None:
+    """Refuse what cannot be answered, with the numbers. `longest`: tokens one sequence may hold."""
+    params, prompt = request.sampling, len(request.prompt_ids)
+    if request.request_id in in_flight:
+        raise DataError(f"request_id {request.request_id} is already in flight; give each request its own")
+    if not prompt:
+        raise DataError(f"request {request.request_id} has an empty prompt; give at least one token (a BOS token)")
+    if prompt + params.max_tokens > longest:
+        raise DataError(
+            f"request {request.request_id}: {prompt} prompt tokens + max_tokens={params.max_tokens} exceed the "
+            f"{longest} tokens one sequence may hold; shorten the prompt (data.max_prompt_length), lower max_tokens "
+            f"(at most {max(longest - prompt, 0)} here) or raise actor_rollout_ref.rollout.max_model_len"
+        )
+    if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or params.temperature < 0:
+        raise DataError(
+            f"request {request.request_id}: n={params.n} and max_tokens={params.max_tokens} must be at least 1, "
+            f"top_p={params.top_p} in (0, 1], temperature={params.temperature} not negative"
+        )
+    if params.stop and not has_tokenizer:
+        raise DataError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
+
+
+def stop_tail(params: SamplingParams) -> int:
+    """How many of the last tokens may hold a stop string: a character is at most four byte-level tokens."""
+    return 4 * max(map(len, params.stop), default=0) + 8
+
+
+def completes_stop_text(
+    params: SamplingParams, made: int, tail: list[int], decode: Callable[[list[int]], str] | None
+) -> bool:
+    """Whether the newest of `made` tokens completed a stop string. `tail`: the last `stop_tail(params)` of them."""
+    if not params.stop or made < params.min_tokens or decode is None:
+        return False
+    text = decode(tail)
+    return any(stop in text for stop in params.stop)
+
+
+def rollout_dtype(name: str) -> torch.dtype | None:
+    """The dtype `rollout.dtype` names; None (auto) is the model's own."""
+    if name not in _DTYPES:
+        raise ConfigError(f"actor_rollout_ref.rollout.dtype={name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]

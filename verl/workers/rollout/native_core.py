@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from verl.models.decoder import Decoder, Window
-from verl.utils.errors import DataError, WorkerError
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.utils.errors import WorkerError
+from verl.workers.rollout.base import Completion, GenerationRequest, check_request, completes_stop_text, stop_tail
 from verl.workers.rollout.sampling import sample, uniforms
 from verl.workers.rollout.scheduler import Admission, RequestState, RowTable, WaitingQueue
 
@@ -76,25 +76,7 @@ class NativeCore:
 
     def submit(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> RequestState:
         """Queue a request; its samples enter as rows become free."""
-        if request.request_id in self.states:
-            raise DataError(f"request_id {request.request_id} is already in flight; give each request its own")
-        params, longest = request.sampling, self.limits.max_model_len
-        if not request.prompt_ids:
-            raise DataError(f"request {request.request_id} has an empty prompt; give at least one token (a BOS token)")
-        if len(request.prompt_ids) + params.max_tokens > longest:
-            raise DataError(
-                f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens + max_tokens="
-                f"{params.max_tokens} exceed the {longest} tokens one sequence may hold; shorten the prompt "
-                f"(data.max_prompt_length), lower max_tokens (at most {max(longest - len(request.prompt_ids), 0)} "
-                f"here) or raise actor_rollout_ref.rollout.max_model_len"
-            )
-        if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or params.temperature < 0:
-            raise DataError(
-                f"request {request.request_id}: n={params.n} and max_tokens={params.max_tokens} must be at least 1, "
-                f"top_p={params.top_p} in (0, 1], temperature={params.temperature} not negative"
-            )
-        if params.stop and self.decode_text is None:
-            raise DataError("stop strings need a tokenizer; give NativeEngine one, or use stop_token_ids")
+        check_request(request, self.limits.max_model_len, self.states, self.decode_text is not None)
         state = RequestState(request, self.version, stop_ids)
         self.states[request.request_id] = state
         self.queue.push(state)
@@ -266,12 +248,8 @@ class NativeCore:
         entry = self.table.rows[row]
         params = entry.state.request.sampling
         made = self.column + 1 - entry.first
-        if not params.stop or made < params.min_tokens:
-            return False
-        tail = 4 * max(map(len, params.stop)) + 8  # a character is at most four byte-level tokens
-        ids = self.table.tokens[row, max(entry.first, self.column + 1 - tail) : self.column + 1].tolist()
-        text = self.decode_text(ids)
-        return any(stop in text for stop in params.stop)
+        ids = self.table.tokens[row, max(entry.first, self.column + 1 - stop_tail(params)) : self.column + 1].tolist()
+        return completes_stop_text(params, made, ids, self.decode_text)
 
     def _retire(self, ended: list[tuple[int, str]]) -> list[RequestState]:
         """Turn rows into completions and close the gaps; returns the requests this completed."""

@@ -13,14 +13,10 @@ from verl.models.decoder_generic import GenericDecoder
 from verl.models.decoder_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
 from verl.models.decoder_weights import why_not_lean
 from verl.utils.errors import ConfigError, WorkerError
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, rollout_dtype
 from verl.workers.rollout.native_core import CacheLimits, NativeCore
 
 CPU_CACHE_BYTES = 1 << 30
-_DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16, "auto": None,
-}  # fmt: skip
 
 
 class NativeEngine(RolloutEngine):
@@ -151,13 +147,6 @@ class NativeEngine(RolloutEngine):
 def changes(model: nn.Module) -> list[int]:
     """How often each parameter was written to."""
     return [p._version for p in model.parameters()]
-
-
-def rollout_dtype(name: str) -> torch.dtype | None:
-    """The dtype `rollout.dtype` names; None (auto) is the model's own."""
-    if name not in _DTYPES:
-        raise ConfigError(f"actor_rollout_ref.rollout.dtype={name!r} is not one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

@@ -1,0 +1,232 @@
+"""The real vLLM: arguments as parsed, weights as computed with, servers, replicas, tensor parallelism, a whole run."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.conftest import needs_vllm
+from tests.contract.test_rollout import CONFIG, EOS, PROMPT, own_logprobs, small_model
+from tests.e2e import jobs
+from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
+from verl.trainer.quickstart.model import make_model
+from verl.trainer.quickstart.task import CHARACTERS
+from verl.utils.errors import ConfigError, WorkerError
+from verl.weight_sync.by_copy import ByCopy
+from verl.weight_sync.probe import Probe, probe_sequences
+from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, StaleWeightsError
+from verl.workers.rollout.remote import RemoteEngine
+from verl.workers.rollout.router import Router
+from verl.workers.rollout.vllm_engine import VLLMEngine, vllm_arguments
+
+SMALL = replace(CONFIG, enforce_eager=True, kv_cache_bytes=1 << 24, disable_log_stats=False, prompt_length=1000)
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_here() -> None:
+    needs_vllm()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_model().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def answer(engine: RolloutEngine, number: int = 0, **sampling: Any) -> Any:
+    request = GenerationRequest(number, PROMPT, SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **sampling}))
+    return asyncio.run(engine.generate(request))
+
+
+async def trainer_scores(model: PreTrainedModel, sequences: Any) -> list[list[float]]:
+    return [[0.0, *own_logprobs(model, list(ids[1:]), list(ids[:1])).tolist()] for ids in sequences]
+
+
+def step(model: PreTrainedModel) -> None:
+    """A realistic change: every parameter moves by about 1e-3."""
+    torch.manual_seed(int(sum(p.double().sum() for p in model.parameters()) * 1e6) % 2**31)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 2e-3)
+
+
+def test_every_option_reaches_the_engine(folder: Path):
+    from vllm import EngineArgs
+
+    config = RolloutConfig(
+        dtype="float32", prompt_length=100, response_length=28, gpu_memory_utilization=0.3, max_num_seqs=12,
+        max_num_batched_tokens=345, enforce_eager=False, cudagraph_capture_sizes=[1, 2, 4], enable_chunked_prefill=True,
+        enable_prefix_caching=False, disable_log_stats=False, load_format="dummy", seed=7, kv_cache_bytes=1 << 24,
+        scheduling_policy="priority", enable_sleep_mode=False,
+        engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32, "swap": None}),
+    )  # fmt: skip
+    args = EngineArgs(**vllm_arguments(config, str(folder), replica=2))
+    parsed = args.create_engine_config()
+    assert str(parsed.model_config.dtype) == "torch.float32" and parsed.model_config.max_model_len == 128
+    assert parsed.model_config.seed == 9 and not parsed.model_config.enforce_eager
+    assert parsed.model_config.logprobs_mode == "processed_logprobs"
+    assert parsed.scheduler_config.max_num_seqs == 12 and parsed.scheduler_config.max_num_batched_tokens == 345
+    assert parsed.scheduler_config.policy == "priority" and parsed.scheduler_config.enable_chunked_prefill
+    assert parsed.cache_config.enable_prefix_caching is False and parsed.cache_config.block_size == 32
+    assert parsed.cache_config.gpu_memory_utilization == 0.3
+    assert parsed.cache_config.kv_cache_memory_bytes == 1 << 24
+    assert parsed.load_config.load_format == "dummy" and parsed.parallel_config.tensor_parallel_size == 1
+    assert args.cudagraph_capture_sizes == [1, 2, 4] and args.disable_log_stats is False
+    sleeping = vllm_arguments(replace(config, enable_sleep_mode=True), str(folder))
+    assert sleeping["enable_sleep_mode"] is True and sleeping["seed"] == 7
+    assert vllm_arguments(replace(config, tensor_model_parallel_size=2), str(folder))["tensor_parallel_size"] == 2
+
+
+def test_unknown_and_reserved_engine_kwargs_are_refused_by_name(folder: Path):
+    unknown = replace(SMALL, engine_kwargs=EngineKwargsConfig(vllm={"max_num_seq": 3}))
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.max_num_seq: .*'max_num_seqs'"):
+        VLLMEngine(unknown, folder)
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.model is set by this library"):
+        VLLMEngine(replace(SMALL, engine_kwargs=EngineKwargsConfig(vllm={"model": "x"})), folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(tied: bool, tmp_path: Path, monkeypatch: Any):
+    model = small_model(tied)
+    model.save_pretrained(tmp_path)
+    engine = VLLMEngine(SMALL, tmp_path)
+    probe = Probe(probe_sequences(EOS + 2), lambda sequences: trainer_scores(model, sequences))
+    sync = ByCopy(lambda: model.named_parameters(), engine, probe, probe_every=1)
+    for version in range(4):
+        step(model)
+        receipt = asyncio.run(sync.publish(version))
+        [completion] = answer(engine, version)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), own_logprobs(model, completion.token_ids), atol=1e-5, rtol=0
+        )
+        assert receipt.probes[0].differs < 1e-5 and completion.policy_version == (version, version)
+    step(model)
+    if tied:  # what a reload of vLLM's leaves behind on a CPU
+        import verl.workers.rollout.vllm_worker as worker
+
+        monkeypatch.setattr(worker, "pack_shared_weights_again", lambda model: None)
+        with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 4"):
+            asyncio.run(sync.publish(4))
+    else:
+        sync.weights = lambda: [(n, p) for n, p in model.named_parameters() if n != "model.norm.weight"]
+        with pytest.raises(StaleWeightsError, match=r"no value for 1 of vLLM's parameters, first model.norm.weight"):
+            asyncio.run(sync.publish(4))
+        sync.weights = lambda: model.named_parameters()
+        asyncio.run(sync.publish(5))
+        sync.weights = lambda: [(n, p) for n, p in model.named_parameters() if "layers.1.mlp.up" not in n]
+        step(model)
+        with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 6"):
+            asyncio.run(sync.publish(6))
+
+
+def test_statistics_are_reported_when_they_are_wanted(folder: Path):
+    engine = VLLMEngine(SMALL, folder)
+    answer(engine, n=4)
+    stats = engine.stats()
+    assert stats["generated_tokens"] == 64 and stats["running"] > 1 and 0 < stats["cache_use"] < 1
+    assert stats.keys() >= {"waiting", "preemptions", "prefix_cache_hit_rate"}
+    assert engine.stats()["generated_tokens"] == 0
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[RemoteEngine]:
+    python = ServerConfig(python=sys.executable)
+    engine = RemoteEngine(replace(SMALL, server=python, load_format="safetensors"), folder, (EOS,), replica=3)
+    engine.ready()
+    yield engine
+    engine.close()
+
+
+def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteEngine):
+    model = small_model()
+    asyncio.run(server.update_weights(model, 5))
+    step(model)
+    asyncio.run(server.update_weights(model, 6))
+    for completion in answer(server, n=2):
+        assert completion.policy_version == (6, 6)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), own_logprobs(model, completion.token_ids), atol=1e-5, rtol=0
+        )
+    assert asyncio.run(server.score([PROMPT]))[0][1:] == pytest.approx(
+        own_logprobs(model, PROMPT[1:], PROMPT[:1]).tolist(), abs=1e-5
+    )
+    assert server.stats()["generated_tokens"] == 32
+
+    async def aborted() -> Any:
+        task = asyncio.create_task(
+            server.generate(GenerationRequest(9, PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True)))
+        )
+        await asyncio.sleep(0.2)
+        await server.abort(9)
+        return await task
+
+    [cut] = asyncio.run(aborted())
+    assert cut.stop_reason == "aborted" and len(cut.token_ids) == len(cut.logprobs) < 1000
+
+    async def killed() -> None:
+        task = asyncio.create_task(
+            server.generate(GenerationRequest(10, PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True)))
+        )
+        await asyncio.sleep(0.1)
+        server.process.send_signal(signal.SIGKILL)
+        await task
+
+    with pytest.raises(WorkerError, match=r"rollout replica 3: its process ended with signal SIGKILL"):
+        asyncio.run(killed())
+    with pytest.raises(WorkerError, match="replica 3"):
+        answer(server)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path):
+    engine = RemoteEngine(SMALL, tmp_path / "nothing", (), replica=1)
+    with pytest.raises(WorkerError, match=r"(?s)replica 1: .*nothing"):
+        engine.ready()
+    engine.close()
+
+
+def test_two_replicas_of_two_devices_each_hold_one_version(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    config = replace(SMALL, tensor_model_parallel_size=2)
+    engine = RemoteEngine(config, folder, (EOS,))
+    engine.ready()
+    model = small_model()
+    probe = Probe(probe_sequences(EOS + 2), lambda sequences: trainer_scores(model, sequences))
+    sync = ByCopy(lambda: model.named_parameters(), Router([engine]), probe, probe_every=1)
+    for version in range(2):
+        step(model)
+        receipt = asyncio.run(sync.publish(version))
+    assert receipt.probes[0].moved > 0 and answer(engine)[0].policy_version == (1, 1)
+    engine.close()
+    begin = time.time()
+    while engine.process.poll() is None and time.time() - begin < 15:
+        time.sleep(0.1)
+    assert engine.process.poll() is not None
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=1)  # vLLM wants heads of at least 32 on a CPU
+    rollout = "actor_rollout_ref.rollout"
+    jobs.train(
+        tmp_path, "run", f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True", f"{rollout}.kv_cache_bytes=16777216",
+        f"{rollout}.disable_log_stats=False", f"{rollout}.data_parallel_size={replicas}", f"{rollout}.n=8",
+        f"{rollout}.checkpoint_engine.probe_every=2", "trainer.total_training_steps=12",
+    )  # fmt: skip
+    rows = jobs.metrics(tmp_path, "run")
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for step, row in rows.items() if step)
+    assert all(row["rollout/generated_tokens"] > 0 for step, row in rows.items() if step)
+    score = [rows[step]["critic/score/mean"] for step in range(1, 13)]
+    assert sum(score[-4:]) / 4 > sum(score[:4]) / 4 + 0.05

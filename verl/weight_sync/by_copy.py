@@ -1,0 +1,82 @@
+"""Publishing to engines that keep a copy of their own: buckets out, fingerprints back, and a probe at a set cadence."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from verl.models.fingerprint import fingerprint
+from verl.weight_sync.base import Receipt
+from verl.weight_sync.probe import Probe, Verdict
+from verl.workers.rollout.base import CopyingEngine, StaleWeightsError
+from verl.workers.rollout.buckets import buckets
+
+
+class ByCopy:
+    """Sends all of `weights()` to every replica and proves that they arrived and are used.
+
+    `weights` gives (HF name, whole tensor) pairs, one at a time. `probe_every`: publishes between two probes (0: only
+    the first of this process, which is also the first after every restart).
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        engine: CopyingEngine,
+        probe: Probe | None = None,
+        probe_every: int = 10,
+    ):
+        self.weights, self.engine, self.probe, self.probe_every = weights, engine, probe, probe_every
+        self._published = 0
+
+    async def publish(self, version: int) -> Receipt:
+        """Every replica samples from the trainer's present values as `version`, or StaleWeightsError says which not."""
+        start = time.perf_counter()
+        await self.engine.wake()
+        await self.engine.begin_update()
+        manifest: dict[str, str] = {}
+        arrived: list[dict[str, str]] = [{} for _ in self.engine.replicas]
+        num_bytes = 0
+        for bucket in buckets(self.weights(), self.engine.bucket_bytes, self.engine.dtype):
+            manifest |= {name: fingerprint(tensor) for name, tensor in bucket}
+            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            for everything, some in zip(arrived, await self.engine.load_bucket(bucket), strict=True):
+                everything |= some
+        for number, received in enumerate(arrived):
+            compare(manifest, received, number, version)
+        await self.engine.finish_update(version)
+        for number, replica in enumerate(self.engine.replicas):
+            if replica.version != version:
+                raise StaleWeightsError(
+                    f"replica {number} says that it samples from version {replica.version} after {version} was sent"
+                )
+        verdicts = await self._probe(version)
+        return Receipt(
+            version,
+            num_replicas=len(arrived),
+            seconds=time.perf_counter() - start,
+            bytes_moved=num_bytes * len(arrived),
+            num_tensors=len(manifest),
+            probes=verdicts,
+        )
+
+    async def _probe(self, version: int) -> tuple[Verdict, ...]:
+        number, self._published = self._published, self._published + 1
+        due = number == 0 or (self.probe_every > 0 and number % self.probe_every == 0)
+        if self.probe is None or not due:
+            return ()
+        return tuple(await self.probe.check(self.engine.replicas, version))
+
+
+def compare(manifest: dict[str, str], received: dict[str, str], replica: int, version: int) -> None:
+    """The manifest of what was sent against what one replica says it received; names the first tensor that differs."""
+    for name, sent in manifest.items():
+        if name not in received:
+            raise StaleWeightsError(f"replica {replica} did not receive {name} of version {version}")
+        if received[name] != sent:
+            raise StaleWeightsError(
+                f"replica {replica} received another {name} than version {version} has: sent {sent}, arrived "
+                f"{received[name]}"
+            )
+    for name in received.keys() - manifest.keys():
+        raise StaleWeightsError(f"replica {replica} received {name}, which version {version} does not have")

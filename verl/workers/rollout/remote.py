@@ -1,0 +1,182 @@
+"""The trainer's end of a rollout server: the contract of every engine, carried out in another process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import verl
+from verl.config.rollout import RolloutConfig
+from verl.runtime.wire import unpack
+from verl.utils import errors
+from verl.utils.errors import VerlError, WorkerError
+from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, rollout_dtype
+from verl.workers.rollout.server import HEADER, frame
+
+_SECONDS_TO_END = 10.0
+
+
+class RemoteEngine(CopyingEngine):
+    """One replica in a process of its own (and, with `rollout.server.python`, in an environment of its own)."""
+
+    def __init__(
+        self, config: RolloutConfig, model_path: str | Path, eos_token_ids: Sequence[int] = (), replica: int = 0
+    ):
+        self.config, self.replica = config, replica
+        self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self.dtype = rollout_dtype(config.dtype)
+        self._version = 0
+        self._waiting: dict[int, Future[Any]] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+        self._socket, self.process, self.log = start_server(config.server.python)
+        self._ended = False
+        threading.Thread(target=self._read, name=f"rollout replica {replica}", daemon=True).start()
+        self._stop = weakref.finalize(self, stop_server, self._socket, self.process, self.log)
+        self._started = self._call(
+            "start", config=config, model_path=str(model_path), eos_token_ids=list(eos_token_ids), replica=replica
+        )
+
+    def ready(self) -> None:
+        """Wait until the engine has started; raises what kept it from starting."""
+        try:
+            self._started.result(self.config.server.max_start_wait_time)
+        except TimeoutError:
+            raise self._failure(
+                "start",
+                f"not ready after rollout.server.max_start_wait_time={self.config.server.max_start_wait_time} s",
+            ) from None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def _call(self, method: str, **arguments: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        with self._lock:
+            self._next += 1
+            self._waiting[self._next] = future
+            if self._ended:
+                self._fail_all()
+                return future
+            try:
+                self._socket.sendall(frame([self._next, method, arguments]))
+            except OSError:
+                self._ended = True
+        if self._ended:
+            self._fail_all()
+        return future
+
+    async def _ask(self, method: str, **arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._call(method, **arguments))
+
+    def _read(self) -> None:
+        """Consumes replies in a thread of its own; ends with the server."""
+        with self._socket.makefile("rb") as replies:
+            while len(size := replies.read(HEADER)) == HEADER:
+                number, well, result = unpack(replies.read(int.from_bytes(size, "little")))
+                future = self._waiting.pop(number)
+                if well:
+                    future.set_result(result)
+                else:
+                    future.set_exception(self._raised(*result))
+        self._ended = True
+        self._fail_all()
+
+    def _raised(self, kind: str, message: str) -> VerlError:
+        if kind == "StaleWeightsError":
+            return StaleWeightsError(message)
+        found = getattr(errors, kind, None) if kind else None
+        return found(message) if found and found is not WorkerError else self._failure("generate", message)
+
+    def _fail_all(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(self._failure("generate", self._obituary()))
+
+    def _failure(self, method: str, message: str) -> WorkerError:
+        return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}")
+
+    def _obituary(self) -> str:
+        """How the process ended, and its last words."""
+        try:
+            code = self.process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return "its process closed the connection; start the run again, it resumes from its last checkpoint"
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        words = Path(self.log).read_text(errors="replace").strip().splitlines()[-12:] if Path(self.log).exists() else []
+        return f"its process ended with {how}; its last lines:\n  " + "\n  ".join(words or ["(none)"])
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        try:
+            return await self._ask("generate", request=request)
+        except asyncio.CancelledError:
+            self._call("abort", request_id=request.request_id)
+            raise
+
+    async def abort(self, request_id: int | None = None) -> None:
+        await self._ask("abort", request_id=request_id)
+
+    async def begin_update(self) -> None:
+        await self._ask("begin_update")
+
+    async def load_file(self, path: Path) -> list[dict[str, str]]:
+        return await self._ask("load_file", path=path)
+
+    async def finish_update(self, version: int) -> None:
+        await self._ask("finish_update", version=version)
+        self._version = version
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await self._ask("score", sequences=[list(ids) for ids in sequences])
+
+    async def sleep(self) -> None:
+        await self._ask("sleep")
+
+    async def wake(self) -> None:
+        await self._ask("wake")
+
+    def stats(self) -> dict[str, float]:
+        return self._call("stats").result(self.config.server.timeout)
+
+    def close(self) -> None:
+        """End the process."""
+        self._stop()
+
+
+def start_server(python: str | None) -> tuple[socket.socket, subprocess.Popen[bytes], str]:
+    """The child process, our end of a socket that only the two of them hold, and the file of its output."""
+    ours, theirs = socket.socketpair()
+    descriptor, log = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
+    source = str(Path(verl.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
+    with theirs, os.fdopen(descriptor, "wb") as output:
+        process = subprocess.Popen(
+            [python or sys.executable, "-m", "verl.workers.rollout.server", "--descriptor", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    return ours, process, log
+
+
+def stop_server(connection: socket.socket, process: subprocess.Popen[bytes], log: str) -> None:
+    """Close the connection, which ends the server; end its whole process group where that takes too long."""
+    with contextlib.suppress(OSError):  # it was gone already
+        connection.shutdown(socket.SHUT_RDWR)
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    Path(log).unlink(missing_ok=True)

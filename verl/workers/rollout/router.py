@@ -1,0 +1,82 @@
+"""Several replicas behind the contract of one: a request goes to the least loaded, its later turns to the same."""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError
+
+_REMEMBERED = 100_000  # requests whose replica is kept in mind
+
+
+class Router(CopyingEngine):
+    """Balances by tokens that may still be produced; all replicas hold one version of the weights."""
+
+    def __init__(self, engines: Sequence[CopyingEngine]):
+        self.engines = list(engines)
+        self.bucket_bytes, self.dtype = engines[0].bucket_bytes, engines[0].dtype
+        self.load: Counter[int] = Counter()
+        self.homes: OrderedDict[int, int] = OrderedDict()
+        self.running: dict[int, int] = {}
+
+    @property
+    def replicas(self) -> Sequence[CopyingEngine]:
+        return self.engines
+
+    @property
+    def version(self) -> int:
+        versions = {engine.version for engine in self.engines}
+        if len(versions) > 1:
+            raise StaleWeightsError(f"replicas hold different versions: {[engine.version for engine in self.engines]}")
+        return versions.pop()
+
+    def choose(self, conversation: int) -> int:
+        """The replica of an earlier turn of this conversation, else the least loaded."""
+        if conversation not in self.homes:
+            self.homes[conversation] = min(range(len(self.engines)), key=lambda i: (self.load[i], i))
+            if len(self.homes) > _REMEMBERED:
+                self.homes.popitem(last=False)
+        return self.homes[conversation]
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        index = self.choose(request.request_id if request.conversation is None else request.conversation)
+        self.running[request.request_id] = index
+        cost = request.sampling.n * (len(request.prompt_ids) + request.sampling.max_tokens)
+        self.load[index] += cost
+        try:
+            return await self.engines[index].generate(request)
+        finally:
+            self.load[index] -= cost
+            del self.running[request.request_id]
+
+    async def abort(self, request_id: int | None = None) -> None:
+        if request_id is None:
+            await asyncio.gather(*(engine.abort() for engine in self.engines))
+        elif request_id in self.running:
+            await self.engines[self.running[request_id]].abort(request_id)
+
+    async def begin_update(self) -> None:
+        await asyncio.gather(*(engine.begin_update() for engine in self.engines))
+
+    async def load_file(self, path: Path) -> list[dict[str, str]]:
+        arrived = await asyncio.gather(*(engine.load_file(path) for engine in self.engines))
+        return [replica for engine in arrived for replica in engine]
+
+    async def finish_update(self, version: int) -> None:
+        await asyncio.gather(*(engine.finish_update(version) for engine in self.engines))
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await self.engines[0].score(sequences)
+
+    async def sleep(self) -> None:
+        await asyncio.gather(*(engine.sleep() for engine in self.engines))
+
+    async def wake(self) -> None:
+        await asyncio.gather(*(engine.wake() for engine in self.engines))
+
+    def stats(self) -> dict[str, float]:
+        """Means over replicas; counts are summed."""
+        every = [engine.stats() for engine in self.engines]
+        summed = {"generated_tokens", "preemptions"}
+        return {name: sum(stats[name] for stats in every) / (1 if name in summed else len(every)) for name in every[0]}

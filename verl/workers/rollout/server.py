@@ -1,0 +1,102 @@
+"""A rollout engine in a process of its own: reads calls from an inherited socket, answers them as they complete.
+
+Started by `remote.RemoteEngine`, in its own Python environment where the configuration names one. Frames are those of
+`verl.runtime.wire`: nothing that arrives can run code.
+"""
+
+import argparse
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+from verl.config.rollout import RolloutConfig
+from verl.runtime.wire import pack, unpack
+from verl.utils.errors import VerlError
+from verl.workers.rollout.base import CopyingEngine
+
+HEADER = 8  # bytes of a frame's length, little-endian
+
+
+def frame(message: Any) -> bytes:
+    """A message as it travels."""
+    data = pack(message)
+    return len(data).to_bytes(HEADER, "little") + data
+
+
+def build(config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int) -> CopyingEngine:
+    """The engine of `rollout.name`."""
+    from transformers import AutoTokenizer
+
+    from verl.workers.rollout.vllm_engine import VLLMEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path) if any(Path(model_path).glob("tokenizer*")) else None
+    return VLLMEngine(config, model_path, tokenizer, eos_token_ids, replica)
+
+
+class Server:
+    """Answers calls of the contract; many at once."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader, self.writer = reader, writer
+        self.engine: CopyingEngine | None = None
+        self.calls: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Consumes frames; ends when the trainer closes its end."""
+        while True:
+            try:
+                size = int.from_bytes(await self.reader.readexactly(HEADER), "little")
+                number, method, arguments = unpack(await self.reader.readexactly(size))
+            except asyncio.IncompleteReadError:
+                return
+            call = asyncio.create_task(self.answer(number, method, arguments))
+            self.calls.add(call)
+            call.add_done_callback(self.calls.discard)
+
+    async def answer(self, number: int, method: str, arguments: dict[str, Any]) -> None:
+        try:
+            reply = [number, True, await self.carry_out(method, arguments)]
+        except Exception as error:  # the trainer raises it where it called
+            known = type(error).__name__ if isinstance(error, VerlError) else ""
+            reply = [number, False, [known, str(error) if known else f"{type(error).__name__}: {error}"]]
+        self.writer.write(frame(reply))
+        await self.writer.drain()
+
+    async def carry_out(self, method: str, arguments: dict[str, Any]) -> Any:
+        if method == "start":
+            self.engine = build(**arguments)
+            return None
+        assert self.engine is not None, "the first call is start"
+        match method:
+            case "generate":
+                return await self.engine.generate(arguments["request"])
+            case "abort":
+                return await self.engine.abort(arguments["request_id"])
+            case "load_file":
+                return await self.engine.load_file(arguments["path"])
+            case "finish_update":
+                return await self.engine.finish_update(arguments["version"])
+            case "score":
+                return await self.engine.score(arguments["sequences"])
+            case "stats":
+                return self.engine.stats()
+            case "begin_update" | "sleep" | "wake":
+                return await getattr(self.engine, method)()
+        raise VerlError(f"a rollout server has no method {method!r}; both ends must run one version of this library")
+
+
+async def serve(descriptor: int) -> None:
+    """Serve the socket that was inherited as `descriptor`."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    await Server(reader, writer).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--descriptor", type=int, required=True, help="inherited socket to the trainer")
+    asyncio.run(serve(parser.parse_args().descriptor))
+
+
+if __name__ == "__main__":
+    main()

