@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
-from verl.config import ActorConfig, RolloutConfig, RunConfig
+from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig
 from verl.config.run import ActorRolloutRefConfig
 from verl.data.packing import MicroBatching
 from verl.runtime.inline import InlineGroup
@@ -64,6 +64,14 @@ def test_micro_batches_are_tokens_unless_a_number_of_sequences_is_set():
     assert micro_batching(False, 100, None) == MicroBatching(max_tokens=100)
     with pytest.raises(ConfigError, match="0 sequences"):
         micro_batching(False, 100, 0)
+
+
+def test_shared_prompts_and_sequences_reach_training_and_log_probs(folder):
+    shared = FSDPEngineConfig(ulysses_sequence_parallel_size=2)
+    actor = build_actor(folder, use_prefix_grouper=True, fsdp_config=shared, ppo_max_token_len_per_gpu=100)
+    assert actor.train_micro == MicroBatching(max_tokens=200, share_prefixes=True)
+    assert actor.infer_micro == MicroBatching(max_tokens=2 * 16384, share_prefixes=True)
+    assert build_actor(folder).train_micro == MicroBatching(max_tokens=16384)
 
 
 def test_an_update_takes_every_optimiser_step_and_one_schedule_step(folder):
