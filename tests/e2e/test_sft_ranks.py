@@ -84,6 +84,25 @@ def test_two_ranks_that_share_every_sequence_give_the_result_of_one(folder: Path
     assert_close(folder, "one", "two", 3)
 
 
+LEVERS = {
+    "the original FSDP": ["engine.strategy=fsdp"],
+    "parameters kept gathered, layers recomputed, saved in the background": [
+        "engine.reshard_after_forward=False",
+        "model.enable_gradient_checkpointing=True",
+        "checkpoint.async_save=True",
+    ],
+    "parameters and optimiser on the host": ["engine.offload_policy=True", "engine.optimizer_offload=True"],
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_the_levers_of_the_engine_leave_the_result_alone(folder: Path, lever: str):
+    extra = [*EXACT, "data.train_batch_size=4", "data.max_token_len_per_gpu=64", "trainer.total_training_steps=2"]
+    train(folder, "one", *extra)
+    run_ranks(2, rank_run, folder, "two", *extra, *LEVERS[lever])
+    assert_close(folder, "one", "two", 2)
+
+
 def test_a_run_over_ranks_resumes_with_another_number_of_them(folder: Path):
     extra = [*EXACT, "data.train_batch_size=3", "optim.total_training_steps=4"]
     train(folder, "one", *extra, "trainer.total_training_steps=4")
