@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.engine_cases import (
     SHAPE,
@@ -266,3 +267,13 @@ def test_a_model_that_runs_padded_is_refused_by_name(folder, tmp_path):
     with pytest.raises(ConfigError, match="use_remove_padding=False"):
         engine = build_engine(folder, model={"use_remove_padding": False})
         engine.forward(grouped_batch(), micro=MicroBatching(share_prefixes=True))
+
+
+def test_kernels_are_tried_alike_without_gradients_and_inside_a_checkpointed_layer():
+    saved = []
+    answers = []
+    for context in (torch.enable_grad(), torch.no_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, id)):
+        prefix_sharing._merging_works.cache_clear()
+        with context:
+            answers.append(prefix_sharing._merging_works("cpu", torch.float32, SIZE))
+    assert answers == [True, True, True] and not saved

@@ -144,7 +144,15 @@ def _merging_applies(query: Tensor, value: Tensor, packing: SharedPacking, manne
 
 @functools.cache
 def _merging_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the flash kernels run here and agree with rows of suffixes; asked once by trying them."""
+    """Whether the flash kernels run here and agree with rows of suffixes; asked once by trying them.
+
+    It may be asked first without gradients, or inside a checkpointed layer that counts what is saved for backward.
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return _merging_tried(device_type, dtype, head_dim)
+
+
+def _merging_tried(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     device = torch.device(device_type)
     packings = [Packing.of_lengths(lengths, device) for lengths in ((3,), (2, 2, 1), (5,), ())]
     packing, manner = SharedPacking(*packings, longest=5), Manner(None, 0.0, None, None, None)
