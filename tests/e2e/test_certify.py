@@ -53,6 +53,12 @@ def test_a_critic_and_its_policy_are_certified_in_their_own_type_too():
     assert all(0 < row.own_error < 1e-4 for row in certificate.rows)
 
 
+def test_two_ranks_that_share_the_model_and_its_sequences_are_certified():
+    certificate = run(num_ranks=2)
+    assert {"sharded", "Ulysses", "prefix sharing"} <= {row.dimension for row in certificate.rows}
+    assert certificate.holds, certificate.verdict()
+
+
 def test_fine_tuning_is_certified():
     certificate = certify(
         load_config(["engine.model_dtype=fp64"], "sft_trainer"), tiny=True, num_sequences=9, longest=24

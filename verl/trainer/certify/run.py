@@ -1,6 +1,7 @@
 """`verl certify [key=value ...]`: is the gradient of this configuration the same however a mini-batch is cut?"""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,24 +12,24 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config import AlgorithmConfig, RunConfig, SFTConfig, load_config
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
 from verl.models.float64 import keep_float64
-from verl.models.levers import has_dropout
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.placement import move
+from verl.models.registry import check_prefix_sharing, runs_packed
 from verl.trainer.certify import reference
 from verl.trainer.certify.batch import trajectories, with_columns
+from verl.trainer.certify.ranks import RankGradients
 from verl.trainer.certify.report import RATIO, TOLERANCE, Certificate, Row, print_table
-from verl.trainer.certify.subject import Subject, stand_in, subjects
-from verl.trainer.certify.variants import Variant, variants
+from verl.trainer.certify.subject import Subject, build_engine, stand_in, subjects
+from verl.trainer.certify.variants import Variant, over_ranks, sharing, variants
 from verl.utils.errors import ConfigError, VerlError
-from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.precision import Precision
-from verl.workers.engine.torch_engine import own_device
+from verl.workers.engine.torch_engine import TorchEngine, own_device
 from verl.workers.training import weighted
 
 HELP = """Check that the gradient does not depend on how a mini-batch is cut, packed and computed.
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("verl certify", description=HELP, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--tiny", action="store_true", help="random weights in the shape of a two-layer model")
+    parser.add_argument("--ranks", type=int, default=1, help="also shard the model over so many processes (1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--sequences", type=int, default=14, help="sequences of the mini-batch (14)")
     parser.add_argument("--length", type=int, default=48, help="tokens of the longest one (48)")
@@ -57,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     try:
         certificate = certify(
-            load_config(overrides), options.tiny, options.sequences, options.length, options.seed, not options.json
+            load_config(overrides), options.tiny, options.sequences, options.length, options.seed, options.ranks
         )
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.json:
+    if not options.json:
+        print_table(certificate)
+    else:
         print(json.dumps(certificate.as_json(), indent=2))
     return 0 if certificate.holds else 1
 
@@ -73,30 +77,38 @@ def certify(
     num_sequences: int = 14,
     longest: int = 48,
     seed: int = 0,
-    show: bool = False,
+    num_ranks: int = 1,
 ) -> Certificate:
-    """The certificate of every model that `config` trains."""
+    """The certificate of every model that `config` trains, sharded over `num_ranks` processes too where not 1."""
     if num_sequences < 4 or longest < 8:
         raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
     rows: list[Row] = []
-    for subject in subjects(config):
-        with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        ranks = None
+        if num_ranks > 1:
+            ranks = stack.enter_context(contextlib.closing(RankGradients(config, num_ranks)))
+        for subject in subjects(config):
             if tiny:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
                 subject = stand_in(subject, Path(folder), seed)
             check_model(subject)
-            judge = Judge(config, subject, num_sequences, longest, seed)
-            rows += judge.rows()
-    certificate = Certificate(rows)
-    if show:
-        print_table(certificate)
-    return certificate
+            rows += Judge(config, subject, num_sequences, longest, seed, ranks).rows()
+    return Certificate(rows)
 
 
 class Judge:
     """One subject, one mini-batch, and the gradient by definition that every variant is compared with."""
 
-    def __init__(self, config: RunConfig | SFTConfig, subject: Subject, num_sequences: int, longest: int, seed: int):
-        self.subject, self.device = subject, own_device()
+    def __init__(
+        self,
+        config: RunConfig | SFTConfig,
+        subject: Subject,
+        num_sequences: int,
+        longest: int,
+        seed: int,
+        ranks: RankGradients | None = None,
+    ):
+        self.subject, self.device, self.ranks = subject, own_device(), ranks
         self.generator = torch.Generator().manual_seed(seed)
         model = self.load(torch.float64)
         rows = trajectories(
@@ -108,6 +120,7 @@ class Judge:
             own_prompts(config, num_sequences),
         )
         algorithm = config.algorithm if isinstance(config, RunConfig) else AlgorithmConfig(adv_estimator="grpo")
+        self.model_config = model.config
         self.batch = with_columns(Batch.pack(rows), model, algorithm, subject.temperature, self.generator)
         self.truth = self.by_definition(model)
         self.norm = norm(self.truth)
@@ -148,6 +161,10 @@ class Judge:
     def rows(self) -> Iterator[Row]:
         """One row per variant."""
         todo = variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
+        packed = runs_packed(self.model_config, self.subject.model.use_remove_padding)
+        todo += [] if cannot_share(self.model_config, packed) else sharing(self.batch)
+        if self.ranks is not None:
+            todo += over_ranks(self.batch, self.ranks.size, packed)
         tolerance = max(TOLERANCE, 10 * self.noise)
         for build in dict.fromkeys(variant.build for variant in todo):
             same = [variant for variant in todo if variant.build == build]
@@ -168,24 +185,27 @@ class Judge:
         changes = dict(variant.engine)
         if dtype == torch.float64:
             changes |= {"model_dtype": "fp64", "dtype": "fp64", "mixed_precision": None}
-        engine = EngineRegistry.new(
-            subject.model_type,
-            subject.strategy,
-            dataclasses.replace(subject.model, **variant.model),
-            dataclasses.replace(subject.engine, **changes),
-            subject.optim,
+        changed = dataclasses.replace(
+            subject,
+            model=dataclasses.replace(subject.model, **variant.model),
+            engine=dataclasses.replace(subject.engine, **changes),
         )
-        engine.initialize()
-        if has_dropout(engine.model):
-            raise ConfigError("dropout makes every gradient another; set it to 0 in model.override_config to certify")
+        if variant.on_ranks:
+            assert self.ranks is not None
+            self.ranks.build(changed)
+            return [self.error(self.ranks.gradient(self.mini_batch(one, dtype), one.micro)) for one in same]
+        engine = build_engine(changed)
         return [self.error(self.gradient(engine, one, dtype)) for one in same]
 
-    def gradient(self, engine: BaseEngine, variant: Variant, dtype: torch.dtype) -> reference.Gradient:
-        """What the engine accumulates for the mini-batch, with the trainer's own loss weights."""
-        subject = self.subject
+    def mini_batch(self, variant: Variant, dtype: torch.dtype) -> Batch:
+        """The mini-batch in the variant's order, with the trainer's own loss weights."""
         batch = self.batch if variant.order is None else self.batch.select(variant.order)
         weights = torch.promote_types(dtype, torch.float32)
-        mini = weighted(batch, subject.loss_agg_mode, subject.scale, weights)
+        return weighted(batch, self.subject.loss_agg_mode, self.subject.scale, weights)
+
+    def gradient(self, engine: TorchEngine, variant: Variant, dtype: torch.dtype) -> reference.Gradient:
+        """What the engine accumulates for the mini-batch."""
+        subject, mini = self.subject, self.mini_batch(variant, dtype)
         total: reference.Gradient = {}
         with engine.train_mode():
             for rank in range(variant.shards):
@@ -197,14 +217,23 @@ class Judge:
         return total
 
 
-def take_gradient(engine: BaseEngine) -> reference.Gradient:
+def take_gradient(engine: TorchEngine) -> reference.Gradient:
     """The accumulated gradient by name, in float64; the engine is left without one."""
     out = {}
-    for name, parameter in engine.weights.named:  # type: ignore[attr-defined]
+    for name, parameter in engine.weights.named:
         if parameter.grad is not None:
             out[name] = parameter.grad.double()
             parameter.grad = None
     return out
+
+
+def cannot_share(config: PreTrainedConfig, packed: bool) -> bool:
+    """Whether this model computes a prompt once for every sequence."""
+    try:
+        check_prefix_sharing(config, packed)
+    except ConfigError:
+        return True
+    return False
 
 
 def norm(gradient: reference.Gradient) -> float:

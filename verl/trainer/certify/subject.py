@@ -13,8 +13,12 @@ from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import TokenLoss, make_actor_loss, make_value_loss
 from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
 from verl.data.packing import MicroBatching
+from verl.models.levers import has_dropout
 from verl.models.load import build_config, no_progress_bars
 from verl.trainer.certify import reference
+from verl.utils.errors import ConfigError
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.torch_engine import TorchEngine
 from verl.workers.training import micro_batching
 
 SMALL: dict[str, int] = {
@@ -58,6 +62,15 @@ class Subject:
     @property
     def model_type(self) -> str:
         return "value_model" if self.value_head else "language_model"
+
+
+def build_engine(subject: Subject) -> TorchEngine:
+    """Its engine as in training, initialised; ConfigError where two forwards of it may differ."""
+    engine = EngineRegistry.new(subject.model_type, subject.strategy, subject.model, subject.engine, subject.optim)
+    engine.initialize()
+    if has_dropout(engine.model):
+        raise ConfigError("dropout makes every gradient another; set it to 0 in model.override_config to certify")
+    return engine  # type: ignore[return-value]
 
 
 def subjects(config: RunConfig | SFTConfig) -> list[Subject]:

@@ -1,5 +1,6 @@
 """The ways to cut, pack and compute one mini-batch that must all give the same gradient."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,12 @@ class Variant:
     engine: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
+    on_ranks: bool = False  # in processes that share the model and the mini-batch
+
     @property
     def build(self) -> tuple:
         """Variants with the same `build` can share an engine."""
-        return tuple(sorted(self.engine.items())), tuple(sorted(self.model.items()))
+        return self.on_ranks, tuple(sorted(self.engine.items())), tuple(sorted(self.model.items()))
 
 
 def variants(batch: Batch, value_head: bool, own: MicroBatching, generator: torch.Generator) -> list[Variant]:
@@ -55,10 +58,33 @@ def variants(batch: Batch, value_head: bool, own: MicroBatching, generator: torc
     layout = [
         Variant("gradient checkpointing", "on", budget, model={"enable_gradient_checkpointing": True}),
         Variant("gradient checkpointing", "off", budget, model={"enable_gradient_checkpointing": False}),
+        Variant("activation offload", "on", budget, model={"enable_activation_offload": True}),
         Variant("padding", "packed", budget, model={"use_remove_padding": True}),
         Variant("padding", "padded", budget, model={"use_remove_padding": False}),
     ]
     return [Variant(WHOLE, "one micro-batch"), *sizes, *orders, *accumulated, *shared, *heads, *layout]
+
+
+def sharing(batch: Batch) -> list[Variant]:
+    """Prompts computed once for the sequences that begin with them."""
+    longest = int(batch.lengths.max())
+    limits = (MicroBatching(), MicroBatching(max_tokens=2 * longest), MicroBatching(max_sequences=3))
+    return [Variant("prefix sharing", describe(m), dataclasses.replace(m, share_prefixes=True)) for m in limits]
+
+
+def over_ranks(batch: Batch, ranks: int, packed: bool) -> list[Variant]:
+    """The model in shards over `ranks` processes; sequences dealt out among them, or shared by all of them."""
+    budget = MicroBatching(max_tokens=2 * int(batch.lengths.max()))
+    whole = {"reshard_after_forward": False}
+    found = [
+        Variant("sharded", f"{ranks} ranks, {describe(budget)}", budget, on_ranks=True),
+        Variant("sharded", f"{ranks} ranks, 1 sequence", MicroBatching(max_sequences=1), on_ranks=True),
+        Variant("sharded", f"{ranks} ranks, gathered once", budget, engine=whole, on_ranks=True),
+    ]
+    together = {"ulysses_sequence_parallel_size": ranks}
+    if packed:
+        found.append(Variant("Ulysses", f"{ranks} ranks", budget, engine=together, on_ranks=True))
+    return found
 
 
 def describe(micro: MicroBatching) -> str:
