@@ -67,10 +67,10 @@ def test_steps_on_a_device_only_a_plug_in_knows_equal_those_on_the_cpu(run, tmp_
     on_cpu, _ = run("cpu", False, *extra)
     on_toaster, output = run("toaster", True, *extra)
     assert "TOASTER engine: every parameter is on toaster:0" in output
-    rounding, apart = (5e-3, 5e-3) if MIXED in extra else (1e-4, 1e-5)
+    rounding, apart = (2e-2, 5e-3) if MIXED in extra else (1e-4, 1e-5)
     for step in (1, 2):
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
-            assert on_toaster[step][name] == pytest.approx(on_cpu[step][name], rel=rounding, abs=1e-6), name
+            assert on_toaster[step][name] == pytest.approx(on_cpu[step][name], rel=rounding, abs=apart / 10), name
         assert on_toaster[step]["training/rollout_probs_diff_max"] < apart
     first, second = (
         load_file(next((tmp_path / "toaster" / f"global_step_{s}").rglob("model.safetensors"))) for s in (1, 2)

@@ -1,6 +1,7 @@
 """Many ranks compute what one does: loss, gradient and weights after steps, whichever way the parameters are held."""
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.ranks import run_ranks
 from verl.config import WrapPolicyConfig
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.utils.errors import ConfigError
 
 ROWS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 3, 4], [1, 2, 5]], 4: [[0], [1, 2], [4], [3, 5]]}
 MICRO = MicroBatching(max_sequences=1)
@@ -102,9 +104,10 @@ def test_two_ranks_train_a_model_with_a_head_of_its_own_like_one(folders):
     assert_same_training(run_ranks(2, train, folders[1], {}, 2), train(folders[1], {}))
 
 
-def test_hybrid_sharding_trains_like_one_rank(folders):
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_hybrid_sharding_trains_like_one_rank(folders, strategy):
     """Two copies of the parameters, each in the shards of two ranks."""
-    ranks = run_ranks(4, train, folders[0], {"fsdp_size": 2}, 4)
+    ranks = run_ranks(4, train, folders[0], {"fsdp_size": 2, "strategy": strategy}, 4)
     assert_same_training(ranks, train(folders[0], {}))
 
 
@@ -122,11 +125,13 @@ COMPOSED = {
     "small units": {"wrap_policy": WrapPolicyConfig(min_num_params=1000)},
     "chunked head": {"head_mode": "chunked"},
     "few forwards": {"micro": MicroBatching(max_tokens=25)},
+    "original": {"strategy": "fsdp"},
 }
 
 
 def test_every_pair_of_levers_on_two_ranks_trains_like_one(folders):
     pairs = {f"{a}, {b}": {**COMPOSED[a], **COMPOSED[b]} for a, b in itertools.combinations(COMPOSED, 2)}
+    del pairs["offload policy, original"]  # refused
     alone = train(folders[0], {"head_mode": "eager", "micro": MicroBatching()})
     first, second = run_ranks(2, train_each, folders[0], pairs, 2)
     for name in pairs:
@@ -144,12 +149,12 @@ def test_rounding_errors_are_at_most_twice_those_of_one_rank(folders, dtype):
 
 
 def train_with_an_infinity(folder, size: int) -> tuple[float, str, bool]:
-    """(skipped, what was logged, whether the weights stayed) where one rank's loss is infinite."""
+    """(skipped, the parameter that is named, whether the weights stayed) where one rank's shard has an infinity."""
     engine, batch = build_engine(folder), random_batch().select(ROWS[size][dist.get_rank()])
-    if dist.get_rank() == 1:
-        batch = batch.with_columns(targets=torch.full_like(batch["targets"], float("inf")))
     before = {name: array(w) for name, w in engine.export_weights()}
     engine.forward_backward(batch, SquaredLogprob(), MICRO)
+    if dist.get_rank() == 1:
+        dict(engine.weights.own_gradients())["model.norm.weight"][0] = float("inf")
     named = engine.weights.first_non_finite()
     skipped = engine.optim_step().values().get("skipped")
     after = {name: array(w) for name, w in engine.export_weights()}
@@ -158,8 +163,8 @@ def train_with_an_infinity(folder, size: int) -> tuple[float, str, bool]:
 
 def test_all_ranks_skip_the_step_when_one_has_an_infinite_gradient(folders):
     assert run_ranks(2, train_with_an_infinity, folders[0], 2) == [
-        (1.0, "model.embed_tokens.weight", True),
-        (0.0, "model.embed_tokens.weight", True),
+        (1.0, "model.norm.weight", True),
+        (0.0, "model.norm.weight", True),
     ]
 
 
@@ -258,3 +263,22 @@ def test_the_original_fsdp_resumes_from_and_for_any_strategy(folders, tmp_path, 
         for rank in run_ranks(2, one_step, folders[0], settings, 2, saved, True):
             assert distance(rank, alone) < 1e-10
     assert distance(one_step(folders[0], {}, 1, saved, True), alone) < 1e-10
+
+
+def refusal(folder, settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        build_engine(folder, **settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "fsdp", "offload_policy": True}, "offload_policy is FSDP2's"),
+        ({"fsdp_size": 3}, "fsdp_config.fsdp_size=3 does not divide 4 ranks; use one of 1, 2, 4"),
+        ({"wrap_policy": WrapPolicyConfig(transformer_layer_cls_to_wrap=["Layer"])}, "to some of: .*Qwen3DecoderLayer"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_what_can(folders, settings, message):
+    for text in run_ranks(4, refusal, folders[0], settings):
+        assert re.search(message, text)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from verl.config import FSDPEngineConfig
 from verl.models.load import dtype_of
@@ -66,7 +65,6 @@ class MasterWeights(Weights):
         self._model = model
         self._computed: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
-        self._hooks: list[RemovableHandle] = []
         self.named = []
         for name, parameter in model.named_parameters():
             cast = parameter.is_floating_point() and parameter.dtype != compute_dtype
@@ -102,13 +100,10 @@ class MasterWeights(Weights):
 
     def _collect_gradients(self) -> None:
         """Have the gradient of every cast parameter added to its master's."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_adds_to(master))
-            for parameter, master in zip(self._computed, self._masters, strict=True)
-            if parameter.requires_grad
-        ]
+        for parameter, master in zip(self._computed, self._masters, strict=True):
+            if parameter.requires_grad:
+                parameter._post_accumulate_grad_hooks = None  # or a new one joins those that are never called again
+                parameter.register_post_accumulate_grad_hook(_adds_to(master))
 
 
 def _adds_to(master: nn.Parameter):
