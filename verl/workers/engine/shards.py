@@ -4,7 +4,7 @@ A *box* is a rectangular part of a tensor: offset and shape per dimension. A ten
 so is a part of a DTensor; a range of its elements, as FSDP1 deals them out, is a few boxes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,10 +215,6 @@ class Reader:
         """Give this rank's part of a tensor the values that were saved."""
         for box, part in mine.parts():
             part.copy_(self.read(name, box))
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, one at a time."""
-        return ((name, self.read(name)) for name in self.index)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
