@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.engine_cases import (
 from tests.ranks import run_ranks
 from verl.config import CheckpointConfig
 from verl.data.packing import MicroBatching
-from verl.workers.engine import shards
+from verl.workers.engine import checkpoint, shards
 
 MICRO = MicroBatching(max_sequences=1)
 ROWS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 3, 4], [1, 2, 5]], 4: [[0], [1, 2], [4], [3, 5]]}
@@ -77,11 +78,22 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def train_and_save(folder: Path, saved: Path, size: int, settings: dict[str, Any], background: bool = False):
     engine = engine_of(folder, settings, background)
     train(engine, size, 2)
+    if background:
+        return save_while_training(engine, saved, size)
+    engine.save(saved)
+    return everything(engine)
+
+
+def save_while_training(engine, saved: Path, size: int) -> dict[str, np.ndarray]:
+    """Nothing is written before a training step is over: what is saved must not change with the engine."""
+    trained, write = threading.Event(), checkpoint.write_tensors
+    checkpoint.write_tensors = lambda *args: write(*args) if trained.wait(60) else ""  # type: ignore[assignment]
     engine.save(saved)
     before = everything(engine)
-    if background:
-        train(engine, size, 1, first=2)  # what is saved must not change with the engine
-        engine.finish_save()
+    train(engine, size, 1, first=2)
+    assert not engine.finish_save(wait=False)
+    trained.set()
+    assert engine.finish_save()
     return before
 
 
@@ -206,7 +218,6 @@ def test_a_damaged_shard_is_refused_on_every_rank_and_changes_none(folder, tmp_p
 def fails_on_rank_1(folder: Path, saved: Path, background: bool) -> str:
     engine = engine_of(folder, {"dtype": "fp32"}, background)
     if dist.get_rank() == 1:
-        from verl.workers.engine import checkpoint
 
         def full(*_: object) -> str:
             raise OSError(28, "No space left on device")
