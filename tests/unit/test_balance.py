@@ -85,8 +85,8 @@ def test_there_are_no_more_micro_steps_than_the_tokens_need():
 
 def test_unbalanced_keeps_the_order_and_shares_by_number():
     shards = spread(batch_of([9, 1, 1, 1, 1]), 2, MicroBatching(max_tokens=10), balanced=False)
-    assert [shard.rows for shard in shards] == [(0, 1), (2, 3, 4)]
-    assert shards[0].micro.plan == ((0, 1),) and shards[1].micro.plan == ((0, 1, 2),)
+    assert [shard.rows for shard in shards] == [(0, 1, 2), (3, 4)]
+    assert shards[0].micro.plan == ((0,), (1, 2)) and shards[1].micro.plan == ((0, 1), ())
 
 
 def test_fewer_sequences_than_ranks_leave_empty_parts():

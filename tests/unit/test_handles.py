@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
+from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig
 from verl.config.run import ActorRolloutRefConfig
 from verl.data.packing import MicroBatching
@@ -29,7 +30,7 @@ def build_actor(folder, **actor) -> Actor:
     rollout = RolloutConfig(temperature=0.8, log_prob_use_dynamic_bsz=True)
     config = RunConfig(actor_rollout_ref=ActorRolloutRefConfig(actor=actor, rollout=rollout))
     engine = build_engine(folder, optim={"lr_warmup_steps": 10, "zero_indexed_step": False})
-    return Actor(config, InlineGroup(EngineWorker(engine)))
+    return Actor(config, InlineGroup(EngineWorker(engine, make_actor_loss(actor))))
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:

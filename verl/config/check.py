@@ -59,18 +59,20 @@ def _check_value(path: str, name: str, value: Any) -> None:
         raise ConfigError(f"{path}={value!r} must be a number of steps or after_each_epoch")
 
 
-def _uses_critic(config: RunConfig) -> bool:
+def uses_critic(config: RunConfig) -> bool:
+    """With gae, or where `critic.enable` says so."""
     enable = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
-def _uses_reference(config: RunConfig) -> bool:
+def uses_reference(config: RunConfig) -> bool:
+    """Where a KL term needs the frozen policy."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def _batches(config: RunConfig) -> None:
-    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if _uses_critic(config) else [])
+    data, actor = config.data, config.actor_rollout_ref.actor
+    trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if uses_critic(config) else [])
     for role, part in trained:
         if part.ppo_mini_batch_size > data.train_batch_size:
             raise ConfigError(
@@ -82,7 +84,12 @@ def _batches(config: RunConfig) -> None:
             f"data.train_batch_size={data.train_batch_size} is not a multiple of "
             f"data.gen_batch_size={data.gen_batch_size}"
         )
-    devices = config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1)
+    check_ranks(config, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))
+
+
+def check_ranks(config: RunConfig, devices: int) -> None:
+    """ConfigError where the sequences of a step cannot be shared by so many devices."""
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     ranks = max(devices // actor.ulysses_sequence_parallel_size, 1)
     for path, prompts in (
         ("data.train_batch_size", data.train_batch_size),
@@ -103,9 +110,9 @@ def _budgets(config: RunConfig) -> None:
     passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *ppo, 1)]
     log_prob = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
     passes.append(("actor_rollout_ref.rollout", arr.rollout, *log_prob, 1))
-    if _uses_reference(config):
+    if uses_reference(config):
         passes.append(("actor_rollout_ref.ref", arr.ref, *log_prob, arr.ref.ulysses_sequence_parallel_size))
-    if _uses_critic(config):
+    if uses_critic(config):
         passes.append(("critic", critic, *ppo, critic.ulysses_sequence_parallel_size))
     for role, part, flag, micro, budget, ranks in passes:
         shared = max(ranks, arr.actor.ulysses_sequence_parallel_size if role != "critic" else 1)

@@ -25,7 +25,9 @@ class TrainerConfig(Section):
     runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
     nnodes: int = key(1, "Machines.", least=1)
-    n_gpus_per_node: int | None = key(None, "Devices per machine; null is those found (1 on a CPU).", least=1)
+    n_gpus_per_node: int | None = key(
+        None, "Devices per machine, one rank on each; null is those found. On a CPU: ranks, null is 1.", least=1
+    )
     balance_batch: bool = key(True, "Spread sequences so that every rank gets the same work.")
     critic_warmup: int = key(0, "First steps that train only the critic.", least=0)
     val_before_train: bool = key(True, "Validate before the first step.")
@@ -54,7 +56,9 @@ class SFTTrainerConfig(Section):
     runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
     nnodes: int = key(1, "Machines.", least=1)
-    n_gpus_per_node: int | None = key(None, "Devices per machine; null is those found (1 on a CPU).", least=1)
+    n_gpus_per_node: int | None = key(
+        None, "Devices per machine, one rank on each; null is those found. On a CPU: ranks, null is 1.", least=1
+    )
     balance_batch: bool = key(True, "Spread sequences so that every rank gets the same work.")
     test_freq: int | str = key(-1, "Validate every so many steps, or after_each_epoch; <= 0 is only at the end.")
     save_freq: int | str = key(-1, "Save every so many steps, or after_each_epoch; <= 0 is only at the end.")

@@ -73,7 +73,7 @@ def _parts_of(
         steps = _even_steps(lengths, costs, ranks, micro)
         parts = [[step[rank] for step in steps] for rank in range(ranks)]
     else:
-        edges = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
+        edges = [-(-len(lengths) * rank // ranks) for rank in range(ranks + 1)]
         parts = []
         for start, stop in pairwise(edges):
             parts.append([[start + i for i in part] for part in cut(lengths[start:stop], micro)])

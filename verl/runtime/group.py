@@ -22,6 +22,7 @@ class WorkerGroup(ABC):
     """Workers of one layout. Calls are synchronous; a failure is `WorkerError(rank, method, remote traceback)`."""
 
     layout: Layout
+    worker: Any  # where it lives in this process
 
     @abstractmethod
     def broadcast(self, method: str, *args: Any) -> list[Any]:
@@ -35,20 +36,28 @@ class WorkerGroup(ABC):
     def close(self) -> None:
         """End the workers. The group cannot be used afterwards."""
 
-    def part(self, name: str) -> "WorkerGroup":
-        """The same ranks, seen through attribute `name` of their workers."""
-        return _Part(self, name)
+    def part(self, name: str, ranks_per_replica: int = 1) -> "WorkerGroup":
+        """The same ranks, seen through attribute `name` of their workers; so many in a row share their shards."""
+        return _Part(self, name, ranks_per_replica)
 
 
 class _Part(WorkerGroup):
-    def __init__(self, whole: WorkerGroup, name: str):
-        self.whole, self.name, self.layout = whole, name, whole.layout
+    def __init__(self, whole: WorkerGroup, name: str, ranks_per_replica: int):
+        self.whole, self.name = whole, name
+        dp = max(whole.layout.dp // ranks_per_replica, 1)
+        self.layout = Layout(dp, whole.layout.dp // dp)
+
+    @property
+    def worker(self) -> Any:
+        return getattr(self.whole.worker, self.name)
 
     def broadcast(self, method: str, *args: Any) -> list[Any]:
         return self.whole.broadcast(f"{self.name}.{method}", *args)
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
-        return self.whole.scatter(f"{self.name}.{method}", shards, *args)
+        replica = self.layout.ranks_per_replica
+        everyone = [shard for shard in shards for _ in range(replica)]
+        return self.whole.scatter(f"{self.name}.{method}", everyone, *args)[::replica]
 
     def close(self) -> None:
         """The whole group is closed by whoever built it."""

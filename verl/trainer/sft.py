@@ -150,8 +150,7 @@ class SFTTrainer:
 
     def update(self, batch: Batch) -> Metrics:
         """Token-mean negative log-likelihood over the whole batch, one optimiser step."""
-        shard, micro = self.share(weighted(batch, "token-mean", None))
-        mine, _ = self.worker.update(shard, LikelihoodLoss(), micro, 1.0)
+        mine, _ = self.worker.update(self.share(weighted(batch, "token-mean", None)), 1.0)
         self.worker.advance_schedule()
         metrics = Metrics()
         for part in self.replicas(mine):
@@ -175,7 +174,7 @@ class SFTTrainer:
         total, count = 0.0, 0
         for batch in batches(rows, self.config.data.train_batch_size):
             shard, micro = self.share(batch)
-            logprobs = self.worker.forward(shard, ("logprobs",), micro, 1.0)["logprobs"]
+            logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)["logprobs"]
             total -= float(logprobs[shard["loss_mask"]].double().sum())
             count += int(shard["loss_mask"].sum())
         totals, counts = zip(*self.replicas((total, count)), strict=True)
@@ -268,4 +267,4 @@ def build_worker(config: SFTConfig, total_steps: int) -> EngineWorker:
         model = dataclasses.replace(model, use_remove_padding=False)
     optim = schedule_over(config.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
-    return EngineWorker(engine_class(model, config.engine, optim, config.checkpoint))
+    return EngineWorker(engine_class(model, config.engine, optim, config.checkpoint), LikelihoodLoss())

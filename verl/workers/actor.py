@@ -11,7 +11,8 @@ from verl.algorithms.losses import make_actor_loss
 from verl.config import FSDPOptimizerConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.runtime.inline import InlineGroup
+from verl.runtime.group import WorkerGroup
+from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
@@ -19,11 +20,11 @@ from verl.workers.training import EngineWorker, MiniBatches, micro_batching, wei
 class Actor:
     """Log-probs and updates of the policy over a worker group."""
 
-    def __init__(self, config: RunConfig, group: InlineGroup):
+    def __init__(self, config: RunConfig, group: WorkerGroup):
         self.config, self.group = config, group
+        self.ranks = Dispatch(group, config.trainer.balance_batch)
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
-        self.loss = make_actor_loss(actor)
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
@@ -51,15 +52,12 @@ class Actor:
     @property
     def has_dropout(self) -> bool:
         """Whether two forward passes in training mode can differ."""
-        return (
-            any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.model.modules())
-            or (getattr(self.model.config, "attention_dropout", 0.0) or 0.0) > 0
-        )
+        return self.ranks.has_dropout
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """(T,) log-probs of sampled tokens at `temperature` (default: the sampling temperature), 0 elsewhere."""
         shard, at = batch.keep(["rows"]), self.temperature if temperature is None else temperature
-        return self.group.scatter("forward", [shard], ("logprobs",), self.infer_micro, at)[0]["logprobs"]
+        return self.ranks.forward(shard, ("logprobs",), self.infer_micro, at)["logprobs"]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor) of every parameter, tied ones once."""
@@ -76,7 +74,7 @@ class Actor:
         numbered = batch.with_columns(token_rows=token_rows)
         for _, mini in self.mini_batches.cut(numbered, step):
             mini = weighted(mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length)
-            learnt, outputs = self.group.scatter("update", [mini], self.loss, self.train_micro, self.temperature)[0]
+            learnt, outputs = self.ranks.update(mini, self.train_micro, self.temperature)
             metrics.merge(learnt)
             first_logprobs[mini["token_rows"]] = outputs["logprobs"].to(first_logprobs)
         self.group.broadcast("advance_schedule")
@@ -95,13 +93,15 @@ class Actor:
         self.group.broadcast("load", folder, list(self.config.actor_rollout_ref.actor.checkpoint.load_contents))
 
 
-def build_actor(config: RunConfig, total_steps: int) -> Actor:
-    """The policy on this process's device; its schedule spans the training steps of the run."""
+def actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
+    """The policy on this rank; its schedule spans the training steps of the run."""
     arr = config.actor_rollout_ref
     optim = schedule_over(arr.actor.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
     engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
-    return Actor(config, InlineGroup(EngineWorker(engine)))
+    worker = EngineWorker(engine)
+    worker.loss = make_actor_loss(arr.actor)  # after external_lib had its chance to register one
+    return worker
 
 
 def schedule_over(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:

@@ -8,8 +8,9 @@ from verl.algorithms.losses import make_value_loss
 from verl.config import RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.runtime.inline import InlineGroup
+from verl.runtime.group import WorkerGroup
 from verl.workers.actor import schedule_over
+from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
@@ -17,10 +18,10 @@ from verl.workers.training import EngineWorker, MiniBatches, micro_batching, wei
 class Critic:
     """Values and updates of the value model over a worker group."""
 
-    def __init__(self, config: RunConfig, group: InlineGroup):
+    def __init__(self, config: RunConfig, group: WorkerGroup):
         self.config, self.group = config, group
+        self.ranks = Dispatch(group, config.trainer.balance_batch)
         critic = config.critic
-        self.loss = make_value_loss(critic)
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )
@@ -37,7 +38,7 @@ class Critic:
     def values(self, batch: Batch) -> Tensor:
         """(T,) value of the state before each sampled token, 0 elsewhere."""
         shard = batch.keep(["rows"])
-        return self.group.scatter("forward", [shard], ("values",), self.infer_micro, 1.0)[0]["values"]
+        return self.ranks.forward(shard, ("values",), self.infer_micro, 1.0)["values"]
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """All optimiser steps on one batch."""
@@ -46,7 +47,7 @@ class Critic:
             mini = weighted(
                 mini, critic.loss_agg_mode, critic.loss_scale_factor or self.config.data.max_response_length
             )
-            learnt, _ = self.group.scatter("update", [mini], self.loss, self.train_micro, 1.0)[0]
+            learnt, _ = self.ranks.update(mini, self.train_micro, 1.0)
             metrics.merge(learnt)
         self.group.broadcast("advance_schedule")
         return metrics
@@ -64,10 +65,10 @@ class Critic:
         self.group.broadcast("load", folder, list(self.config.critic.checkpoint.load_contents))
 
 
-def build_critic(config: RunConfig, total_steps: int) -> Critic:
-    """The value model on this process's device."""
+def critic_worker(config: RunConfig, total_steps: int) -> EngineWorker:
+    """The value model on this rank."""
     critic = config.critic
     optim = schedule_over(critic.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("value_model", critic.strategy)
     engine = engine_class(critic.model, critic.fsdp, optim, critic.checkpoint)
-    return Critic(config, InlineGroup(EngineWorker(engine)))
+    return EngineWorker(engine, make_value_loss(critic))

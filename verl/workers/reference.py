@@ -4,7 +4,8 @@ from torch import Tensor
 
 from verl.config import RunConfig
 from verl.data.batch import Batch
-from verl.runtime.inline import InlineGroup
+from verl.runtime.group import WorkerGroup
+from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.training import EngineWorker, micro_batching
 
@@ -12,8 +13,8 @@ from verl.workers.training import EngineWorker, micro_batching
 class Reference:
     """Log-probs of the policy as it was before training."""
 
-    def __init__(self, config: RunConfig, group: InlineGroup):
-        self.group = group
+    def __init__(self, config: RunConfig, group: WorkerGroup):
+        self.ranks = Dispatch(group, config.trainer.balance_batch)
         ref, rollout = config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.micro = micro_batching(
@@ -26,12 +27,12 @@ class Reference:
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
         shard = batch.keep(["rows"])
-        return self.group.scatter("forward", [shard], ("logprobs",), self.micro, self.temperature)[0]["logprobs"]
+        return self.ranks.forward(shard, ("logprobs",), self.micro, self.temperature)["logprobs"]
 
 
-def build_reference(config: RunConfig) -> Reference:
+def reference_worker(config: RunConfig) -> EngineWorker:
     """A forward-only engine on the policy's initial weights."""
     arr = config.actor_rollout_ref
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.ref.strategy)
     engine = engine_class(arr.model, arr.ref.fsdp_config, None, None)
-    return Reference(config, InlineGroup(EngineWorker(engine)))
+    return EngineWorker(engine)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import TokenLoss
@@ -19,27 +20,36 @@ from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
 
 DEFAULT_MAX_TOKENS = 16384
+Work = tuple[Batch, MicroBatching]  # what a rank computes on, and in which micro-batches
 
 
 class EngineWorker:
-    """One rank's engine behind the calls that a driver makes."""
+    """One rank's engine behind the calls that a driver makes, and the loss it trains with."""
 
-    def __init__(self, engine: BaseEngine):
-        self.engine = engine
+    def __init__(self, engine: BaseEngine, loss: TokenLoss | None = None):
+        self.engine, self.loss = engine, loss
         engine.initialize()
 
-    def forward(self, shard: Batch, outputs: tuple[str, ...], micro: MicroBatching, temperature: float) -> dict:
+    def facts(self) -> dict[str, Any]:
+        """What a driver must know of the model: has_dropout, and attention_length (see `attention_length`)."""
+        model = self.engine.model
+        dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        dropout = dropout or (getattr(model.config, "attention_dropout", 0.0) or 0.0) > 0
+        return {"has_dropout": dropout, "attention_length": attention_length(model)}
+
+    def forward(self, work: Work, outputs: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
         """Columns (T,) of the shard, without gradient."""
+        shard, micro = work
         with self.engine.eval_mode():
             return self.engine.forward(shard, outputs, micro, temperature)
 
-    def update(
-        self, shard: Batch, loss: TokenLoss, micro: MicroBatching, temperature: float
-    ) -> tuple[Metrics, dict[str, Tensor]]:
+    def update(self, work: Work, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
         """One optimiser step on the shard; metrics, and the outputs (T,) of the forward pass that was trained on."""
+        shard, micro = work
+        assert self.loss is not None, "a worker without a loss only runs forward"
         get_platform().reset_peak_memory()
         with self.engine.train_mode():
-            result = self.engine.forward_backward(shard, loss, micro, temperature)
+            result = self.engine.forward_backward(shard, self.loss, micro, temperature)
             return with_memory(result.metrics.merge(self.engine.optim_step())), result.outputs
 
     def speed(self) -> Speed | None:
@@ -65,6 +75,20 @@ def with_memory(metrics: Metrics) -> Metrics:
     for name, value in memory_metrics(*get_platform().peak_memory()).items():
         metrics.max(name, value)
     return metrics
+
+
+def attention_length(model: nn.Module) -> float:
+    """Tokens of a sequence whose attention costs as much as everything else about it.
+
+    Per token, P parameters take 2P operations; causal attention over n tokens takes 2n per layer and channel.
+    """
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight.numel()
+    tied = getattr(config, "tie_word_embeddings", False)
+    multiplied = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding)
+    heads = config.num_attention_heads
+    channels = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return multiplied / (config.num_hidden_layers * channels)
 
 
 def micro_batching(

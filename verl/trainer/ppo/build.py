@@ -1,49 +1,120 @@
 """From a configuration to a run: which engine, which data, which reward, and how weights travel."""
 
-import torch
+import importlib
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent.run import Agents
 from verl.algorithms.advantages import get_advantage
 from verl.algorithms.kl import get_kl_controller
 from verl.config import RunConfig
-from verl.config.check import check_supported
+from verl.config.check import check_ranks, check_supported, uses_critic, uses_reference
 from verl.data.prompts import train_prompts, validation_prompts
 from verl.data.sampler import PromptSampler
 from verl.models.load import load_tokenizer
 from verl.observe.tracking import Tracking
+from verl.plugin.platform import get_platform
 from verl.rewards.build import build_reward
+from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.inline import InlineGroup
+from verl.runtime.processes import ProcessGroup
 from verl.trainer.ppo.loop import Run, Validation
 from verl.trainer.ppo.rollout import build_rollout, build_weight_sync, training_sampling, validation_sampling
 from verl.trainer.ppo.sources import Sampler, SyncSource
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.workers.actor import build_actor
-from verl.workers.critic import Critic, build_critic
-from verl.workers.reference import Reference, build_reference
+from verl.utils.errors import ConfigError
+from verl.weight_sync.base import WeightSync
+from verl.weight_sync.by_gathering import ByGathering
+from verl.workers.actor import Actor
+from verl.workers.critic import Critic
+from verl.workers.reference import Reference
+from verl.workers.roles import Roles, roles_of_a_process
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.sampler import RanksEngine
 
 
 def build_run(config: RunConfig) -> Run:
     """Everything a run needs, loaded and connected. Mistakes in the configuration are found here, before any step."""
     check_supported(config)
-    torch.manual_seed(config.actor_rollout_ref.actor.fsdp_config.seed)
+    import_external(config.actor_rollout_ref.model.external_lib)
+    get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     prompts = PromptSampler(train_prompts(config.data, tokenizer), config.data.shuffle, config.data.seed)
     total_steps = count_steps(config, prompts)
-    actor = build_actor(config, total_steps)
-    get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
-    engine = build_rollout(config, actor, tokenizer)
-    free_cache = config.actor_rollout_ref.rollout.free_cache_engine
-    sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer, Agents(config, tokenizer), free_cache)
+    group = build_group(config, total_steps)
+    try:
+        return connect(config, group, tokenizer, prompts, total_steps)
+    except BaseException:
+        group.close()
+        raise
+
+
+def connect(
+    config: RunConfig,
+    group: WorkerGroup,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSampler,
+    total_steps: int,
+) -> Run:
+    """The driver's side of a run, over ranks that are there."""
+    arr = config.actor_rollout_ref
+    actor = Actor(config, group.part("actor", arr.actor.fsdp_config.ulysses_sequence_parallel_size))
+    engine, weight_sync = rollout_over(config, group, actor, tokenizer)
+    reward, agents = build_reward(config, tokenizer), Agents(config, tokenizer)
+    sampler = Sampler(engine, reward, tokenizer, agents, arr.rollout.free_cache_engine)
+    reference, critic = None, None
+    if uses_reference(config):
+        shared = arr.ref.fsdp_config.ulysses_sequence_parallel_size
+        reference = Reference(config, group.part("reference", shared))
+    if uses_critic(config):
+        critic = Critic(config, group.part("critic", config.critic.fsdp.ulysses_sequence_parallel_size))
     trainer = PPOTrainer(
         config,
-        SyncSource(prompts, sampler, training_sampling(config.actor_rollout_ref.rollout)),
+        SyncSource(prompts, sampler, training_sampling(arr.rollout)),
         actor,
-        build_weight_sync(config, actor, engine),
+        weight_sync,
         get_kl_controller(config.algorithm.kl_ctrl),
-        reference(config),
-        critic(config, total_steps),
+        reference,
+        critic,
+        group,
     )
     return Run(config, trainer, validation(config, tokenizer, sampler), total_steps, tracking(config))
+
+
+def import_external(names: str | list[str] | None) -> None:
+    """Let the user's modules register what they bring; the ranks import them as well."""
+    for name in [names] if isinstance(names, str) else names or []:
+        importlib.import_module(name)
+
+
+def build_group(config: RunConfig, total_steps: int) -> WorkerGroup:
+    """The ranks with their engines: this process, or one process each."""
+    ranks = count_ranks(config)
+    if config.trainer.runtime == "processes" or ranks > 1:
+        return ProcessGroup(partial(roles_of_a_process, config, total_steps), Layout(dp=ranks))
+    return InlineGroup(Roles(config, total_steps))
+
+
+def count_ranks(config: RunConfig) -> int:
+    """One per device: as many as `trainer.n_gpus_per_node` says, or as are found; one on a CPU."""
+    platform, wanted = get_platform(), config.trainer.n_gpus_per_node
+    found = 1 if platform.device_name == "cpu" else max(platform.device_count(), 1)
+    if config.trainer.runtime == "inline":
+        if (wanted or 1) > 1:
+            raise ConfigError(
+                f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={wanted}; use "
+                "trainer.runtime=processes, or one device"
+            )
+        return 1
+    if wanted is not None and wanted > found and platform.device_name != "cpu":
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={wanted}, but {found} {platform.device_name} devices are visible; lower it to "
+            f"at most {found}"
+        )
+    ranks = wanted or found
+    check_ranks(config, ranks)
+    return ranks
 
 
 def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
@@ -53,19 +124,21 @@ def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
     return config.trainer.total_epochs * prompts.steps_per_epoch(config.data.train_batch_size)
 
 
-def reference(config: RunConfig) -> Reference | None:
-    """The frozen policy, where a KL term needs it."""
-    if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
-        return build_reference(config)
-    return None
-
-
-def critic(config: RunConfig, total_steps: int) -> Critic | None:
-    """A value model with gae, or where `critic.enable` says so."""
-    wanted = config.critic.enable
-    if wanted is None:
-        wanted = config.algorithm.adv_estimator == "gae"
-    return build_critic(config, total_steps) if wanted else None
+def rollout_over(
+    config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase
+) -> tuple[RolloutEngine, WeightSync]:
+    """The rollout engine, and how weights come to it; beside several ranks, a native engine on each."""
+    if not isinstance(group, ProcessGroup):
+        engine = build_rollout(config, actor, tokenizer)
+        return engine, build_weight_sync(config, actor, engine)
+    name = config.actor_rollout_ref.rollout.name
+    if name not in ("native", "hf"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name} beside {group.layout.world_size} training ranks is still to come; "
+            "use native, or trainer.runtime=inline"
+        )
+    ranks = RanksEngine(group)
+    return ranks, ByGathering(ranks)
 
 
 def validation(config: RunConfig, tokenizer: PreTrainedTokenizerBase, sampler: Sampler) -> Validation | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import RunConfig
+from verl.config.base import add_reads
 from verl.config.load import unread_keys
 from verl.data.prompts import PromptDataset
 from verl.data.trajectory import Trajectory
@@ -193,7 +194,10 @@ class Run:
                 remove_dumps_after(dumps, step)
 
     def report_unread_keys(self) -> None:
-        """Name the keys that were set but that nothing has read in this mode."""
+        """Name the keys that were set but that nothing has read in this mode, on any rank."""
+        if self.trainer.group is not None:
+            for reads in self.trainer.group.broadcast("reads"):
+                add_reads({(where, name) for where, name in reads})
         for key in unread_keys(self.config):
             self.note(f"warning: {key} was set, but nothing reads it in this run")
 

@@ -16,6 +16,7 @@ from verl.config import RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
+from verl.runtime.group import WorkerGroup
 from verl.trainer.metrics import data_metrics, mismatch_metrics, turn_metrics
 from verl.trainer.ppo.sources import Collected, SyncSource
 from verl.utils.errors import RewardError, VerlError
@@ -49,9 +50,11 @@ class PPOTrainer:
         kl_controller: KLController,
         reference: Reference | None = None,
         critic: Critic | None = None,
+        group: WorkerGroup | None = None,
     ):
         self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
         self.kl_controller, self.reference, self.critic = kl_controller, reference, critic
+        self.group = group  # ended with the trainer
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
@@ -195,3 +198,5 @@ class PPOTrainer:
 
     def close(self) -> None:
         self.runner.close()
+        if self.group is not None:
+            self.group.close()

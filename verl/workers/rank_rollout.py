@@ -1,0 +1,84 @@
+"""Rollout beside a sharded engine: one rank's native engine over a copy of the weights that lives while it is awake."""
+
+import torch
+from torch import nn
+
+from verl.config import HFModelConfig, RolloutConfig
+from verl.models.load import build_config, load_causal_lm, load_tokenizer
+from verl.workers.engine.base import BaseEngine
+from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.native_engine import NativeEngine, rollout_dtype
+
+
+class RankRollout:
+    """Answers this rank's share of the requests.
+
+    `publish` and `wake` gather the weights one tensor at a time: collectives, which all ranks call in the same order.
+    """
+
+    def __init__(self, rollout: RolloutConfig, model: HFModelConfig, engine: BaseEngine):
+        self.rollout, self.model, self.engine = rollout, model, engine
+        self.version = -1
+        self.copy: nn.Module | None = None
+        self.native: NativeEngine | None = None
+
+    async def publish(self, version: int) -> tuple[int, int]:
+        """Sample from the engine's weights as they are now. (version in use, bytes gathered)."""
+        self.version = version
+        if self.native is None:
+            await self.wake()
+        else:
+            assert self.copy is not None
+            self._fill(self.copy)
+            await self.native.update_weights(self.copy, version)
+        assert self.native is not None and self.copy is not None
+        return self.native.version, sum(p.nbytes for p in self.copy.parameters())
+
+    async def wake(self) -> None:
+        """Take a copy of the weights in the rollout dtype, unless there is one."""
+        if self.native is not None:
+            return
+        self.copy = self._empty_model()
+        self._fill(self.copy)
+        tokenizer = load_tokenizer(self.model)
+        self.native = NativeEngine(self.rollout, self.copy, tokenizer, next(self.copy.parameters()).device)
+        await self.native.update_weights(self.copy, self.version)
+
+    async def sleep(self) -> None:
+        """Free the copy and the cache."""
+        if self.native is not None:
+            await self.native.sleep()
+            self.native = self.copy = None
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        assert self.native is not None, "wake() comes before generate()"
+        return await self.native.generate(request)
+
+    async def abort(self, request_id: int | None = None) -> None:
+        if self.native is not None:
+            await self.native.abort(request_id)
+
+    def stats(self) -> dict[str, float]:
+        return {} if self.native is None else self.native.stats()
+
+    def _empty_model(self) -> nn.Module:
+        """The policy's structure with room for its values on the engine's device."""
+        config, _ = build_config(self.model)
+        held = next(self.engine.model.parameters()).dtype
+        dtype = rollout_dtype(self.rollout.dtype) or getattr(self.engine, "compute_dtype", held)
+        model = load_causal_lm(self.model.path or "", dtype, config, structure_only=True)
+        model.to_empty(device=getattr(self.engine, "device", "cpu"))
+        model.tie_weights()
+        return model.requires_grad_(False)
+
+    @torch.no_grad()
+    def _fill(self, copy: nn.Module) -> None:
+        """Values of every tensor, rounded to what the engine computes with first."""
+        targets = dict(copy.named_parameters())
+        compute = getattr(self.engine, "compute_dtype", None)
+        for name, tensor in self.engine.export_weights():
+            targets.pop(name).copy_(tensor if compute is None else tensor.to(compute))
+        assert not targets, f"the engine exported no value for {', '.join(targets)}"
+        sources = dict(self.engine.model.named_buffers())
+        for name, buffer in copy.named_buffers():
+            buffer.copy_(sources[name])
