@@ -10,7 +10,6 @@ from verl.config import RunConfig, SFTConfig, schema
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 WAITING = {
-    "LoRA": "*.save_lora_only *.lora_alpha *.target_modules *.exclude_modules",
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
     "profiling": "*profiler.* trainer.profile_interval",
     "the VeOmni engine": "*.veomni.*",

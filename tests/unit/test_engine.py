@@ -253,11 +253,6 @@ def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):
         build_engine(folder, model={"override_config": {"num_hiden_layers": 3}})
 
 
-def test_what_is_still_to_come_is_refused_by_name(folder):
-    with pytest.raises(ConfigError, match="lora_rank"):
-        build_engine(folder, model={"lora_rank": 8})
-
-
 def test_an_output_the_model_has_not_is_refused(folder):
     with pytest.raises(ConfigError, match="values"):
         build_engine(folder).forward(random_batch(), ("values",))

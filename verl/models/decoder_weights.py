@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from verl.models.decoder_layer import Layer, Norm, Projection
 from verl.models.decoder_packed import PACKED_BYTES, Packed, PackedLayer, rotation_table, unit_norm
+from verl.models.lora import is_adapted, merged_weight
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the sequence length
@@ -30,7 +31,10 @@ def why_not_lean(model: nn.Module) -> str:
     odd = [
         f"{name} is a {type(module).__name__}"
         for name, module in model.model.layers.named_modules()
-        if name.endswith("_proj") and type(module) is not nn.Linear and not type(module).__name__.startswith("FSDP")
+        if name.endswith("_proj")
+        and type(module) is not nn.Linear
+        and not is_adapted(module)
+        and not type(module).__name__.startswith("FSDP")
     ]
     return odd[0] if odd else ""
 
@@ -119,18 +123,23 @@ class DecoderWeights:
         if local.dtype == self.dtype and local.device == self.device:
             self._taken.append(local.data_ptr())
             return local
-        key = local.data_ptr()
+        return self._copy(local.data_ptr(), local)
+
+    def _copy(self, key: int, values: Tensor) -> Tensor:
         if key not in self._copies:
             old = self._old_copies.get(key)
-            if old is not None and old.shape == local.shape:  # same place, so captured graphs stay valid
-                self._copies[key] = old.copy_(local)
+            if old is not None and old.shape == values.shape:  # same place, so captured graphs stay valid
+                self._copies[key] = old.copy_(values)
             else:
-                self._copies[key] = local.to(device=self.device, dtype=self.dtype)
+                self._copies[key] = values.to(device=self.device, dtype=self.dtype)
             self.copied_bytes += self._copies[key].nbytes
             self._taken.append(self._copies[key].data_ptr())
         return self._copies[key]
 
     def _projection(self, linear: nn.Module) -> Projection:
+        if is_adapted(linear):
+            weight = self._copy(linear.base_layer.weight.data_ptr(), merged_weight(linear))
+            return Projection(weight, self._take(linear.base_layer.bias))
         return Projection(self._take(linear.weight), self._take(linear.bias))
 
     def _norm(self, norm: nn.Module) -> Norm:

@@ -4,10 +4,11 @@ from torch import Tensor
 
 from verl.config import RunConfig
 from verl.data.batch import Batch
+from verl.models.lora import wants_lora
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, micro_batching
+from verl.workers.training import EngineWorker, WithoutAdapters, micro_batching
 
 
 class Reference:
@@ -30,9 +31,11 @@ class Reference:
         return self.ranks.forward(shard, ("logprobs",), self.micro, self.temperature)["logprobs"]
 
 
-def reference_worker(config: RunConfig) -> EngineWorker:
-    """A forward-only engine on the policy's initial weights."""
+def reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:
+    """A forward-only engine on the policy's initial weights; with LoRA the actor's own, without its adapters."""
     arr = config.actor_rollout_ref
+    if wants_lora(arr.model):
+        return WithoutAdapters(actor)
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.ref.strategy)
     engine = engine_class(arr.model, arr.ref.fsdp_config, None, None)
     return EngineWorker(engine)

@@ -17,7 +17,7 @@ class Roles:
     def __init__(self, config: RunConfig, total_steps: int):
         torch.manual_seed(config.actor_rollout_ref.actor.fsdp_config.seed)
         self.actor = actor_worker(config, total_steps)
-        self.reference = reference_worker(config) if uses_reference(config) else None
+        self.reference = reference_worker(config, self.actor) if uses_reference(config) else None
         self.critic = critic_worker(config, total_steps) if uses_critic(config) else None
         arr = config.actor_rollout_ref
         self.rollout = RankRollout(arr.rollout, arr.model, self.actor.engine)

@@ -70,6 +70,17 @@ class EngineWorker:
         self.engine.load(folder, contents)
 
 
+class WithoutAdapters(EngineWorker):
+    """Forward passes of another worker's engine, as if its adapters were not there. No second model in memory."""
+
+    def __init__(self, worker: EngineWorker):
+        self.engine, self.loss = worker.engine, None
+
+    def forward(self, *args: Any) -> dict:
+        with self.engine.disable_adapter():
+            return super().forward(*args)
+
+
 def with_memory(metrics: Metrics) -> Metrics:
     """The same metrics and perf/*memory*_gb of this process: the highest of any rank and mini-batch, once merged."""
     for name, value in memory_metrics(*get_platform().peak_memory()).items():

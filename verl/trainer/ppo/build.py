@@ -13,6 +13,7 @@ from verl.config.check import check_ranks, check_supported, uses_critic, uses_re
 from verl.data.prompts import train_prompts, validation_prompts
 from verl.data.sampler import PromptSampler
 from verl.models.load import load_tokenizer
+from verl.models.lora import wants_lora
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.rewards.build import build_reward
@@ -65,7 +66,7 @@ def connect(
     sampler = Sampler(engine, reward, tokenizer, agents, arr.rollout.free_cache_engine)
     reference, critic = None, None
     if uses_reference(config):
-        shared = arr.ref.fsdp_config.ulysses_sequence_parallel_size
+        shared = (arr.actor if wants_lora(arr.model) else arr.ref).fsdp_config.ulysses_sequence_parallel_size
         reference = Reference(config, group.part("reference", shared))
     if uses_critic(config):
         critic = Critic(config, group.part("critic", config.critic.fsdp.ulysses_sequence_parallel_size))

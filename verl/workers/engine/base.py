@@ -44,7 +44,6 @@ FOREIGN_HOOKS = frozenset(
         "is_mp_src_rank_with_outputs",
         "save_checkpoint",
         "load_checkpoint",
-        "disable_adapter",
         "_build_module",
         "_build_lora_module",
         "_build_fsdp_module",
@@ -119,6 +118,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter in the type it is trained in; tied ones once."""
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """Inside the block the model computes what it did before LoRA adapters were added to it."""
+        raise ConfigError(f"{type(self).__name__} has no adapters; leave model.lora_rank at 0 with this engine")
 
     @abstractmethod
     def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@
     <folder>/optim_world_size_W_rank_R.safetensors        the same of "<parameter>|<state>", step counts included
     <folder>/extra_state_world_size_W_rank_R.json         random number generators (Python, NumPy); rank 0: schedule
     <folder>/extra_state_world_size_W_rank_R.safetensors  torch generators
+    <folder>/lora_adapter/                                adapters as peft reads them, where the model has any
     <folder>/huggingface/                                 config and tokenizer; with hf_model the weights too
     <folder>/manifest.json                                sha256 of every file, where each tensor lies; written last
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.models import export
+from verl.models import export, lora
 from verl.models.tensor_file import file_digest, write_tensors
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import atomic_write_text
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 PREFIX = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-HUGGINGFACE = "huggingface"
+HUGGINGFACE, ADAPTERS = "huggingface", "lora_adapter"
 
 Work = Callable[[], dict[str, Any]]  # writes files; what the manifest must know of them
 
@@ -52,6 +53,9 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     _check_contents(contents, "save_contents")
     if "optimizer" in contents and engine.optimizer is None:
         raise CheckpointError("the engine has no optimiser to save; leave it out of checkpoint.save_contents")
+    adapters = lora.has_adapters(engine.model)
+    if adapters and engine.checkpoint_config.save_lora_only:
+        contents = tuple(part for part in contents if part != "hf_model")
     finish_save(engine, wait=True)
     if engine.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +70,8 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
         work.append(_saves(engine, folder, "optimizer", optimizer_tensors(engine), background))
     if "extra" in contents:
         work.append(_saves_extra(engine, folder))
+    if adapters:
+        work.append(_saves_adapters(engine, folder / ADAPTERS))
     seal = partial(_seal, folder, contents, engine.world_size)
     if "hf_model" in contents:
         writes, check = _exports(engine, folder / HUGGINGFACE, background)
@@ -122,10 +128,31 @@ def _saves_extra(engine: "TorchEngine", folder: Path) -> Work:
     return work
 
 
+def _saves_adapters(engine: "TorchEngine", folder: Path) -> Work:
+    """Rank 0 writes the adapters whole, after a collective that gathers one parameter at a time."""
+    trained = {name for name, parameter in engine.weights.named if parameter.requires_grad}
+    whole = {
+        lora.file_name(name): tensor.to("cpu", copy=True).contiguous()
+        for name, tensor in engine.weights.full_tensors()
+        if name in trained and engine.rank == 0
+    }
+
+    def work() -> dict[str, Any]:
+        if engine.rank > 0:
+            return {}
+        lora.write_settings(engine.model, folder)
+        digest = write_tensors(folder / lora.WEIGHTS, whole)
+        settings = {f"{ADAPTERS}/{path.name}": file_digest(path) for path in folder.iterdir()}
+        return {"files": {**settings, f"{ADAPTERS}/{lora.WEIGHTS}": digest}}
+
+    return work
+
+
 def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Callable[[dict[str, str]], None]]:
     """(What writes this rank's files of the Hugging Face folder, what checks the folder once all are written)."""
     buffers = persistent_buffers(engine)
-    shapes = {**engine.weights.structure(), **buffers}
+    plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.plain_name(full))}
+    shapes = {**plain, **buffers}
     plan = export.plan_export(engine.model, shapes, engine.rank, engine.world_size)
     reload = plan.wants_reload(engine.checkpoint_config.verify)
     logits = None
@@ -203,9 +230,12 @@ def _file_name(part: str, world_size: int, rank: int) -> str:
 
 
 def model_tensors(engine: "TorchEngine") -> dict[str, Held]:
-    """Trained parameters (tied ones once) and persistent buffers by name, as this rank holds them."""
-    parameters = {name: engine.weights.held(name, parameter) for name, parameter in engine.weights.named}
-    return {**parameters, **{name: held(buffer, engine.rank) for name, buffer in persistent_buffers(engine).items()}}
+    """Parameters (tied ones once) and persistent buffers, or what is trained alone; as this rank holds them."""
+    alone = engine.checkpoint_config.save_lora_only and lora.has_adapters(engine.model)
+    kept = [(name, parameter) for name, parameter in engine.weights.named if parameter.requires_grad or not alone]
+    buffers = {} if alone else persistent_buffers(engine)
+    parameters = {name: engine.weights.held(name, parameter) for name, parameter in kept}
+    return {**parameters, **{name: held(buffer, engine.rank) for name, buffer in buffers.items()}}
 
 
 def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config import FSDPEngineConfig
+from verl.models.lora import has_adapters
 from verl.models.placement import move
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.precision import Precision
@@ -131,9 +132,13 @@ class ShardedWeights(Weights):
 
 
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating-point parameter in the type it is trained in: the parameters of a unit must agree."""
+    """Every floating-point parameter in the type it is trained in: the trained ones of a unit must agree.
+
+    Adapters keep theirs, which is float32 where the frozen weights are narrower.
+    """
+    adapted = has_adapters(model)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not (adapted and parameter.requires_grad):
             parameter.data = parameter.data.to(dtype)
 
 

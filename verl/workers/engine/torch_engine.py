@@ -20,6 +20,7 @@ from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig,
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.models import lora
 from verl.models.float64 import keep_float64
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.heads import head_settings, token_logprobs, token_loss_one_pass, token_values
@@ -57,7 +58,6 @@ class TorchEngine(BaseEngine):
         checkpoint_config: CheckpointConfig | None = None,
     ):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        refuse_unfinished(model_config, engine_config)
         self.trains = not engine_config.forward_only and optimizer_config is not None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: LearningRateSchedule | None = None
@@ -116,13 +116,18 @@ class TorchEngine(BaseEngine):
         load = load_value_model if self.has_value_head else load_causal_lm
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.engine_config.seed)
-            return load(
+            model = load(
                 settings.path,
                 dtype_of(self.engine_config.model_dtype, "model_dtype"),
                 config,
                 init_random,
                 structure_only=self.rank > 0,
             )
+        if lora.wants_lora(settings):
+            lora.add_adapters(model, settings, self.engine_config.seed, structure_only=self.rank > 0)
+        elif self.checkpoint_config.save_lora_only:
+            raise ConfigError("checkpoint.save_lora_only=True, but there are no adapters; set model.lora_rank")
+        return model
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -329,9 +334,15 @@ class TorchEngine(BaseEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every parameter, the trained copy where there is one; tied parameters once.
 
+        Adapters are merged into the weights they belong to, under the names that the model has without adapters.
+
         Over several ranks this is a collective that gathers one tensor at a time: all ranks must take all of them.
         """
-        return self.weights.full_tensors()
+        return lora.merged(self.weights.full_tensors(), self.model)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the one that its adapters were added to."""
+        return lora.without_adapters(self.model)
 
     def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:
         """Write `contents` into `folder`, or begin to (checkpoint.async_save); the manifest with digests comes last."""
@@ -376,14 +387,3 @@ def own_device() -> torch.device:
     """This process's device on the current platform."""
     platform = get_platform()
     return torch.device(platform.device_name, *([] if platform.device_name == "cpu" else [platform.current_device()]))
-
-
-def refuse_unfinished(model: HFModelConfig, engine: FSDPEngineConfig) -> None:
-    """Settings that are still to come are refused, not ignored."""
-    unfinished = {
-        "model.lora_rank": model.lora_rank > 0,
-        "model.lora_adapter_path": model.lora_adapter_path is not None,
-    }
-    wanted = [name for name, on in unfinished.items() if on]
-    if wanted:
-        raise ConfigError(f"{', '.join(wanted)}: still to come in the training engine; leave at the default")

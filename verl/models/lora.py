@@ -1,0 +1,208 @@
+"""LoRA: low-rank updates beside frozen linear layers, and nothing else trained but the head of a critic.
+
+A layer computes W x + s B A x with A (r, in), B (out, r) and s = lora_alpha / r. peft puts the layers into the model,
+which stays of its own class: everything that reads a model's parts works as before. Outside of training a model with
+adapters is one with the weights W + s B A (`merged`).
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from verl.config import HFModelConfig
+from verl.utils.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import peft
+
+NAME = "default"  # peft keeps adapters of a layer by name; there is one
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+VALUE_HEAD = "score"
+# Settings of peft that a merge of W + s B A does not cover, with the value that leaves them out.
+BEYOND = {
+    "use_dora": False, "lora_bias": False, "bias": "none", "fan_in_fan_out": False, "target_parameters": None,
+    "trainable_token_indices": None, "layer_replication": None,
+}  # fmt: skip
+
+
+def wants_lora(settings: HFModelConfig) -> bool:
+    """Whether `model.*` asks for adapters."""
+    return settings.lora_rank > 0 or settings.lora_adapter_path is not None
+
+
+def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure_only: bool = False) -> None:
+    """Put adapters into `model` and freeze the rest: new ones from `seed` (B is 0), or those of lora_adapter_path.
+
+    Adapters are held in float32 or wider. With `structure_only` they are on the meta device, without values.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"model.lora_rank needs peft ({error}); install verl[lora]") from error
+    folder = None if settings.lora_adapter_path is None else Path(settings.lora_adapter_path).expanduser()
+    config = _new_settings(model, settings) if folder is None else _saved_settings(folder, settings)
+    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=structure_only)
+        except ValueError as error:
+            raise ConfigError(f"no LoRA with model.target_modules={settings.target_modules!r}: {error}") from error
+    _check_layers(model)
+    head = getattr(model, VALUE_HEAD, None)
+    if isinstance(head, nn.Linear):
+        head.requires_grad_(True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(wide)
+    if folder is not None and not structure_only:
+        _read_adapters(model, folder)
+
+
+def _new_settings(model: nn.Module, settings: HFModelConfig) -> "peft.LoraConfig":
+    import peft
+
+    exclude = settings.exclude_modules
+    if hasattr(model, VALUE_HEAD):  # trained whole
+        exclude = f"({exclude})|{VALUE_HEAD}" if isinstance(exclude, str) else [*(exclude or ()), VALUE_HEAD]
+    return peft.LoraConfig(
+        task_type="TOKEN_CLS" if hasattr(model, VALUE_HEAD) else "CAUSAL_LM",
+        base_model_name_or_path=settings.path,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        target_modules=settings.target_modules,
+        exclude_modules=exclude,
+    )
+
+
+def _saved_settings(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
+    """The settings in a folder of adapters, without dropout: an update must see the policy that sampled."""
+    import peft
+
+    lacking = [name for name in (SETTINGS, WEIGHTS) if not (folder / name).is_file()]
+    if lacking:
+        raise ConfigError(f"model.lora_adapter_path={folder} has no {' and no '.join(lacking)}; give a PEFT folder")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    odd = {"peft_type": config.peft_type} if config.peft_type != peft.PeftType.LORA else {}
+    odd |= {n: getattr(config, n) for n, plain in BEYOND.items() if getattr(config, n, plain) not in (plain, [], {})}
+    if set(getattr(config, "modules_to_save", None) or ()) - {VALUE_HEAD}:
+        odd["modules_to_save"] = config.modules_to_save
+    if odd:
+        what = ", ".join(f"{name}={value}" for name, value in odd.items())
+        raise ConfigError(f"model.lora_adapter_path={folder} has {what}; only plain LoRA of linear layers is trained")
+    if settings.lora_rank not in (0, config.r):
+        raise ConfigError(
+            f"model.lora_rank={settings.lora_rank}, but the adapters in {folder} have rank {config.r}; leave lora_rank "
+            f"out or set it to {config.r}"
+        )
+    config.modules_to_save, config.lora_dropout, config.inference_mode = None, 0.0, False
+    return config
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Adapters only where the layer is called and the merge is W + s B A."""
+    odd = [name for name, m in model.named_modules() if is_adapted(m) and type(m.base_layer) is not nn.Linear]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    odd += [name for name, m in model.named_modules() if m is head and is_adapted(m)]
+    if odd:
+        raise ConfigError(
+            f"model.target_modules asks for adapters of {', '.join(odd[:3])}; only linear layers below the head can "
+            f"have them: name it in model.exclude_modules"
+        )
+
+
+def _read_adapters(model: nn.Module, folder: Path) -> None:
+    saved = load_file(folder / WEIGHTS)
+    ours = {file_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    wrong = [f"{name} is not in the model" for name in sorted(saved.keys() - ours.keys())]
+    for name, parameter in ours.items():
+        if name not in saved:
+            wrong += [] if f".{VALUE_HEAD}." in name else [f"{name} is missing"]
+        elif saved[name].shape != parameter.shape:
+            wrong.append(f"{name} is {tuple(saved[name].shape)}, not {tuple(parameter.shape)}")
+    if wrong:
+        raise CheckpointError(
+            f"{folder / WEIGHTS} does not fit the model, {len(wrong)} tensors differ: {'; '.join(wrong[:3])}; use the "
+            "adapters of this model"
+        )
+    for name, value in saved.items():
+        ours[name].data.copy_(value)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a layer with an adapter."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(is_adapted(module) for module in model.modules())
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside the block `model` computes what it did before it had adapters, bit for bit."""
+    layers: list[Any] = [module for module in model.modules() if is_adapted(module)]
+    for layer in layers:
+        layer._disable_adapters = True  # `enable_adapters(False)` would also freeze them, and forget the optimiser's
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+# --- names and values outside of training ---------------------------------------------------------------------------
+
+
+def plain_name(name: str) -> str | None:
+    """The name of a parameter in the model without adapters; None for those of an adapter."""
+    return None if ".lora_" in name else name.replace(".base_layer.", ".")
+
+
+def file_name(name: str) -> str:
+    """The name of a trained parameter in a folder of adapters."""
+    return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"
+
+
+def merged(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, W + s B A) by plain names, of (name, whole tensor) in the model's order; in that order."""
+    scales = {name: layer.scaling[NAME] for name, layer in model.named_modules() if is_adapted(layer)}
+    waiting: dict[str, Tensor] = {}  # of one layer: weight, bias, A
+    for name, tensor in tensors:
+        layer, _, part = name.partition(".lora_")
+        if part.startswith("B."):
+            weight, *biases = (waiting.pop(n) for n in ("weight", "bias") if n in waiting)
+            yield f"{layer}.weight", merge(weight, waiting.pop("A"), tensor, scales[layer])
+            yield from ((f"{layer}.bias", bias) for bias in biases)
+        elif part:
+            waiting["A"] = tensor
+        elif ".base_layer." in name:
+            waiting[name.rpartition(".")[2]] = tensor
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + s B A, rounded once to the type of W."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """The weight that a layer with an adapter amounts to."""
+    return merge(layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+
+
+def write_settings(model: Any, folder: Path) -> None:
+    """adapter_config.json, as peft reads it."""
+    config = copy.copy(model.peft_config[NAME])
+    config.inference_mode = True
+    config.modules_to_save = [VALUE_HEAD] if hasattr(model, VALUE_HEAD) else None
+    config.save_pretrained(str(folder))
