@@ -1,0 +1,153 @@
+"""GRPO with the tool agent on the native engine: what it sampled is what is trained, and failing tools stop nothing.
+
+The model is random. Its vocabulary holds whole tool calls as single tokens, so that it calls tools from the start.
+"""
+
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tests.e2e import jobs
+from verl.observe.ledger import read_ledger
+from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.native_engine import NativeEngine
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k_multiturn_w_tool"
+PAD, END, ASSISTANT, TOOL = "<pad>", "<end>", "<assistant>", "<tool>"
+REPLIES = {  # a call -> the word its reply must hold
+    '{"name": "calculator", "arguments": {"expression": "40+2"}}': "42",
+    '{"name": "calculator", "arguments": {"expression": "1/0"}}': "ZeroDivisionError",
+    '{"name": "abacus", "arguments": {}}': "no",  # there is no tool 'abacus'
+    '{"name": "calculator", "arguments": {"expression": 4': "valid",  # not valid JSON
+}
+CALLS = [f"<tool_call>{call}</tool_call>" for call in REPLIES]
+WORDS = ["42", "ZeroDivisionError", "no", "valid", "Error", "8", "-"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{{ m.content }}<end>"
+    "{% elif m.role == 'tool' %}<tool>{{ m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float("42" in solution_str)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    vocabulary = {token: i for i, token in enumerate([PAD, END, ASSISTANT, TOOL, *WORDS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|."), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=PAD)
+    tokenizer.add_special_tokens({"additional_special_tokens": [ASSISTANT, TOOL]})
+    tokenizer.add_tokens(CALLS)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], list[float]]]:
+    """Every (prompt, answer, log-probs) of the native engine, in order."""
+    seen: list[tuple[list[int], list[int], list[float]]] = []
+    original = NativeEngine.generate
+
+    async def recorded(engine: NativeEngine, request: GenerationRequest) -> list[Completion]:
+        completions = await original(engine, request)
+        assert len(completions) == 1
+        seen.append((list(request.prompt_ids), list(completions[0].token_ids), list(completions[0].logprobs)))
+        return completions
+
+    monkeypatch.setattr(NativeEngine, "generate", recorded)
+    return seen
+
+
+STEPS = 4
+TURN = f"{jobs.ARR}.rollout.multi_turn"
+SETTINGS = [
+    f"{TURN}.enable=True",
+    f"{TURN}.format=hermes",
+    f"{TURN}.function_tool_path={EXAMPLE / 'tools.py'}",
+    f"{TURN}.max_assistant_turns=4",
+    f"{TURN}.max_parallel_calls=2",
+    "data.max_response_length=96",
+    f"{jobs.ARR}.rollout.n=8",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.val_before_train=False",
+    "trainer.save_freq=4",
+]
+
+
+def test_grpo_trains_exactly_what_was_sampled_and_survives_failing_tools(folder: Path, sampled: list):
+    jobs.train(folder, "run", *SETTINGS)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    said: Counter[str] = Counter()
+    by_answer = {(tuple(prompt), tuple(answer)): logprobs for prompt, answer, logprobs in sampled}
+    for step in range(1, STEPS + 1):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        for tokens, mask, logprobs in sequences(batch):
+            for start, end in spans(mask):
+                # The tokens before a trained span were the engine's prompt, the span is its whole answer.
+                key = (tuple(tokens[:start]), tuple(tokens[start:end]))
+                assert logprobs[start:end] == pytest.approx(by_answer[key])
+            said.update(check_replies(tokenizer, tokens, mask))
+    assert set(said) == set(REPLIES) and min(said.values()) > 3, said
+    rows = jobs.metrics(folder, "run")
+    assert all(rows[step]["training/rollout_probs_diff_max"] < 1e-5 for step in range(1, STEPS + 1))
+    assert max(rows[step]["num_turns/max"] for step in range(1, STEPS + 1)) == 8
+    saved = load_file(folder / "run" / "global_step_4" / "actor" / "huggingface" / "model.safetensors")
+    before = load_file(folder / "model" / "model.safetensors")
+    assert all(not torch.equal(saved[name], before[name]) for name in before)
+
+
+def sequences(batch):
+    """(tokens, mask, log-probs) of every trajectory."""
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in pairwise(bounds):
+        yield tuple(batch[name][start:end].tolist() for name in ("tokens", "loss_mask", "rollout_logprobs"))
+
+
+def spans(mask: list[bool]) -> list[tuple[int, int]]:
+    """The runs of True."""
+    return [m.span() for m in re.finditer("1+", "".join(str(int(value)) for value in mask))]
+
+
+def check_replies(tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
+    """Between two trained spans stand the replies to the calls of the first, and nothing else; returns those calls."""
+    answered = []
+    found = spans(mask)
+    for (start, end), (later, _) in pairwise(found):
+        inner = re.findall(r"<tool_call>(.*?)</tool_call>", tokenizer.decode(tokens[start:end]))[:2]
+        between = tokenizer.convert_ids_to_tokens(tokens[end:later])
+        assert between[0] == TOOL and between[-1] == ASSISTANT and between.count(TOOL) == len(inner)
+        replies = "\n".join(between[1:-1]).split(TOOL)
+        for call, reply in zip(inner, replies, strict=True):
+            assert REPLIES[call] in reply.split("\n")
+        answered += inner
+    return answered
