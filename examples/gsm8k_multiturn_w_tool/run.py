@@ -119,9 +119,8 @@ def show(before, after, count=2):
     for one, two in pairs[:count]:
         print(f"\n{one['input']}  ({one['gts']} is right)")
         for name, row in (("before", one), ("after", two)):
-            print(
-                f"--- {name}: reward {row['score']:g}\n{row['output'].replace('</tool_call>', '</tool_call>' + chr(10))}"
-            )
+            print(f"--- {name}: reward {row['score']:g}")
+            print(re.sub(r"(</tool_(?:call|response)>)", r"\1\n", row["output"]))
 
 
 def draw(out, steps, result, path):
