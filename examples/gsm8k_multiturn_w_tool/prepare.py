@@ -119,7 +119,6 @@ def make_model(tokenizer, seed, hidden=128, layers=2):
 def rl_row(problem, split, index):
     return {
         "data_source": "gsm8k_tool",
-        "agent_name": "tool_agent",
         "prompt": [{"role": "user", "content": problem.question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problem.result},

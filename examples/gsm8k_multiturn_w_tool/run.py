@@ -33,8 +33,6 @@ def sft(out, seed, steps):
         "optim.lr_scheduler_type=cosine",
         "engine.dtype=float32",
         f"trainer.total_training_steps={steps}",
-        "trainer.total_epochs=1000",
-        "checkpoint.save_contents=[hf_model]",
         "trainer.logger=[file]",
         "trainer.project_name=gsm8k_tool",
         "trainer.experiment_name=sft",

@@ -73,15 +73,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int], list[float]]]:
-    """Every (prompt, answer, log-probs) of the native engine, in order."""
-    seen: list[tuple[list[int], list[int], list[float]]] = []
+def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, list[float]]:
+    """Log-probs of every answer of the native engine, by version of the weights, prompt and answer."""
+    seen: dict[tuple, list[float]] = {}
     original = NativeEngine.generate
 
     async def recorded(engine: NativeEngine, request: GenerationRequest) -> list[Completion]:
         completions = await original(engine, request)
-        assert len(completions) == 1
-        seen.append((list(request.prompt_ids), list(completions[0].token_ids), list(completions[0].logprobs)))
+        for made in completions:
+            seen[made.policy_version[0], tuple(request.prompt_ids), tuple(made.token_ids)] = made.logprobs
         return completions
 
     monkeypatch.setattr(NativeEngine, "generate", recorded)
@@ -104,19 +104,19 @@ SETTINGS = [
 ]
 
 
-def test_grpo_trains_exactly_what_was_sampled_and_survives_failing_tools(folder: Path, sampled: list):
+def test_grpo_trains_exactly_what_was_sampled_and_survives_failing_tools(folder: Path, sampled: dict):
     jobs.train(folder, "run", *SETTINGS)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     said: Counter[str] = Counter()
-    by_answer = {(tuple(prompt), tuple(answer)): logprobs for prompt, answer, logprobs in sampled}
+    spoken = 0
     for step in range(1, STEPS + 1):
         batch = read_ledger(folder / "run" / "ledger", step).batch
-        for tokens, mask, logprobs in sequences(batch):
-            for start, end in spans(mask):
-                # The tokens before a trained span were the engine's prompt, the span is its whole answer.
-                key = (tuple(tokens[:start]), tuple(tokens[start:end]))
-                assert logprobs[start:end] == pytest.approx(by_answer[key])
+        for version, tokens, mask, logprobs in sequences(batch):
+            for start, end in spans(mask):  # the tokens before were the engine's prompt, the span is its whole answer
+                assert logprobs[start:end] == sampled[version, tuple(tokens[:start]), tuple(tokens[start:end])]
+                spoken += 1
             said.update(check_replies(tokenizer, tokens, mask))
+    assert spoken > STEPS * 4 * 8
     assert set(said) == set(REPLIES) and min(said.values()) > 3, said
     rows = jobs.metrics(folder, "run")
     assert all(rows[step]["training/rollout_probs_diff_max"] < 1e-5 for step in range(1, STEPS + 1))
@@ -127,10 +127,11 @@ def test_grpo_trains_exactly_what_was_sampled_and_survives_failing_tools(folder:
 
 
 def sequences(batch):
-    """(tokens, mask, log-probs) of every trajectory."""
+    """(version of the weights, tokens, mask, log-probs) of every trajectory."""
     bounds = batch.cu_seqlens.tolist()
-    for start, end in pairwise(bounds):
-        yield tuple(batch[name][start:end].tolist() for name in ("tokens", "loss_mask", "rollout_logprobs"))
+    for (oldest, newest), (start, end) in zip(batch["policy_versions"].tolist(), pairwise(bounds), strict=True):
+        assert oldest == newest
+        yield oldest, *(batch[name][start:end].tolist() for name in ("tokens", "loss_mask", "rollout_logprobs"))
 
 
 def spans(mask: list[bool]) -> list[tuple[int, int]]:
