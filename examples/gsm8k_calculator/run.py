@@ -54,13 +54,16 @@ def grpo(out, model, steps):
         "data.max_response_length=224",
         "data.filter_overlong_prompts=True",
         "algorithm.adv_estimator=grpo",
+        "algorithm.rollout_correction.bypass_mode=True",
         f"{ARR}.rollout.n=8",
         f"{ARR}.rollout.dtype=float32",
         f"{ARR}.rollout.max_num_seqs=256",
-        f"{ARR}.actor.ppo_mini_batch_size=32",
+        f"{ARR}.actor.ppo_mini_batch_size=16",
         f"{ARR}.actor.ppo_max_token_len_per_gpu=8192",
         f"{ARR}.actor.use_dynamic_bsz=True",
         f"{ARR}.actor.optim.lr=3e-4",
+        f"{ARR}.actor.optim.betas=[0.9,0.95]",
+        f"{ARR}.actor.optim.lr_warmup_steps=3",
         f"{ARR}.actor.fsdp_config.dtype=float32",
         f"reward.custom_reward_function.path={HERE / 'reward.py'}",
         f"trainer.total_training_steps={steps}",
@@ -122,8 +125,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_dataset_path", required=True)
     parser.add_argument("--out", default="gsm8k_calculator_out")
-    parser.add_argument("--sft-steps", type=int, default=500)
-    parser.add_argument("--grpo-steps", type=int, default=60)
+    parser.add_argument("--sft-steps", type=int, default=400)
+    parser.add_argument("--grpo-steps", type=int, default=50)
     options = parser.parse_args()
     start, out = time.time(), Path(options.out).resolve()
     os.environ["VERL_FILE_LOGGER_ROOT"] = str(out / "metrics")

@@ -1,5 +1,6 @@
 """`verl quickstart` from nothing to a report; how far it learns is measured in benchmarks, not here."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ def test_the_quickstart_trains_saves_and_reports(
     assert "python3 -m verl.trainer.main_ppo" in shown and "held-out problems answered right" in shown
     page = (tmp_path / "out" / "report.html").read_text()
     assert "held-out problems right after" in page and "http://" not in page and "https://" not in page
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result.keys() == {"before", "after", "problems", "seconds"} and result["problems"] == 20
     assert list((tmp_path / "out" / "grpo").glob("global_step_2/actor/huggingface/model.safetensors"))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config import load_config
 from verl.utils.errors import VerlError
+from verl.utils.paths import atomic_write_text
 
 NUM_HELD_OUT = 200
 NUM_SHOWN = 10
@@ -102,6 +103,8 @@ def show(
         "training problems per step": f"{PROMPTS} x {ANSWERS} answers",
         "time": f"{seconds:.0f} s",
     }
+    result = {**summary, "problems": len(problems), "seconds": round(seconds, 1)}
+    atomic_write_text(out / "result.json", json.dumps(result) + "\n")
     config = load_config(grpo_overrides(out, out / SFT, 0, None))
     report = write_report(
         out / "report.html", "Quickstart: two-digit addition", records, samples[:50], config_values(config), facts
@@ -169,7 +172,7 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list
         f"{arr}.rollout.dtype=float32",
         "reward.custom_reward_function.path=pkg://verl.trainer.quickstart.task",
         "reward.custom_reward_function.name=compute_score",
-        f"trainer.total_training_steps={steps or 260}",
+        f"trainer.total_training_steps={steps or 230}",
         "trainer.test_freq=30",
         "trainer.save_freq=1000000",
         "trainer.logger=[file]",
