@@ -41,6 +41,7 @@ class DataConfig(Section):
     shuffle: bool = key(True, "Shuffle training rows each epoch.")
     validation_shuffle: bool = key(False, "Shuffle validation rows.")
     seed: int | None = key(None, "Seed of the shuffle; null is 1.")
+    output_path: str | None = key(None, "main_generation_server: file for the answers (.parquet or .jsonl).")
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments of the chat template.")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     tool_config_path: str | None = key(None, "Tools that count towards prompt length.")

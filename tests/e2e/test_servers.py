@@ -1,0 +1,152 @@
+"""Answers for a file, figures for answers, and the official client talking to the server."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pyarrow.parquet as pq
+import pytest
+from aiohttp import web
+
+from tests.e2e import jobs
+from verl.config import load_config
+from verl.models.load import load_tokenizer
+from verl.trainer import main_eval, main_generation_server
+from verl.trainer.main_eval import majority, pass_at
+from verl.trainer.ppo.rollout import load_engine
+from verl.trainer.serve import OpenAIServer
+
+ARR = "actor_rollout_ref"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    jobs.prepare(tmp_path)
+    return tmp_path
+
+
+def generation(folder: Path, *extra: str) -> list[str]:
+    return [
+        f"{ARR}.model.path={folder / 'model'}", f"data.train_files={folder / 'data' / 'train.jsonl'}",
+        f"data.output_path={folder / 'answers.parquet'}", "data.max_prompt_length=8", "data.max_response_length=8",
+        f"{ARR}.rollout.n=4", f"{ARR}.rollout.dtype=float32", *extra,
+    ]  # fmt: skip
+
+
+def test_every_prompt_is_answered_and_a_cut_off_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(main_generation_server, "PART", 5)
+    assert main_generation_server.main(generation(folder)) == 0
+    whole = pq.read_table(folder / "answers.parquet").to_pylist()
+    assert len(whole) == 12 and all(len(row["responses"]) == 4 for row in whole)
+    assert [row["prompt"] for row in whole] == [
+        json.loads(line)["prompt"] for line in (folder / "data" / "train.jsonl").read_text().splitlines()
+    ]
+    (folder / "answers.parquet").unlink()
+    done: list[Path] = []
+
+    def cut(path: Path, text: str) -> None:
+        if len(done) == 2:  # run.json and one part
+            raise KeyboardInterrupt
+        path.write_text(text)
+        done.append(path)
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
+        patch.setattr(main_generation_server, "atomic_write_text", cut)
+        main_generation_server.main(generation(folder))
+    part = done[1]
+    part.write_text(part.read_text().replace('"responses": ["', '"responses": ["kept ', 1))
+    assert main_generation_server.main(generation(folder)) == 0
+    again = pq.read_table(folder / "answers.parquet").to_pylist()
+    assert again[0]["responses"][0].startswith("kept ") and again[1:] == whole[1:]
+    assert not list(folder.glob("answers.parquet.*"))
+
+
+def test_answers_of_another_run_are_not_continued(folder: Path, capsys: pytest.CaptureFixture[str]):
+    parts = folder / "answers.parquet.parts"
+    parts.mkdir()
+    (parts / "run.json").write_text('{"prompts": "others"}')
+    assert main_generation_server.main(generation(folder)) == 2
+    assert "holds answers of another run (prompts differs" in capsys.readouterr().err
+    assert main_generation_server.main([a for a in generation(folder) if "output_path" not in a]) == 2
+    assert "data.output_path is not set" in capsys.readouterr().err
+
+
+def test_figures_of_a_file_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [
+        {"data_source": "a", "reward_model": {"ground_truth": "1"}, "responses": ["1", "1", "2", "3"]},
+        {"data_source": "a", "reward_model": {"ground_truth": "1"}, "responses": ["2", "2", "1", "3"]},
+        {"data_source": "b", "reward_model": {"ground_truth": "5"}, "responses": ["5", "5", "5", "5"]},
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = float(solution_str == ground_truth)\n"
+        "    return {'score': right, 'acc': right, 'pred': solution_str}\n"
+    )
+    given = [f"data.path={tmp_path / 'answers.jsonl'}", f"custom_reward_function.path={tmp_path / 'own.py'}"]
+    figures = main_eval.evaluate(load_config(given, config_name="evaluation", root=main_eval.EvalConfig))
+    assert figures["accuracy/a"] == pytest.approx(3 / 8) and figures["accuracy/b"] == 1
+    assert figures["pass@2/a"] == pytest.approx((5 / 6 + 3 / 6) / 2) and figures["pass@4/a"] == 1
+    assert figures["maj@4/a"] == pytest.approx(0.5)
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert json.loads(last) == {"test_score/a": pytest.approx(3 / 8), "test_score/b": 1.0}
+    assert main_eval.main([]) == 2 and main_eval.main(["data.path=nowhere.parquet"]) == 2
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
+    from itertools import combinations
+
+    for n, right, k in ((4, 2, 2), (6, 1, 3), (5, 0, 2), (5, 4, 2)):
+        draws = list(combinations([True] * right + [False] * (n - right), k))
+        assert pass_at(k, n, right) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert majority([]) is None
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    config = load_config(generation(folder))
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    server = OpenAIServer(load_engine(config, tokenizer), tokenizer, "small", 16)
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(server.application())
+
+    async def start() -> int:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner.addresses[0][1]
+
+    port = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{port}/v1"
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+def test_the_official_client_talks_to_the_server(address: str):
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["small"]
+    chat = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "12+13="}], n=3, max_tokens=6, seed=1, logprobs=True
+    )
+    assert len(chat.choices) == 3 and chat.usage.prompt_tokens == 6 and chat.usage.completion_tokens <= 18
+    assert all(c.finish_reason in ("stop", "length") for c in chat.choices)
+    assert all(v.logprob <= 0 for v in chat.choices[0].logprobs.content)
+    again = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "12+13="}], max_tokens=6, temperature=0
+    )
+    plain = client.completions.create(model="small", prompt=["12+13=", "11+11="], max_tokens=6, temperature=0)
+    assert plain.choices[0].text == again.choices[0].message.content and len(plain.choices) == 2
+    pieces = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "12+13="}], max_tokens=6, temperature=0, stream=True
+    )
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == again.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="exceed the 16"):
+        client.completions.create(model="small", prompt="1" * 12, max_tokens=6)
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
+        client.completions.create(model="small", prompt="1", extra_body={"temperature": "hot"})

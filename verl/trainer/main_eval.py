@@ -1,0 +1,164 @@
+"""`python3 -m verl.trainer.main_eval data.path=answers.parquet`: score a file of answers.
+
+Prints one table (accuracy, pass@k, maj@k, each with a 95 % interval over the prompts) and, last, one line of JSON:
+{"test_score/<data_source>": mean score}.
+"""
+
+import asyncio
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.config import load_config
+from verl.config.evaluation import EvalConfig
+from verl.data.chat import read_messages
+from verl.data.rows import FileRows
+from verl.rewards.base import RewardInput, Score
+from verl.rewards.build import built_in_reward, custom_reward
+from verl.utils.errors import ConfigError, DataError, VerlError
+
+HELP = f"""{__doc__}
+usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.path=FILE] key=value ...
+
+  data.path                    parquet or JSON lines; a column `responses` holds one answer or a list of answers
+  data.response_key, data.data_source_key, data.reward_model_key, data.prompt_key    other names of columns
+  custom_reward_function.path, custom_reward_function.name    a compute_score of your own
+"""
+RIGHT = 0.5  # a score above it counts as right where no `acc` is given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: scored; 2: a mistake the message explains."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
+    try:
+        evaluate(load_config(arguments, config_name="evaluation", root=EvalConfig))
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(config: EvalConfig) -> dict[str, float]:
+    """Score, show, and return every figure by name."""
+    if not config.data.path:
+        raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
+    rows = FileRows(config.data.path)
+    inputs, owners, sources = read_answers(config, rows)
+    reward = config.reward
+    function = replace(
+        reward.custom_reward_function, path=config.custom_reward_function.path, name=config.custom_reward_function.name
+    )
+    scorer = custom_reward(replace(reward, custom_reward_function=function)) if function.path else None
+    scores = asyncio.run((scorer or built_in_reward(reward)).score(inputs))
+    figures: dict[str, float] = {}
+    table = Table("data source", "prompts", "answers", "figure", "value", "95 % interval")
+    for source in dict.fromkeys(sources):
+        mine: dict[int, list[Score]] = {}
+        for score, owner in zip(scores, owners, strict=True):
+            if sources[owner] == source:
+                mine.setdefault(owner, []).append(score)
+        groups = list(mine.values())
+        figures[f"test_score/{source}"] = mean([s.value for g in groups for s in g if s.value is not None])
+        for name, value, half in metrics(groups):
+            figures[f"{name}/{source}"] = value
+            bounds = "" if half is None else f"{value - half:.3f} to {value + half:.3f}"
+            table.add_row(source, str(len(groups)), str(sum(map(len, groups))), name, f"{value:.4f}", bounds)
+    console = Console()
+    console.print(table)
+    unscored = sum(score.value is None for score in scores)
+    if unscored:
+        console.print(f"{unscored} answers were not scored; they are left out")
+    print(json.dumps({name: value for name, value in figures.items() if name.startswith("test_score/")}))
+    return figures
+
+
+def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput], list[int], list[str]]:
+    """One input per answer, the row of each, and the data source of each row."""
+    data = config.data
+    inputs, owners, sources = [], [], []
+    for index in range(len(rows)):
+        row, where = rows[index], rows.where(index)
+        for column in (data.response_key, data.data_source_key, data.reward_model_key):
+            if row.get(column) is None:
+                raise DataError(f"{where} has no column {column!r}; found: {', '.join(sorted(row))}")
+        given = row[data.response_key]
+        answers = [given] if isinstance(given, str) else list(given)
+        sources.append(str(row[data.data_source_key]))
+        messages = read_messages(row[data.prompt_key]) if row.get(data.prompt_key) is not None else []
+        for answer in answers:
+            inputs.append(
+                RewardInput(
+                    data_source=sources[-1],
+                    solution_str=answer,
+                    ground_truth=row[data.reward_model_key]["ground_truth"],
+                    extra_info=dict(row.get("extra_info") or {}),
+                    prompt_str=str(messages[-1].get("content", "")) if messages else "",
+                    where=where,
+                )
+            )
+            owners.append(index)
+    return inputs, owners, sources
+
+
+def metrics(groups: list[list[Score]]) -> list[tuple[str, float, float | None]]:
+    """(name, value, half width of the 95 % interval over prompts) from the answers of each prompt."""
+    right = [[is_right(score) for score in group if score.value is not None] for group in groups]
+    right = [group for group in right if group]
+    out = [interval("mean score", [mean([s.value for s in g if s.value is not None]) for g in groups if g])]
+    out.append(interval("accuracy", [mean([float(r) for r in group]) for group in right]))
+    answers = min(map(len, right), default=0)
+    for k in (2**i for i in range(1, answers.bit_length()) if 2**i <= answers):
+        out.append(interval(f"pass@{k}", [pass_at(k, len(group), sum(group)) for group in right]))
+    votes = [majority(group) for group in groups]
+    if answers > 1 and all(vote is not None for vote in votes):
+        out.append(interval(f"maj@{answers}", [float(bool(vote)) for vote in votes]))
+    return out
+
+
+def is_right(score: Score) -> bool:
+    """By `acc` where the scorer gives it."""
+    return bool(score.extra["acc"]) if "acc" in score.extra else (score.value or 0.0) > RIGHT
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Chance that at least one of k answers drawn without replacement from n, `right` of them right, is right.
+
+    The unbiased estimator of Chen et al. (2021, arXiv:2107.03374).
+    """
+    return 1.0 if n - right < k else 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(group: list[Score]) -> bool | None:
+    """Whether the answer most often given is right; ties go to the earliest; None where no `pred` is given."""
+    given = [(str(score.extra["pred"]), is_right(score)) for score in group if "pred" in score.extra]
+    if not given:
+        return None
+    winner, _ = Counter(pred for pred, _ in given).most_common(1)[0]
+    return next(right for pred, right in given if pred == winner)
+
+
+def interval(name: str, values: list[float]) -> tuple[str, float, float | None]:
+    """The mean and half the width of its normal 95 % interval; None with fewer than two prompts."""
+    center = mean(values)
+    if len(values) < 2:
+        return name, center, None
+    variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
+    return name, center, 1.96 * math.sqrt(variance / len(values))
+
+
+def mean(values: Sequence[Any]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
