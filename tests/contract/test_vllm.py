@@ -214,8 +214,8 @@ def test_two_replicas_of_two_devices_each_hold_one_version(folder: Path, monkeyp
     assert engine.process.poll() is not None
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int):
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (2, 1), (1, 2)])
+def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, ranks: int):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)
     make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=1)  # vLLM wants heads of at least 32 on a CPU
@@ -224,6 +224,7 @@ def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
         tmp_path, "run", f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True", f"{rollout}.kv_cache_bytes=16777216",
         f"{rollout}.disable_log_stats=False", f"{rollout}.data_parallel_size={replicas}", f"{rollout}.n=8",
         f"{rollout}.checkpoint_engine.probe_every=2", "trainer.total_training_steps=12",
+        f"trainer.n_gpus_per_node={ranks}",
     )  # fmt: skip
     rows = jobs.metrics(tmp_path, "run")
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for step, row in rows.items() if step)

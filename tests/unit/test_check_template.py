@@ -11,6 +11,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}END\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LATE = "{{ ' again' if m['role'] == 'user' and loop.index > 3 else '' }}"
 
 
 @pytest.fixture(params=["qwen3", "qwen2.5"])
@@ -40,7 +41,7 @@ def test_the_mask_of_the_sample_covers_answers_and_their_end_marks(folder: Path)
         (CHATML.replace("END", ""), "user turns can be appended"),
         (CHATML.replace("END", "<|im_end|>").replace("m['content'] }}", "m['content'] | upper }}"), "user turns"),
         (
-            CHATML.replace("END", "<|im_end|>").replace("{{ m['role'] }}", "{{ m['role'] }}{{ loop.index }}"),
+            CHATML.replace("END", "<|im_end|>").replace("{{ m['role'] }}", "{{ m['role'] }}" + LATE),
             "stitched turns equal",
         ),
     ],

@@ -28,9 +28,11 @@ class EngineKwargsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
-    """An engine in processes of its own: wherever it has several replicas, or `python` is set."""
+    """Engines in processes of their own."""
 
     python: str | None = key(None, "Python of the servers' own environment; null is this one's.")
+    url: str | None = key(None, "sglang, tgi: a server that runs already, such as http://127.0.0.1:30000.")
+    model: str | None = key(None, "tgi: model name to ask an OpenAI-compatible server for.")
     timeout: float = key(60.0, "Seconds one request may take.")
     max_attempts: int = key(3, "Attempts per request.")
     retry_delay: float = key(2.0, "Seconds between attempts.")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from verl.algorithms.losses import make_actor_loss
@@ -14,6 +15,7 @@ from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.rollout.buckets import shared_folder
 from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
 
@@ -60,8 +62,16 @@ class Actor:
         return self.ranks.forward(shard, ("logprobs",), self.infer_micro, at)["logprobs"]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, tied ones once."""
-        return self.group.worker.engine.export_weights()
+        """(HF name, whole tensor) of every parameter, tied ones once; from several ranks through shared memory."""
+        here = getattr(self.group, "worker", None)
+        if here is not None:
+            yield from here.engine.export_weights()
+            return
+        max_bytes = self.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        with shared_folder() as folder:
+            for name in self.group.broadcast("export_files", folder, max_bytes)[0]:
+                yield from load_file(folder / name).items()
+                (folder / name).unlink()
 
     def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
         """All optimiser steps on one batch; metrics, and (T,) log-probs of the first pass over each token.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verl.algorithms.aggregation import loss_weights
@@ -18,6 +19,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
+from verl.workers.rollout.buckets import buckets
 
 DEFAULT_MAX_TOKENS = 16384
 Work = tuple[Batch, MicroBatching]  # what a rank computes on, and in which micro-batches
@@ -59,6 +61,15 @@ class EngineWorker:
     def advance_schedule(self) -> None:
         """One training step is done: the learning rate moves on."""
         self.engine.lr_scheduler_step()
+
+    def export_files(self, folder: Path, max_bytes: int) -> list[str]:
+        """The whole weights as safetensors files of about `max_bytes`, written by rank 0; a collective."""
+        names = []
+        for number, bucket in enumerate(buckets(self.engine.export_weights(), max_bytes)):
+            if self.engine.rank == 0:
+                names.append(f"{number:05d}.safetensors")
+                save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, folder / names[-1])
+        return names
 
     def save(self, folder: Path, contents: list[str]) -> None:
         self.engine.save(folder, contents)

@@ -129,17 +129,11 @@ def rollout_over(
     config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[RolloutEngine, WeightSync]:
     """The rollout engine, and how weights come to it; beside several ranks, a native engine on each."""
-    if not isinstance(group, ProcessGroup):
-        engine = build_rollout(config, actor, tokenizer)
-        return engine, build_weight_sync(config, actor, engine)
-    name = config.actor_rollout_ref.rollout.name
-    if name not in ("native", "hf"):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name} beside {group.layout.world_size} training ranks is still to come; "
-            "use native, or trainer.runtime=inline"
-        )
-    ranks = RanksEngine(group)
-    return ranks, ByGathering(ranks)
+    if isinstance(group, ProcessGroup) and config.actor_rollout_ref.rollout.name in ("native", "hf"):
+        ranks = RanksEngine(group)
+        return ranks, ByGathering(ranks)
+    engine = build_rollout(config, actor, tokenizer)
+    return engine, build_weight_sync(config, actor, engine)
 
 
 def validation(config: RunConfig, tokenizer: PreTrainedTokenizerBase, sampler: Sampler) -> Validation | None:

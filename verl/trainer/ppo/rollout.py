@@ -1,13 +1,16 @@
 """Which engine answers, how it samples, and how it gets the policy's weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from verl.config import RolloutConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
+from verl.models.load import load_causal_lm, load_config
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
@@ -15,8 +18,11 @@ from verl.weight_sync.by_copy import ByCopy
 from verl.weight_sync.by_reference import ByReference
 from verl.weight_sync.probe import ROUNDING, Probe, probe_sequences
 from verl.workers.actor import Actor
-from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
 from verl.workers.rollout.native_engine import NativeEngine, eos_ids
+from verl.workers.rollout.remote import RemoteEngine
+from verl.workers.rollout.router import Router
+from verl.workers.rollout.tgi_engine import CANNOT_TRAIN, TGIEngine
 
 
 def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -24,22 +30,47 @@ def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenize
     rollout = config.actor_rollout_ref.rollout
     if rollout.name in ("native", "hf"):
         return NativeEngine(rollout, actor.model, tokenizer, device=get_platform().device_name)
-    if rollout.name == "vllm":
-        return build_vllm(config, actor, tokenizer)
-    raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} is still to come; use native or vllm")
+    if rollout.name == "tgi":
+        raise ConfigError(CANNOT_TRAIN)
+    path = str(config.actor_rollout_ref.model.path)
+    return start_engines(rollout, path, tokenizer, eos_of(load_config(path), tokenizer))
 
 
-def build_vllm(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> CopyingEngine:
-    """vLLM in this process; in processes of their own, behind a router, where replicas or an environment ask for it."""
-    rollout, path = config.actor_rollout_ref.rollout, str(config.actor_rollout_ref.model.path)
-    eos = eos_ids(actor.model, tokenizer)
+def load_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The rollout engine without a trainer, on the weights of `model.path`: generation, serving, evaluation."""
+    rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if rollout.name in ("native", "hf"):
+        dtype = rollout_dtype(rollout.dtype) or torch.float32
+        device = get_platform().device_name
+        model = load_causal_lm(settings.path or "", dtype=dtype).to(torch.device(device))  # type: ignore[arg-type]
+        return NativeEngine(rollout, model, tokenizer, device=device)
+    model_config = load_config(settings.path or "")
+    if rollout.name == "tgi":
+        return TGIEngine(rollout, tokenizer)
+    loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
+    return start_engines(loaded, str(settings.path), tokenizer, eos_of(model_config, tokenizer))
+
+
+def eos_of(model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every end-of-sequence id that the model's configuration or the tokenizer names."""
+    return eos_ids(SimpleNamespace(config=model_config), tokenizer)  # type: ignore[arg-type]
+
+
+def start_engines(
+    rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]
+) -> CopyingEngine:
+    """vLLM in this process or in servers, or SGLang servers; several replicas behind a router."""
+    if rollout.name == "sglang":
+        from verl.workers.rollout.sglang_engine import SGLangEngine
+
+        servers = [SGLangEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
+        return servers[0] if len(servers) == 1 else Router(servers)
+    if rollout.name != "vllm":
+        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} is not one of native, vllm, sglang, tgi")
     if rollout.data_parallel_size == 1 and rollout.tensor_model_parallel_size == 1 and rollout.server.python is None:
         from verl.workers.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(rollout, path, tokenizer, eos)
-    from verl.workers.rollout.remote import RemoteEngine
-    from verl.workers.rollout.router import Router
-
     engines = [RemoteEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
     for engine in engines:  # they start side by side
         engine.ready()
@@ -51,13 +82,13 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
     if not isinstance(engine, CopyingEngine):
         return ByReference(actor.model, engine)
     rollout = config.actor_rollout_ref.rollout
-    rounding = ROUNDING[engine.dtype or next(actor.model.parameters()).dtype]
+    rounding = ROUNDING[engine.dtype or torch.float32]
 
     async def scores(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return actor_scores(actor, sequences)
 
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    vocab_size = int(actor.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
     sequences = probe_sequences(vocab_size, min(24, longest - 1))
     probe = Probe(sequences, scores, rounding)
     return ByCopy(actor.export_weights, engine, probe, rollout.checkpoint_engine.probe_every)

@@ -32,10 +32,17 @@ def buckets(
 
 
 @contextlib.contextmanager
-def shared_file(bucket: list[tuple[str, Tensor]]) -> Iterator[Path]:
-    """The bucket as a safetensors file in memory, readable by this user only; gone afterwards."""
+def shared_folder() -> Iterator[Path]:
+    """A folder in memory, open to this user only; gone afterwards."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=root) as folder:
-        path = Path(folder) / "bucket.safetensors"
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def shared_file(bucket: list[tuple[str, Tensor]]) -> Iterator[Path]:
+    """The bucket as a safetensors file in memory; gone afterwards."""
+    with shared_folder() as folder:
+        path = folder / "bucket.safetensors"
         save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, path)
         yield path

@@ -1,0 +1,135 @@
+"""SGLang without SGLang: its arguments and requests against the package's own source, and what the client does."""
+
+import ast
+import asyncio
+import functools
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import unavailable
+from tests.contract.test_rollout import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
+from tests.standins import SGLANG_PATHS, SGLangStandIn
+from verl.config import load_config
+from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
+from verl.trainer.ppo.rollout import actor_scores  # noqa: F401  (imports without any engine installed)
+from verl.utils.errors import ConfigError, WorkerError
+from verl.weight_sync.by_copy import ByCopy
+from verl.weight_sync.probe import Probe, probe_sequences
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
+from verl.workers.rollout.sglang_engine import SGLangEngine, command_line, sglang_arguments
+from verl.workers.rollout.tgi_engine import CANNOT_TRAIN
+
+VERSION = "0.5.23"
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The package's wheel, downloaded and only read."""
+    given = os.environ.get("VERL_SGLANG_WHEEL")
+    folder = Path(given).parent if given else tmp_path_factory.mktemp("sglang")
+    if not given:
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"sglang=={VERSION}", "-d", str(folder)]
+        if subprocess.run(download, capture_output=True).returncode:
+            unavailable(f"the wheel of sglang {VERSION} cannot be downloaded; set VERL_SGLANG_WHEEL")
+    return zipfile.ZipFile(next(folder.glob("sglang-*.whl")))
+
+
+@functools.cache
+def fields_of(sources: zipfile.ZipFile, file: str, name: str) -> set[str]:
+    """Annotated names of a class."""
+    tree = ast.parse(sources.read(f"sglang/srt/{file}").decode())
+    [found] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    return {
+        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def full_config() -> RolloutConfig:
+    extra = {
+        "attention_backend": "ascend", "deepep_mode": "auto", "moe_a2a_backend": "deepep", "enable_dp_attention": True,
+        "chunked_prefill_size": -1,
+    }  # fmt: skip
+    return replace(CONFIG, cudagraph_capture_sizes=[1, 2], engine_kwargs=EngineKwargsConfig(sglang=extra))
+
+
+def test_every_argument_is_one_of_the_packages(sources: zipfile.ZipFile):
+    names = " ".join(
+        sources.read(n).decode()
+        for n in sources.namelist()
+        if n.startswith("sglang/srt/server_args") or "/arg_groups/" in n
+    )
+    for name in sglang_arguments(full_config(), "x"):
+        assert f"{name}:" in names or f'"--{name.replace("_", "-")}"' in names, name
+
+
+def test_requests_have_the_fields_of_the_packages_classes(sources: zipfile.ZipFile):
+    stand_in = SGLangStandIn(native_behind(small_model(), CONFIG), letters_tokenizer())
+    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url)), "nowhere", (EOS,))
+    asyncio.run(engine.generate(GenerationRequest(1, PROMPT, SamplingParams(max_tokens=3))))
+    asyncio.run(engine.score([PROMPT]))
+    asyncio.run(engine.update_weights(small_model(), 2))
+    asyncio.run(engine.sleep())
+    asyncio.run(engine.wake())
+    stand_in.close()
+    bodies = dict(stand_in.calls)
+    first = next(body for name, body in stand_in.calls if name == "generate")
+    for body in (first, bodies["generate"]):
+        assert body.keys() - {"rid"} <= fields_of(sources, "managers/io_struct.py", "GenerateReqInput")
+        assert body["sampling_params"].keys() <= fields_of(sources, "sampling/sampling_params.py", "SamplingParams")
+    assert bodies["update"].keys() <= fields_of(sources, "managers/io_struct.py", "UpdateWeightFromDiskReqInput")
+    assert bodies["release"].keys() <= fields_of(sources, "managers/io_struct.py", "ReleaseMemoryOccupationReqInput")
+    routes = sources.read("sglang/srt/entrypoints/http_server.py").decode()
+    assert all(f'"/{name}"' in routes for name in (*SGLANG_PATHS, "health"))
+
+
+def test_the_command_line_has_flags_values_and_lists():
+    words = command_line(sglang_arguments(full_config(), "model"))
+    assert words[words.index("--cuda-graph-bs-decode") + 1 :][:2] == ["1", "2"]
+    assert "--enable-dp-attention" in words and words[words.index("--attention-backend") + 1] == "ascend"
+    assert words[words.index("--chunked-prefill-size") + 1] == "-1" and "--disable-cuda-graph" not in words
+    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.port is set by this library"):
+        sglang_arguments(replace(CONFIG, engine_kwargs=EngineKwargsConfig(sglang={"port": 1})), "x")
+
+
+def test_a_publish_is_probed_and_a_refused_one_is_an_error(tmp_path: Path):
+    from tests.standins import logprobs_of
+
+    model = small_model(tied=False)
+    model.save_pretrained(tmp_path)
+    stand_in = SGLangStandIn(native_behind(model, CONFIG), letters_tokenizer())
+    stand_in.slow = False
+    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url)), tmp_path, (EOS,))
+
+    async def trainer(sequences):
+        return [logprobs_of(model, list(ids)) for ids in sequences]
+
+    sync = ByCopy(lambda: model.named_parameters(), engine, Probe(probe_sequences(EOS + 2), trainer), 1)
+    for version in range(2):
+        for p in model.parameters():
+            p.data.mul_(1.01)
+        assert asyncio.run(sync.publish(version)).probes[0].differs < 1e-6
+    sync.weights = lambda: [("model.nothing.weight", model.lm_head.weight)]
+    with pytest.raises(StaleWeightsError, match=r"refused version 2: no parameter model.nothing.weight"):
+        asyncio.run(sync.publish(2))
+    stand_in.close()
+    lonely = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url, max_attempts=1)), tmp_path)
+    with pytest.raises(WorkerError, match=r"no answer from http://127.0.0.1.*in 1 attempts"):
+        asyncio.run(lonely.client.call("GET", "/health"))
+
+
+def test_tgi_refuses_to_be_trained(tmp_path: Path):
+    from tests.e2e import jobs
+
+    jobs.prepare(tmp_path)
+    with pytest.raises(ConfigError, match=r"only generates"):
+        jobs.train(
+            tmp_path, "run", "actor_rollout_ref.rollout.name=tgi", "actor_rollout_ref.rollout.server.url=http://x"
+        )
+    assert "verl generate" in CANNOT_TRAIN
+    assert load_config(["actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.name=tgi"])

@@ -1,0 +1,242 @@
+"""`rollout.name=sglang`: an SGLang server behind the contract of every rollout engine.
+
+Written against the request classes of SGLang 0.5.23, and tested against a server that speaks this protocol; the real
+engine has no CPU build. Weights travel as safetensors in shared memory and are read with `update_weights_from_disk`:
+SGLang's faster ways unpickle what they receive.
+"""
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from verl.config.rollout import RolloutConfig
+from verl.models.fingerprint import fingerprint
+from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.seeds import derive_seed
+from verl.workers.rollout.base import (
+    Completion,
+    CopyingEngine,
+    GenerationRequest,
+    StaleWeightsError,
+    check_request,
+    rollout_dtype,
+)
+from verl.workers.rollout.buckets import SHARED_MEMORY
+from verl.workers.rollout.http import HTTPClient
+
+OURS = ("model_path", "host", "port")
+
+
+def sglang_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
+    """Arguments of SGLang's ServerArgs: our keys, then `engine_kwargs.sglang` as it is.
+
+    `mem_fraction_static` is the share of free memory for weights and cache; SGLang uses what is beyond it as well, so
+    a `gpu_memory_utilization` that fits vLLM may be too much here.
+    """
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "dtype": config.dtype,
+        "random_seed": config.seed + replica,
+        "context_length": config.max_model_len or config.prompt_length + config.response_length,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "max_running_requests": config.max_num_seqs,
+        "max_prefill_tokens": config.max_num_batched_tokens,
+        "tp_size": config.tensor_model_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        "disable_cuda_graph": config.enforce_eager,
+        "cuda_graph_bs_decode": config.cudagraph_capture_sizes,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "chunked_prefill_size": None if config.enable_chunked_prefill else -1,
+        "enable_memory_saver": config.free_cache_engine,
+        "load_format": config.load_format,
+        "enable_metrics": not config.disable_log_stats,
+        "skip_tokenizer_init": config.skip_tokenizer_init and not config.stop,
+    }
+    extra = {name: value for name, value in config.engine_kwargs.sglang.items() if value is not None}
+    taken = sorted(set(extra) & set(OURS))
+    if taken:
+        raise ConfigError(
+            f"engine_kwargs.sglang.{taken[0]} is set by this library and cannot be replaced; leave it out"
+        )
+    return {name: value for name, value in (arguments | extra).items() if value is not None}
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """`--name value …` as `sglang.launch_server` reads it; flags only where true."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [flag, *map(str, value)]
+        elif value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+class SGLangEngine(CopyingEngine):
+    """One server: started here, or running already at `rollout.server.url`."""
+
+    def __init__(
+        self, config: RolloutConfig, model_path: str | Path, eos_token_ids: Sequence[int] = (), replica: int = 0
+    ):
+        self.config, self.model_path, self.replica = config, Path(model_path), replica
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.longest = config.max_model_len or config.prompt_length + config.response_length
+        self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self.dtype = rollout_dtype(config.dtype)
+        self.process: subprocess.Popen[bytes] | None = None
+        url = config.server.url
+        if url is None:
+            url = self._start(sglang_arguments(config, str(model_path), replica))
+        server = config.server
+        self.client = HTTPClient(url, server.max_attempts, server.retry_delay, server.max_connections)
+        self._version, self._asleep = 0, False
+        self._in_flight: set[int] = set()
+        self._generated = 0
+        self._update: Path | None = None
+
+    def _start(self, arguments: dict[str, Any]) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = command_line({**arguments, "host": "127.0.0.1", "port": port})
+        python = self.config.server.python or sys.executable
+        self.process = subprocess.Popen([python, "-m", "sglang.launch_server", *words], stdin=subprocess.DEVNULL)
+        weakref.finalize(self, self.process.terminate)
+        return f"http://127.0.0.1:{port}"
+
+    async def ready(self) -> None:
+        """Wait until the server answers."""
+        end = time.monotonic() + self.config.server.max_start_wait_time
+        while True:
+            try:
+                await self.client.call("GET", "/health")
+                return
+            except WorkerError as error:
+                died = self.process.poll() if self.process is not None else None
+                if died is not None or time.monotonic() > end:
+                    how = f"ended with exit code {died}" if died is not None else "did not answer in time"
+                    raise WorkerError(self.replica, "start", f"the SGLang server {how}: {error}") from error
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if self._asleep:
+            raise WorkerError(self.replica, "generate", "SGLang is asleep; call wake() first")
+        tokenizes = not (self.config.skip_tokenizer_init and not self.config.stop)
+        check_request(request, self.longest, self._in_flight, tokenizes)
+        self._in_flight.add(request.request_id)
+        try:
+            samples = [self._sample(request, number) for number in range(request.sampling.n)]
+            return list(await asyncio.gather(*samples))
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    async def _sample(self, request: GenerationRequest, number: int) -> Completion:
+        params, first = request.sampling, self._version
+        eos = () if params.ignore_eos else self.eos_token_ids
+        reply = await self.client.call("POST", "/generate", {
+            "rid": f"{request.request_id}:{number}",
+            "input_ids": request.prompt_ids,
+            "return_logprob": True,
+            "sampling_params": {
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k if params.top_k > 0 else -1,
+                "max_new_tokens": params.max_tokens,
+                "min_new_tokens": params.min_tokens,
+                "stop": list(params.stop) or None,
+                "stop_token_ids": list(dict.fromkeys((*eos, *params.stop_token_ids))) or None,
+                "ignore_eos": True,
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+                "sampling_seed": derive_seed(params.seed, request.request_id, number) % 2**31,
+            },
+        })  # fmt: skip
+        meta = reply["meta_info"]
+        logprobs = meta.get("output_token_logprobs") or []
+        reason = (meta.get("finish_reason") or {}).get("type", "abort")
+        self._generated += len(logprobs)
+        return Completion(
+            [int(entry[1]) for entry in logprobs],
+            [float(entry[0]) for entry in logprobs],
+            reason if reason in ("stop", "length") else "aborted",
+            (first, self._version),
+        )
+
+    async def abort(self, request_id: int | None = None) -> None:
+        if request_id is None:
+            await self.client.call("POST", "/abort_request", {"abort_all": True})
+        else:  # SGLang aborts every request whose name begins so
+            await self.client.call("POST", "/abort_request", {"rid": f"{request_id}:"})
+
+    async def begin_update(self) -> None:
+        root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self._update = Path(tempfile.mkdtemp(prefix="verl-sglang-", dir=root))
+        for file in self.model_path.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, self._update)
+
+    async def load_file(self, path: Path) -> list[dict[str, str]]:
+        assert self._update is not None, "begin_update comes first"
+        number = len(list(self._update.glob("*.safetensors")))
+        target = Path(shutil.copy(path, self._update / f"model-{number:05d}.safetensors"))
+        return [{name: fingerprint(tensor) for name, tensor in load_file(target).items()}]
+
+    async def finish_update(self, version: int) -> None:
+        assert self._update is not None, "begin_update comes first"
+        folder, self._update = self._update, None
+        try:
+            reply = await self.client.call(
+                "POST",
+                "/update_weights_from_disk",
+                {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
+            )
+        finally:
+            shutil.rmtree(folder)
+        if not reply.get("success"):
+            raise StaleWeightsError(f"replica {self.replica} refused version {version}: {reply.get('message')}")
+        self._version = version
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        async def one(ids: Sequence[int]) -> list[float]:
+            reply = await self.client.call("POST", "/generate", {
+                "input_ids": list(ids), "return_logprob": True, "logprob_start_len": 0,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            })  # fmt: skip
+            return [0.0, *(float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:])]
+
+        return list(await asyncio.gather(*map(one, sequences)))
+
+    async def sleep(self) -> None:
+        if self._in_flight:
+            raise WorkerError(
+                self.replica, "sleep",
+                f"{len(self._in_flight)} requests are in flight; await or abort() them before sleep()",
+            )  # fmt: skip
+        if self.config.free_cache_engine:  # not the weights: they would be gone, not moved
+            await self.client.call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+        self._asleep = True
+
+    async def wake(self) -> None:
+        if self._asleep and self.config.free_cache_engine:
+            await self.client.call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        self._asleep = False
+
+    def stats(self) -> dict[str, float]:
+        generated, self._generated = self._generated, 0
+        return {"generated_tokens": generated}

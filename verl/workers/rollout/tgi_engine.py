@@ -1,0 +1,132 @@
+"""`rollout.name=tgi`: a client of a running TGI or OpenAI-compatible server. It generates; it cannot be trained.
+
+For evaluation, agents and frozen models. TGI answers with token ids and log-probs. OpenAI-compatible servers are asked
+for `return_token_ids`; where a server does not know it, the text is tokenised here and log-probs are left out.
+"""
+
+import asyncio
+from typing import Any
+
+from verl.config.rollout import RolloutConfig
+from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.seeds import derive_seed
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
+from verl.workers.rollout.http import HTTPClient
+
+CANNOT_TRAIN = (
+    "actor_rollout_ref.rollout.name=tgi only generates: weights cannot be pushed to such a server, so it would go on "
+    "answering with the old policy. Train with rollout.name=native, vllm or sglang; use tgi with `verl generate`"
+)
+_ABORTED: "list[asyncio.Task[Completion]]" = []  # in the place of a request's tasks
+_REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length", "stop": "stop"}
+
+
+class TGIEngine(RolloutEngine):
+    """The server at `rollout.server.url`."""
+
+    def __init__(self, config: RolloutConfig, tokenizer: Any):
+        if config.server.url is None:
+            raise ConfigError("rollout.name=tgi needs actor_rollout_ref.rollout.server.url, such as http://host:8080")
+        self.config, self.tokenizer = config, tokenizer
+        self.longest = config.max_model_len or config.prompt_length + config.response_length
+        server = config.server
+        self.client = HTTPClient(server.url or "", server.max_attempts, server.retry_delay, server.max_connections)
+        self.is_tgi: bool | None = None
+        self._in_flight: dict[int, list[asyncio.Task[Completion]]] = {}
+        self._asleep, self._generated = False, 0
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if self._asleep:
+            raise WorkerError(0, "generate", "the client is asleep; call wake() first")
+        check_request(request, self.longest, self._in_flight, True)
+        self._in_flight[request.request_id] = []
+        try:
+            if self.is_tgi is None:
+                self.is_tgi = await self._detect()
+            tasks = self._in_flight[request.request_id]
+            if tasks is _ABORTED:
+                return [Completion([], [], "aborted", (0, 0))] * request.sampling.n
+            tasks += [asyncio.create_task(self._sample(request, number)) for number in range(request.sampling.n)]
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._in_flight.pop(request.request_id, None)
+        out = []
+        for result in done:
+            if isinstance(result, asyncio.CancelledError):  # abort(): such a server keeps what it had
+                result = Completion([], [], "aborted", (0, 0))
+            if isinstance(result, BaseException):
+                raise result
+            out.append(result)
+        return out
+
+    async def _detect(self) -> bool:
+        try:
+            info = await self.client.call("GET", "/info")
+        except WorkerError:
+            return False
+        return isinstance(info, dict) and "model_id" in info
+
+    async def _sample(self, request: GenerationRequest, number: int) -> Completion:
+        params, seed = request.sampling, derive_seed(request.sampling.seed, request.request_id, number) % 2**31
+        answer = self._ask_tgi if self.is_tgi else self._ask_openai
+        completion = await answer(request.prompt_ids, params, seed)
+        self._generated += len(completion.token_ids)
+        return completion
+
+    async def _ask_tgi(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+        if params.stop_token_ids or params.min_tokens or params.ignore_eos:
+            raise ConfigError("TGI has neither stop_token_ids, min_tokens nor ignore_eos; leave them at their defaults")
+        parameters: dict[str, Any] = {
+            "max_new_tokens": params.max_tokens, "details": True, "seed": seed, "do_sample": params.temperature > 0,
+            "stop": list(params.stop),
+        }  # fmt: skip
+        if params.temperature > 0:
+            parameters["temperature"] = params.temperature
+            parameters |= {"top_p": params.top_p} if params.top_p < 1 else {}
+            parameters |= {"top_k": params.top_k} if params.top_k > 0 else {}
+        text = self.tokenizer.decode(prompt_ids)
+        reply = await self.client.call("POST", "/generate", {"inputs": text, "parameters": parameters})
+        details = reply["details"]
+        tokens = [(int(t["id"]), float(t["logprob"] or 0.0)) for t in details["tokens"]]
+        reason = _REASONS.get(str(details["finish_reason"]), "aborted")
+        return Completion([i for i, _ in tokens], [v for _, v in tokens], reason, (0, 0))
+
+    async def _ask_openai(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+        body: dict[str, Any] = {
+            "model": self.config.server.model or "default", "prompt": prompt_ids, "max_tokens": params.max_tokens,
+            "temperature": params.temperature, "top_p": params.top_p, "seed": seed, "logprobs": 0,
+            "stop": list(params.stop) or None, "return_token_ids": True,
+        }  # fmt: skip
+        extra = {"top_k": params.top_k, "min_tokens": params.min_tokens, "stop_token_ids": list(params.stop_token_ids)}
+        body |= {name: value for name, value in extra.items() if value not in (-1, 0, [])}
+        body |= {"ignore_eos": True} if params.ignore_eos else {}
+        [choice] = (await self.client.call("POST", "/v1/completions", body))["choices"]
+        ids = choice.get("token_ids") or self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        given = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        logprobs = [float(v) for v in given] if len(given) == len(ids) else [0.0] * len(ids)
+        return Completion(ids, logprobs, _REASONS.get(choice["finish_reason"], "aborted"), (0, 0))
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        raise ConfigError(CANNOT_TRAIN)
+
+    async def sleep(self) -> None:
+        self._asleep = True
+
+    async def wake(self) -> None:
+        self._asleep = False
+
+    async def abort(self, request_id: int | None = None) -> None:
+        for number, tasks in self._in_flight.items():
+            if request_id in (None, number):
+                for task in tasks:
+                    task.cancel()
+                if not tasks:  # not asked for yet
+                    self._in_flight[number] = _ABORTED
+
+    def stats(self) -> dict[str, float]:
+        generated, self._generated = self._generated, 0
+        return {"generated_tokens": generated}
