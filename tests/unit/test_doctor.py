@@ -82,7 +82,7 @@ def test_backends_are_good_exactly_where_the_configuration_check_lets_them_run(c
             key = "actor.strategy" if name in doctor.ENGINES else "rollout.name"
             try:
                 check_supported(load_config(["actor_rollout_ref.model.path=.", f"actor_rollout_ref.{key}={name}"]))
-                assert row["status"] == "good", row
+                assert row["status"] == "good" or "is not installed" in row["detail"], row
             except ConfigError:
                 assert row["status"] == "bad", row
 
@@ -97,7 +97,7 @@ def test_a_configuration_that_can_run_exits_with_0(capsys, model_folder):
     ("override", "line", "says"),
     [
         ("trainer.devicee=cpu", "configuration", "did you mean"),
-        ("actor_rollout_ref.rollout.name=vllm", "features", "still to come"),
+        ("actor_rollout_ref.rollout.name=sglang", "features", "still to come"),
         ("trainer.device=npu", "trainer.device", "but this machine has cpu"),
         ("actor_rollout_ref.model.path=/nowhere", "actor_rollout_ref.model.path", "not a folder"),
         ("data.train_files=/nowhere.parquet", "data.train_files", "does not exist"),
