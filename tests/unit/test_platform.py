@@ -1,6 +1,7 @@
 """Which platform is found, and what each says; vendors whose hardware is absent are fake modules that record calls."""
 
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from verl.plugin.platform import (
     PlatformBase,
     PlatformRegistry,
     TorchAccelerator,
+    choose_platform,
     get_platform,
     platform_manager,
     set_platform,
@@ -404,3 +406,33 @@ def test_the_device_shim_asks_the_platform():
     config = types.SimpleNamespace(trainer=types.SimpleNamespace(device="cuda"))
     device.auto_set_device(config)
     assert config.trainer.device == "chip"
+
+
+def test_a_run_is_on_the_device_it_asks_for_and_so_are_its_processes(monkeypatch):
+    from verl.config import load_config
+    from verl.trainer.launch import missing_ranks
+    from verl.trainer.ppo.build import build_run
+    from verl.trainer.sft_trainer import run_sft
+
+    class Present(Chip):
+        def is_platform_available(self, use_smi_check=True):
+            return True
+
+        def device_count(self):
+            return 4
+
+    monkeypatch.setenv("VERL_PLATFORM", "")
+    for name in ("nvidia", "amd", "huawei"):
+        PlatformRegistry._platforms.pop(name)
+    PlatformRegistry.register("acme")(Present)
+    sft = ["--config-name=sft_trainer"]
+    assert choose_platform("auto").device_name == "chip"
+    assert missing_ranks(load_config([*sft, "trainer.device=chip"])) == 4
+    wrong = load_config(["actor_rollout_ref.model.path=.", "trainer.device=cuda"])
+    with pytest.raises(ConfigError, match=r"trainer.device=cuda, but this machine has chip, cpu; name one"):
+        build_run(wrong)
+    with pytest.raises(ConfigError, match=r"trainer.device=npu, but this machine has chip, cpu"):
+        run_sft(load_config([*sft, "trainer.device=npu"]))
+    assert missing_ranks(load_config([*sft, "trainer.device=cpu"])) == 0
+    assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
+    assert choose_platform("chip") is get_platform() and os.environ["VERL_PLATFORM"] == "acme"

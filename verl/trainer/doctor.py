@@ -12,7 +12,7 @@ from verl.config.check import check_supported
 from verl.plugin.doctor import Report, backends, examine
 from verl.plugin.findings import Finding, Status
 from verl.plugin.installed import has_module
-from verl.plugin.platform import PlatformBase, get_platform
+from verl.plugin.platform import PlatformBase, choose_platform, get_platform
 from verl.utils.errors import ConfigError, VerlError
 
 HELP = """What this machine is and can do, and whether a configuration can run on it.
@@ -137,11 +137,11 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
 def _devices(config: Any, platform: PlatformBase) -> list[Finding]:
     trainer = config.trainer
     rows = []
-    if trainer.device in ("auto", platform.device_name):
+    try:
+        platform = choose_platform(trainer.device)
         rows.append(Finding("trainer.device", Status.GOOD, f"{trainer.device}: {platform.device_name}"))
-    else:
-        detail = f"{trainer.device}, but this machine has {platform.device_name}"
-        rows.append(Finding("trainer.device", Status.BAD, detail, "trainer.device=auto"))
+    except ConfigError as error:
+        rows.append(Finding("trainer.device", Status.BAD, str(error), "trainer.device=auto"))
     asked, found = trainer.n_gpus_per_node, platform.device_count()
     if asked is not None and asked > found and platform.device_name != "cpu":
         detail = f"{asked} asked for, {found} found"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from verl.config import SFTConfig
-from verl.plugin.platform import get_platform
+from verl.plugin.platform import choose_platform
 from verl.runtime.processes import loopback
 from verl.runtime.torchrun import Rank
 from verl.utils.errors import ConfigError
@@ -15,6 +15,7 @@ MODULE = "verl.trainer.sft_trainer"
 def missing_ranks(config: SFTConfig) -> int:
     """How many ranks must be started before the run can begin; 0 when this process is one of them, or the only one."""
     settings = config.trainer
+    platform = choose_platform(settings.device)
     if "WORLD_SIZE" in os.environ:
         _agrees(config, Rank.of_environment())
         return 0
@@ -31,7 +32,6 @@ def missing_ranks(config: SFTConfig) -> int:
             )
         return 0
     if count is None:
-        platform = get_platform()
         count = 1 if platform.device_name == "cpu" else platform.device_count()
     return count if count > 1 or settings.runtime == "processes" else 0
 

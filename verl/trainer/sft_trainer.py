@@ -42,10 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sft(config: SFTConfig) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step."""
+    from verl.plugin.platform import choose_platform
     from verl.runtime.peers import Peers
     from verl.runtime.torchrun import Rank
     from verl.trainer.sft import build_sft
 
+    choose_platform(config.trainer.device)
     rank = Rank.of_environment()
     if rank.world_size > 1:
         rank.join()

@@ -5,7 +5,7 @@ from verl.plugin.platform.cpu import PlatformCPU
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.platform.npu import PlatformNPU
 from verl.plugin.platform.platform_base import PlatformBase
-from verl.plugin.platform.platform_manager import PlatformRegistry, get_platform, set_platform
+from verl.plugin.platform.platform_manager import PlatformRegistry, choose_platform, get_platform, set_platform
 from verl.plugin.platform.rocm import PlatformROCm
 
 PlatformRegistry.register("nvidia")(PlatformCUDA)
@@ -13,4 +13,4 @@ PlatformRegistry.register("amd")(PlatformROCm)
 PlatformRegistry.register("huawei")(PlatformNPU)
 PlatformRegistry.register("cpu")(PlatformCPU)
 
-__all__ = ["PlatformBase", "PlatformRegistry", "TorchAccelerator", "get_platform", "set_platform"]
+__all__ = ["PlatformBase", "PlatformRegistry", "TorchAccelerator", "choose_platform", "get_platform", "set_platform"]

@@ -90,6 +90,30 @@ def set_platform(platform: PlatformBase) -> None:
     _current_platform = platform
 
 
+def choose_platform(device: str) -> PlatformBase:
+    """The platform with torch device type `device`, from now on and in processes started from here.
+
+    "auto" is `get_platform()`. ConfigError with the devices that are there when there is no such one.
+    """
+    global _current_platform
+    platform = get_platform()
+    if device in ("auto", platform.device_name):
+        return platform
+    probes = [
+        _probe(name, use_smi_check) for use_smi_check in (True, False) for name in PlatformRegistry.registered_names()
+    ]
+    names = [*(probe.name for probe in probes if probe.available), FALLBACK]
+    there = {PlatformRegistry._platforms[name]().device_name: name for name in reversed(names)}
+    if device not in there:
+        raise ConfigError(
+            f"trainer.device={device}, but this machine has {', '.join(sorted(there))}; name one of them, or leave it "
+            "at auto"
+        )
+    os.environ["VERL_PLATFORM"] = there[device]
+    _current_platform = _create_platform(there[device])
+    return _current_platform
+
+
 def probe_platforms() -> list[Probe]:
     """Ask every platform in order, with its monitoring program first and, if none answers, without; stops at a yes.
 

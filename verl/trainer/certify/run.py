@@ -21,6 +21,7 @@ from verl.models.float64 import keep_float64
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.placement import move
 from verl.models.registry import check_prefix_sharing, runs_packed
+from verl.plugin.platform import choose_platform
 from verl.trainer.certify import reference
 from verl.trainer.certify.batch import trajectories, with_columns
 from verl.trainer.certify.ranks import RankGradients
@@ -82,6 +83,7 @@ def certify(
     """The certificate of every model that `config` trains, sharded over `num_ranks` processes too where not 1."""
     if num_sequences < 4 or longest < 8:
         raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
+    choose_platform(config.trainer.device)
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         ranks = None

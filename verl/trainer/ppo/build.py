@@ -15,7 +15,7 @@ from verl.data.sampler import PromptSampler
 from verl.models.load import load_tokenizer
 from verl.models.lora import wants_lora
 from verl.observe.tracking import Tracking
-from verl.plugin.platform import get_platform
+from verl.plugin.platform import choose_platform, get_platform
 from verl.rewards.build import build_reward
 from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
@@ -38,6 +38,7 @@ from verl.workers.sampler import RanksEngine
 def build_run(config: RunConfig) -> Run:
     """Everything a run needs, loaded and connected. Mistakes in the configuration are found here, before any step."""
     check_supported(config)
+    choose_platform(config.trainer.device)
     import_external(config.actor_rollout_ref.model.external_lib)
     get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
