@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.config import ConfigError, ConfigWarning, RunConfig, SFTConfig, load_config
+from verl.config.check import check_ranks
 from verl.config.load import unread_keys
 from verl.config.overrides import parse_override
 
@@ -210,6 +211,15 @@ def test_a_size_over_all_devices_is_shared_by_them():
     assert not config.actor_rollout_ref.actor.use_dynamic_bsz
     with pytest.raises(ConfigError, match=r"16 .*3"):
         load_config([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=3", "data.train_batch_size=3"])
+
+
+@pytest.mark.filterwarnings("ignore::verl.config.ConfigWarning")
+def test_a_size_over_all_devices_is_refused_once_more_are_found_than_it_was_shared_by():
+    config = load_config([f"{ACTOR}.ppo_micro_batch_size=16"])
+    check_ranks(config, 1)
+    with pytest.raises(ConfigError, match=r"ppo_micro_batch_size is shared by .* 8 were found; .*n_gpus_per_node=8"):
+        check_ranks(config, 8)
+    check_ranks(load_config([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=8"]), 8)
 
 
 def test_a_key_without_effect_warns_and_leaves_all_else_alone():

@@ -90,6 +90,12 @@ def _batches(config: RunConfig) -> None:
 def check_ranks(config: RunConfig, devices: int) -> None:
     """ConfigError where the sequences of a step cannot be shared by so many devices."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    for old, target in getattr(config, "_undivided", {}).items():
+        if devices > config.trainer.nnodes:
+            raise ConfigError(
+                f"{old} is shared by all devices, but their number was not given and {devices} were found; set "
+                f"trainer.n_gpus_per_node={devices // config.trainer.nnodes}, or {target}"
+            )
     ranks = max(devices // actor.ulysses_sequence_parallel_size, 1)
     for path, prompts in (
         ("data.train_batch_size", data.train_batch_size),

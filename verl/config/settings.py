@@ -151,6 +151,8 @@ class Settings:
         config = _build(self.root, "", flat)
         object.__setattr__(config, "_origins", {p: self.origins.get(p, "default") for p in flat})
         object.__setattr__(config, "_set", explicit)
+        undivided = self._per_device if flat.get("trainer.n_gpus_per_node") is None else {}
+        object.__setattr__(config, "_undivided", {old: target for target, (old, _, _) in undivided.items()})
         return config
 
     def _flat(self) -> dict[str, Any]:
