@@ -62,5 +62,9 @@ TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/", "critic/
 
 
 def without_timings(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Everything that must repeat exactly."""
-    return {step: {k: v for k, v in row.items() if not k.startswith(TIMINGS)} for step, row in rows.items()}
+    """Everything that must repeat exactly: neither times (rollout/model_s is seconds, too) nor memory."""
+
+    def repeats(name: str) -> bool:
+        return not name.startswith(TIMINGS) and not name.endswith("_s")
+
+    return {step: {k: v for k, v in row.items() if repeats(k)} for step, row in rows.items()}
