@@ -36,6 +36,14 @@ def test_pairs_are_those_that_a_causal_window_lets_through(length, window):
     assert pairs(length, window) == len(seen)
 
 
+@pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen3_5_text", STATE)])
+def test_attention_is_half_of_the_cost_at_the_attention_length(name, changes):
+    counts = FlopCounts.of(build(name, changes))
+    length = round(counts.attention_length)
+    quadratic = sum(layer.flops([length]) for layer in counts.attention if layer.window is None)
+    assert quadratic == pytest.approx(counts.forward([length], length) / 2, rel=2 / length)
+
+
 def test_layers_with_a_state_cost_the_same_for_every_token():
     counts = FlopCounts.of(build("qwen3_5_text", STATE))
     state = 4 * 8 * 8

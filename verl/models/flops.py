@@ -64,6 +64,14 @@ class FlopCounts:
                 trained += count if parameter.requires_grad else 0
         return cls(body, head, trained / max(1, body + head), tuple(_attention(model.config)))
 
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence whose attention costs as much as everything else about it; infinite without any."""
+        per_pair = sum(layer.per_pair for layer in self.attention if layer.window is None)
+        windows = sum(layer.per_pair * layer.window for layer in self.attention if layer.window is not None)
+        # each token sees half of the sequence on average
+        return 2 * (self.per_token + self.per_head_row + windows) / per_pair if per_pair else float("inf")
+
     def forward(self, lengths: Sequence[int], head_rows: int) -> float:
         """One forward over sequences of these lengths, `head_rows` tokens of which go through the head."""
         layers = sum(attention.flops(lengths) for attention in self.attention)

@@ -162,7 +162,8 @@ class SFTTrainer:
         count, number = self.peers.world_size // self.replica, self.peers.rank // self.replica
         if count == 1:
             return batch, self.micro
-        shard = spread(batch, count, self.micro, balanced=self.config.trainer.balance_batch)[number]
+        balanced = self.config.trainer.balance_batch
+        shard = spread(batch, count, self.micro, self.worker.attention_length(), balanced)[number]
         return batch.select(shard.rows), shard.micro
 
     def replicas(self, value: T) -> list[T]:

@@ -33,11 +33,11 @@ class EngineWorker:
         engine.initialize()
 
     def facts(self) -> dict[str, Any]:
-        """What a driver must know of the model: has_dropout, and attention_length (see `attention_length`)."""
+        """What a driver must know of the model: has_dropout, and its attention_length."""
         model = self.engine.model
         dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
         dropout = dropout or (getattr(model.config, "attention_dropout", 0.0) or 0.0) > 0
-        return {"has_dropout": dropout, "attention_length": attention_length(model)}
+        return {"has_dropout": dropout, "attention_length": self.attention_length()}
 
     def forward(self, work: Work, outputs: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
         """Columns (T,) of the shard, without gradient."""
@@ -57,6 +57,11 @@ class EngineWorker:
     def speed(self) -> Speed | None:
         """What the model costs and this rank can do."""
         return self.engine.speed()
+
+    def attention_length(self) -> float:
+        """Tokens of a sequence whose attention costs as much as the rest; infinite where nobody counts."""
+        speed = self.engine.speed()
+        return float("inf") if speed is None else speed.counts.attention_length
 
     def advance_schedule(self) -> None:
         """One training step is done: the learning rate moves on."""
@@ -97,20 +102,6 @@ def with_memory(metrics: Metrics) -> Metrics:
     for name, value in memory_metrics(*get_platform().peak_memory()).items():
         metrics.max(name, value)
     return metrics
-
-
-def attention_length(model: nn.Module) -> float:
-    """Tokens of a sequence whose attention costs as much as everything else about it.
-
-    Per token, P parameters take 2P operations; causal attention over n tokens takes 2n per layer and channel.
-    """
-    config = model.config.get_text_config()
-    embedding = model.get_input_embeddings().weight.numel()
-    tied = getattr(config, "tie_word_embeddings", False)
-    multiplied = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding)
-    heads = config.num_attention_heads
-    channels = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return multiplied / (config.num_hidden_layers * channels)
 
 
 def micro_batching(
