@@ -16,8 +16,10 @@ from verl.config.algorithm import LOSS_AGG_MODES
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.trainer.certify import reference
+from verl.trainer.certify import run as certifying
 from verl.trainer.certify.report import Certificate
 from verl.trainer.certify.run import certify
+from verl.trainer.certify.subject import value_model
 from verl.workers.engine.torch_engine import TorchEngine
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
@@ -56,6 +58,31 @@ def test_a_critic_and_its_policy_are_certified_in_their_own_type_too():
 def test_two_ranks_that_share_the_model_and_its_sequences_are_certified():
     certificate = run(num_ranks=2)
     assert {"sharded", "Ulysses", "prefix sharing"} <= {row.dimension for row in certificate.rows}
+    assert certificate.holds, certificate.verdict()
+
+
+def test_adapters_are_certified_with_a_gradient_in_each(monkeypatch):
+    judges = []
+
+    class Kept(certifying.Judge):
+        def __init__(self, *args):
+            super().__init__(*args)
+            judges.append(self)
+
+    monkeypatch.setattr(certifying, "Judge", Kept)
+    settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=4"]
+    certificate = certify(load_config(settings), tiny=True, num_sequences=9, longest=24)
+    assert certificate.holds, certificate.verdict()
+    (judge,) = judges
+    assert {name.split(".")[-3] for name in judge.truth} == {"lora_A", "lora_B"}
+    assert all(gradient.norm() > 0 for gradient in judge.truth.values())
+
+
+def test_a_critic_with_adapters_is_certified_on_two_ranks(monkeypatch):
+    monkeypatch.setattr(certifying, "subjects", lambda config: [value_model(config)])
+    certificate = run("critic.enable=True", "critic.model.lora_rank=4", num_ranks=2)
+    assert {row.role for row in certificate.rows} == {"critic"}
+    assert {"sharded", "Ulysses"} <= {row.dimension for row in certificate.rows}
     assert certificate.holds, certificate.verdict()
 
 

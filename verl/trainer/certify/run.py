@@ -19,6 +19,7 @@ from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
 from verl.models.float64 import keep_float64
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
+from verl.models.lora import add_adapters, wants_lora
 from verl.models.placement import move
 from verl.models.registry import check_prefix_sharing, runs_packed
 from verl.plugin.platform import choose_platform
@@ -26,7 +27,7 @@ from verl.trainer.certify import reference
 from verl.trainer.certify.batch import trajectories, with_columns
 from verl.trainer.certify.ranks import RankGradients
 from verl.trainer.certify.report import RATIO, TOLERANCE, Certificate, Row, print_table
-from verl.trainer.certify.subject import Subject, build_engine, stand_in, subjects
+from verl.trainer.certify.subject import Subject, build_engine, stand_in, subjects, with_adapters
 from verl.trainer.certify.variants import Variant, over_ranks, sharing, variants
 from verl.utils.errors import ConfigError, VerlError
 from verl.workers.engine.precision import Precision
@@ -94,6 +95,9 @@ def certify(
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 subject = stand_in(subject, Path(folder), seed)
             check_model(subject)
+            if wants_lora(subject.model) and subject.model.lora_adapter_path is None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                subject = with_adapters(subject, Path(folder), seed)
             rows += Judge(config, subject, num_sequences, longest, seed, ranks).rows()
     return Certificate(rows)
 
@@ -141,6 +145,8 @@ class Judge:
         load = load_value_model if self.subject.value_head else load_causal_lm
         model = load(settings.path, dtype, build_config(settings)[0])
         model.set_attn_implementation(reference.WRITTEN_OUT)
+        if wants_lora(settings):
+            add_adapters(model, settings, self.subject.engine.seed)
         if dtype == torch.float64:
             keep_float64(model)
         move(model, self.device)

@@ -13,14 +13,17 @@ from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import TokenLoss, make_actor_loss, make_value_loss
 from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
 from verl.data.packing import MicroBatching
+from verl.models import lora
 from verl.models.levers import has_dropout
-from verl.models.load import build_config, no_progress_bars
+from verl.models.load import build_config, load_causal_lm, load_value_model, no_progress_bars
+from verl.models.tensor_file import write_tensors
 from verl.trainer.certify import reference
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.torch_engine import TorchEngine
 from verl.workers.training import micro_batching
 
+TINY_RANK = 4
 SMALL: dict[str, int] = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -153,9 +156,28 @@ def stand_in(subject: Subject, folder: Path, seed: int) -> Subject:
             parameter.data += 0.05 * torch.randn(parameter.shape)
     with no_progress_bars():
         model.save_pretrained(folder)
-    return dataclasses.replace(
-        subject, model=dataclasses.replace(subject.model, path=str(folder), hf_config_path=None, override_config={})
-    )
+    settings = dataclasses.replace(subject.model, path=str(folder), hf_config_path=None, override_config={})
+    if settings.lora_adapter_path is not None:  # it fits another model
+        settings = dataclasses.replace(settings, lora_adapter_path=None, lora_rank=settings.lora_rank or TINY_RANK)
+    return dataclasses.replace(subject, model=settings)
+
+
+def with_adapters(subject: Subject, folder: Path, seed: int) -> Subject:
+    """The subject with adapters as if they had been trained, saved in `folder`: new ones would leave A no gradient."""
+    settings = subject.model
+    assert settings.path is not None
+    load = load_value_model if subject.value_head else load_causal_lm
+    model: Any = load(settings.path, torch.float32, build_config(settings)[0])
+    lora.add_adapters(model, settings, subject.engine.seed)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+            tensors[lora.file_name(name)] = parameter.detach() + noise
+    lora.write_settings(model, folder)
+    write_tensors(folder / lora.WEIGHTS, tensors)
+    return dataclasses.replace(subject, model=dataclasses.replace(settings, lora_adapter_path=str(folder)))
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
