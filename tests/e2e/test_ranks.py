@@ -30,6 +30,18 @@ PPO = [
     f"{ARR}.rollout.free_cache_engine=False",
     "trainer.balance_batch=False",
 ]
+WITH_REFERENCE = [
+    f"{ARR}.actor.use_kl_loss=True",
+    f"{ARR}.ref.fsdp_config.dtype=float32",
+]
+LORA = [*WITH_REFERENCE, f"{ARR}.model.lora_rank=4"]
+SHARED = [f"{ARR}.{role}.fsdp_config.ulysses_sequence_parallel_size=2" for role in ("actor", "ref")]  # on two ranks
+JOBS = {
+    "grpo": ([], [], ["actor"]),
+    "ppo": (PPO, [], ["actor", "critic"]),
+    "adapters": (LORA, [], ["actor"]),
+    "tokens of a sequence shared": (WITH_REFERENCE, SHARED, ["actor"]),
+}
 
 
 @pytest.fixture
@@ -39,19 +51,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def trained(folder: Path, run: str, role: str = "actor") -> dict[str, torch.Tensor]:
-    (files,) = [sorted((folder / run / f"global_step_{STEPS}" / role / "huggingface").glob("*.safetensors"))]
+def trained(folder: Path, run: str, role: str = "actor", step: int = STEPS) -> dict[str, torch.Tensor]:
+    files = sorted((folder / run / f"global_step_{step}" / role / "huggingface").glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("extra", "roles"), [([], ["actor"]), (PPO, ["actor", "critic"])], ids=["grpo", "ppo"])
-def test_two_ranks_sample_and_learn_what_one_does(folder: Path, extra: list[str], roles: list[str]):
+@pytest.mark.parametrize("job", JOBS)
+def test_two_ranks_sample_and_learn_what_one_does(folder: Path, job: str):
+    extra, on_two, roles = JOBS[job]
     jobs.train(folder, "one", *COMMON, *extra)
-    jobs.train(folder, "two", *COMMON, *extra, "trainer.n_gpus_per_node=2")
-    for step in range(1, STEPS + 1):
-        one, two = (read_ledger(folder / run / "ledger", step).batch for run in ("one", "two"))
-        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(one["rewards"], two["rewards"])
-        torch.testing.assert_close(one["rollout_logprobs"], two["rollout_logprobs"], rtol=0, atol=1e-4)
+    jobs.train(folder, "two", *COMMON, *extra, *on_two, "trainer.n_gpus_per_node=2")
+    assert_same_answers(folder, STEPS)
     for role in roles:
         one, two = trained(folder, "one", role), trained(folder, "two", role)
         start = load_file(next((folder / "model").glob("*.safetensors")))
@@ -69,3 +79,23 @@ def test_two_ranks_sample_and_learn_what_one_does(folder: Path, extra: list[str]
             if name.startswith("rollout/"):  # forwards and occupancy are about how many ranks answered
                 continue
             assert theirs[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def assert_same_answers(folder: Path, steps: int) -> None:
+    for step in range(1, steps + 1):
+        one, two = (read_ledger(folder / run / "ledger", step).batch for run in ("one", "two"))
+        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(one["rewards"], two["rewards"])
+        torch.testing.assert_close(one["rollout_logprobs"], two["rollout_logprobs"], rtol=0, atol=1e-4)
+
+
+def test_a_run_over_ranks_resumes_on_as_many_and_on_one(folder: Path):
+    """Two ranks to step 1, two to step 2, one to step 3: what one rank makes of three steps."""
+    schedule = f"{ARR}.actor.optim.total_training_steps={STEPS}"
+    jobs.train(folder, "one", *COMMON, schedule)
+    for step, ranks in ((1, 2), (2, 2), (3, 1)):
+        limits = [f"trainer.total_training_steps={step}", "trainer.save_freq=1", f"trainer.n_gpus_per_node={ranks}"]
+        jobs.train(folder, "two", *COMMON, schedule, *limits)
+    assert_same_answers(folder, STEPS)
+    one, two = trained(folder, "one"), trained(folder, "two")
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)

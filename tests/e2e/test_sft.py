@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from safetensors.torch import load_file
 
 from tests.e2e import jobs
 from verl.config import SFTConfig, load_config
+from verl.data.batch import Batch
+from verl.data.trajectory import Trajectory
 from verl.observe.tracking import Tracking
+from verl.runtime.peers import Peers
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
@@ -188,6 +192,22 @@ def test_auto_resume_prefers_the_path_that_was_given(folder: Path, capsys: pytes
     assert "step 4 of 8 is done" in capsys.readouterr().out
 
 
+def test_adapters_are_fine_tuned_and_resumed(folder: Path):
+    lora = [*COMMON, "trainer.test_freq=2", "model.lora_rank=4", "model.lora_alpha=8"]
+    train(folder, "whole", *lora)
+    train(folder, "parts", *lora, "trainer.total_training_steps=4", SCHEDULE)
+    train(folder, "parts", *lora)
+    assert_same_run(folder, "whole", "parts", 8)
+    losses = [row["train/loss"] for row in jobs.metrics(folder, "whole").values()]
+    assert losses[-1] < losses[0]
+    saved = load_file(folder / "whole" / "global_step_8" / "lora_adapter" / "adapter_model.safetensors")
+    layer, start = "model.layers.0.self_attn.q_proj", load_file(folder / "model" / "model.safetensors")
+    a, b = (saved[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+    expected = start[f"{layer}.weight"] + 2 * b @ a
+    torch.testing.assert_close(weights(folder, "whole", 8)[f"{layer}.weight"], expected)
+    assert torch.equal(weights(folder, "whole", 8)["model.norm.weight"], start["model.norm.weight"])
+
+
 EXACT = ["engine.model_dtype=fp64", "engine.dtype=float64"]
 WAYS = {
     "one sequence at a time": ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1"],
@@ -250,6 +270,16 @@ def test_the_metrics_have_their_public_names_and_validation_runs_at_the_end(fold
     assert "val/loss" not in rows[1] and "val/loss" in rows[2]
     total = rows[1]["train/global_tokens"] + rows[2]["train/global_tokens"]
     assert rows[2]["train/total_tokens(B)"] == pytest.approx(total / 1e9)
+
+
+def test_ranks_share_a_batch_by_tokens_and_attention(folder: Path):
+    rows = [Trajectory(torch.zeros(n), torch.arange(n) > 0, torch.zeros(n), group_id=n) for n in (16, 6, 6, 6, 6)]
+    shares = []
+    for rank in range(2):
+        trainer = SFTTrainer(config(folder, "run"), FourRows(), None, Tracking("p", "e", []), peers=Peers(rank, 2))
+        trainer.worker = SimpleNamespace(attention_length=lambda: 8.0)  # 16 tokens cost as much as 4 x 6
+        shares.append(trainer.share(Batch.pack(rows))[0].lengths.tolist())
+    assert sorted(shares) == [[6, 6, 6, 6], [16]]
 
 
 def test_keys_that_nothing_reads_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):

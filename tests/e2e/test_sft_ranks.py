@@ -91,6 +91,7 @@ LEVERS = {
         "model.enable_gradient_checkpointing=True",
         "checkpoint.async_save=True",
     ],
+    "adapters": ["model.lora_rank=4"],
     "parameters and optimiser on the host": ["engine.offload_policy=True", "engine.optimizer_offload=True"],
 }
 
@@ -98,7 +99,7 @@ LEVERS = {
 @pytest.mark.parametrize("lever", LEVERS)
 def test_the_levers_of_the_engine_leave_the_result_alone(folder: Path, lever: str):
     extra = [*EXACT, "data.train_batch_size=4", "data.max_token_len_per_gpu=64", "trainer.total_training_steps=2"]
-    train(folder, "one", *extra)
+    train(folder, "one", *extra, *[key for key in LEVERS[lever] if "lora" in key])
     run_ranks(2, rank_run, folder, "two", *extra, *LEVERS[lever])
     assert_close(folder, "one", "two", 2)
 

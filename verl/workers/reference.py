@@ -16,19 +16,26 @@ class Reference:
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
         self.ranks = Dispatch(group, config.trainer.balance_batch)
-        ref, rollout = config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+        arr = config.actor_rollout_ref
+        ref, rollout = arr.ref, arr.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.micro = micro_batching(
             ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu * ref.fsdp_config.ulysses_sequence_parallel_size,
+            ref.log_prob_max_token_len_per_gpu * ranks_per_replica(config),
             ref.log_prob_micro_batch_size_per_gpu,
-            config.actor_rollout_ref.actor.use_prefix_grouper,
+            arr.actor.use_prefix_grouper,
         )
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
         shard = batch.keep(["rows"])
         return self.ranks.forward(shard, ("logprobs",), self.micro, self.temperature)["logprobs"]
+
+
+def ranks_per_replica(config: RunConfig) -> int:
+    """How many ranks share the tokens of a sequence: as the actor's do where its engine answers."""
+    arr = config.actor_rollout_ref
+    return (arr.actor if wants_lora(arr.model) else arr.ref).fsdp_config.ulysses_sequence_parallel_size
 
 
 def reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:

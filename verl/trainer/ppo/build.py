@@ -13,7 +13,6 @@ from verl.config.check import check_ranks, check_supported, uses_critic, uses_re
 from verl.data.prompts import train_prompts, validation_prompts
 from verl.data.sampler import PromptSampler
 from verl.models.load import load_tokenizer
-from verl.models.lora import wants_lora
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import choose_platform, get_platform
 from verl.rewards.build import build_reward
@@ -29,7 +28,7 @@ from verl.weight_sync.base import WeightSync
 from verl.weight_sync.by_gathering import ByGathering
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
-from verl.workers.reference import Reference
+from verl.workers.reference import Reference, ranks_per_replica
 from verl.workers.roles import Roles, roles_of_a_process
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.sampler import RanksEngine
@@ -67,8 +66,7 @@ def connect(
     sampler = Sampler(engine, reward, tokenizer, agents, arr.rollout.free_cache_engine)
     reference, critic = None, None
     if uses_reference(config):
-        shared = (arr.actor if wants_lora(arr.model) else arr.ref).fsdp_config.ulysses_sequence_parallel_size
-        reference = Reference(config, group.part("reference", shared))
+        reference = Reference(config, group.part("reference", ranks_per_replica(config)))
     if uses_critic(config):
         critic = Critic(config, group.part("critic", config.critic.fsdp.ulysses_sequence_parallel_size))
     trainer = PPOTrainer(
