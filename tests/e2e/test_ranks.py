@@ -40,6 +40,7 @@ JOBS = {
     "grpo": ([], [], ["actor"]),
     "ppo": (PPO, [], ["actor", "critic"]),
     "adapters": (LORA, [], ["actor"]),
+    "adapters, the original FSDP": (LORA, [f"{ARR}.actor.strategy=fsdp"], ["actor"]),
     "tokens of a sequence shared": (WITH_REFERENCE, SHARED, ["actor"]),
 }
 

@@ -247,8 +247,8 @@ def started(folder, adapters, **how):
     return build_engine(folder, model={"lora_adapter_path": str(adapters)}, **how)
 
 
-def train_a_shard(folder, adapters, rows):
-    engine = started(folder, adapters)
+def train_a_shard(folder, adapters, rows, strategy="fsdp2"):
+    engine = started(folder, adapters, strategy=strategy)
     mine = random_batch().select(rows[engine.rank])
     engine.forward_backward(mine, SquaredLogprob(), MicroBatching(max_sequences=2))
     gradients = {name: gradient.clone().numpy() for name, gradient in engine.weights.full_gradients()}
@@ -258,8 +258,8 @@ def train_a_shard(folder, adapters, rows):
     return gradients, base, {name: tensor.clone().numpy() for name, tensor in engine.export_weights()}
 
 
-def save_shards(folder, adapters, rows, where):
-    engine = started(folder, adapters, dtype="fp32")
+def save_shards(folder, adapters, rows, where, strategy):
+    engine = started(folder, adapters, dtype="fp32", strategy=strategy)
     engine.forward_backward(random_batch().select(rows[engine.rank]), SquaredLogprob())
     engine.optim_step()
     engine.save(where)
@@ -275,9 +275,13 @@ def adapters(folder, tmp_path_factory):
     return where / "lora_adapter"
 
 
-def test_two_ranks_of_shards_train_like_one(folder, adapters):
+STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+
+
+@STRATEGIES
+def test_two_ranks_of_shards_train_like_one(folder, adapters, strategy):
     whole, _, changed = train_a_shard(folder, adapters, [list(range(6))])
-    for rank, (found, base, weights) in enumerate(run_ranks(2, train_a_shard, folder, adapters, ROWS)):
+    for rank, (found, base, weights) in enumerate(run_ranks(2, train_a_shard, folder, adapters, ROWS, strategy)):
         assert found.keys() == whole.keys() and all(".lora_" in name for name in found)
         for name, gradient in whole.items():
             assert abs(found[name] - gradient).max() <= 1e-10 * abs(gradient).max() + 1e-13
@@ -287,8 +291,9 @@ def test_two_ranks_of_shards_train_like_one(folder, adapters):
         assert abs(base - alone).max() < 1e-12
 
 
-def test_shards_of_two_ranks_are_saved_merged_and_apart_and_loaded_by_one(folder, adapters, tmp_path):
-    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved")
+@STRATEGIES
+def test_shards_of_two_ranks_are_saved_merged_and_apart_and_loaded_by_one(folder, adapters, tmp_path, strategy):
+    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved", strategy)
     engine = build(folder, dtype="fp32")
     engine.load(tmp_path / "saved", ("model", "optimizer"))
     expected = logits_of(engine.model)
@@ -306,7 +311,7 @@ def mixed_types(folder, adapters):
     kinds = {(p.dtype, p.requires_grad) for _, p in engine.weights.named}
     engine.forward_backward(random_batch().select(ROWS[engine.rank]), SquaredLogprob())
     norm = engine.optim_step().values()["grad_norm"]
-    with pytest.raises(ConfigError, match="strategy=fsdp does not shard models with LoRA"):
+    with pytest.raises(ConfigError, match=r"strategy=fsdp holds frozen weights and LoRA adapters in one type"):
         started(folder, adapters, dtype="bf16", strategy="fsdp")
     return kinds, norm
 

@@ -170,9 +170,13 @@ def file_name(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"
 
 
-def merged(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def scales_of(model: nn.Module) -> dict[str, float]:
+    """s of every layer with an adapter."""
+    return {name: layer.scaling[NAME] for name, layer in model.named_modules() if is_adapted(layer)}
+
+
+def merged(tensors: Iterable[tuple[str, Tensor]], scales: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
     """(name, W + s B A) by plain names, of (name, whole tensor) in the model's order; in that order."""
-    scales = {name: layer.scaling[NAME] for name, layer in model.named_modules() if is_adapted(layer)}
     waiting: dict[str, Tensor] = {}  # of one layer: weight, bias, A
     for name, tensor in tensors:
         layer, _, part = name.partition(".lora_")

@@ -13,7 +13,6 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from verl.config import FSDPEngineConfig
-from verl.models.lora import has_adapters
 from verl.models.placement import move
 from verl.utils.errors import ConfigError
 from verl.workers.engine.mesh import Ranks
@@ -43,9 +42,12 @@ class FlatWeights(Weights):
         # Unsummed gradients add up in the type they were computed in, which must not be less than that of the sum.
         self._defers = precision.compute == precision.reduce
         self._postponed = contextlib.ExitStack()
-        if has_adapters(model):
-            raise ConfigError("strategy=fsdp does not shard models with LoRA adapters; use strategy=fsdp2")
         hold_in(model, precision.held)
+        if len({parameter.dtype for parameter in model.parameters()}) > 1:
+            raise ConfigError(
+                "strategy=fsdp holds frozen weights and LoRA adapters in one type, and adapters are float32; use "
+                "fsdp_config.model_dtype=fp32, or strategy=fsdp2"
+            )
         shapes = [parameter.shape for parameter in model.parameters()]
         fill = _filler(model, values_of(model) if ranks.rank == 0 else {}, device)
         move(model, META)

@@ -338,7 +338,8 @@ class TorchEngine(BaseEngine):
 
         Over several ranks this is a collective that gathers one tensor at a time: all ranks must take all of them.
         """
-        return lora.merged(self.weights.full_tensors(), self.model)
+        scales = {self.weights.plain_name(name): scale for name, scale in lora.scales_of(self.model).items()}
+        return lora.merged(self.weights.full_tensors(), scales)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Inside the block the model is the one that its adapters were added to."""
