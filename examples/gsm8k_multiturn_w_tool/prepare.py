@@ -131,7 +131,7 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def prepare(out, seed=1, worked=600, tool_share=1 / 3, train=4000, test=200):
+def prepare(out, seed=1, worked=600, tool_share=0.5, train=4000, test=200):
     """model/ and data/ under `out`; `worked` problems come with answers, a `tool_share` of them by calculator."""
     problems = make_problems(worked + train + test, seed)
     rng = random.Random(seed)
