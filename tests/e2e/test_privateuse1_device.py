@@ -94,4 +94,4 @@ def test_doctor_finds_the_device_by_probing(library):
     platform = {row["name"]: row for row in report["platform"]}
     assert "acme: device toaster, backend gloo; detected: present" in platform["platform"]["detail"]
     backends = {row["name"]: row["status"] for row in report["backends"]}
-    assert backends["fsdp2"] == "good" and backends["native"] == "good" and backends["sglang"] == "bad"
+    assert backends["fsdp2"] == "good" and backends["native"] == "good" and backends["megatron"] == "bad"
