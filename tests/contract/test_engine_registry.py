@@ -119,12 +119,3 @@ def test_megatrons_class_can_be_derived_from_but_not_used():
     EngineRegistry.register(model_type="language_model", backend="megatron", device="xpu", vendor="someone")(Vendor)
     with pytest.raises(ConfigError, match="still to come"):
         Vendor(None, None, None, None)
-
-
-def test_several_ranks_are_refused_until_they_work(monkeypatch, tmp_path):
-    from verl.config import FSDPEngineConfig, HFModelConfig
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    engine = EngineRegistry.new("language_model", "fsdp2", HFModelConfig(path=str(tmp_path)), FSDPEngineConfig())
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        engine.initialize()

@@ -87,7 +87,7 @@ def test_figures_of_a_file_of_answers(tmp_path: Path, capsys: pytest.CaptureFixt
         "    return {'score': right, 'acc': right, 'pred': solution_str}\n"
     )
     given = [f"data.path={tmp_path / 'answers.jsonl'}", f"custom_reward_function.path={tmp_path / 'own.py'}"]
-    figures = main_eval.evaluate(load_config(given, config_name="evaluation", root=main_eval.EvalConfig))
+    figures = main_eval.evaluate(load_config(given, config_name="evaluation"))
     assert figures["accuracy/a"] == pytest.approx(3 / 8) and figures["accuracy/b"] == 1
     assert figures["pass@2/a"] == pytest.approx((5 / 6 + 3 / 6) / 2) and figures["pass@4/a"] == 1
     assert figures["maj@4/a"] == pytest.approx(0.5)

@@ -12,6 +12,7 @@ import yaml
 from verl.config import schema
 from verl.config.base import record_reads, recorded_reads
 from verl.config.check import check
+from verl.config.evaluation import EvalConfig
 from verl.config.overrides import parse_override
 from verl.config.run import RunConfig
 from verl.config.settings import Settings
@@ -48,7 +49,7 @@ def load_config(
     config_dir: str | None = None,
     root: type | None = None,
 ) -> Any:
-    """The configuration (RunConfig, or SFTConfig for presets named sft*) that a preset and overrides ask for.
+    """What a preset and overrides ask for: SFTConfig for presets named sft*, EvalConfig for evaluation, else RunConfig.
 
     `overrides` may contain --config-name, --config-path and --config-dir. Every mistake is a ConfigError; old spellings
     and keys without effect are warnings.
@@ -56,7 +57,7 @@ def load_config(
     given = parse_command_line(overrides, config_name, config_dir=config_dir)
     file = _find(given.config_name, given.config_dir)
     if root is None:
-        root = SFTConfig if file.stem.startswith("sft") else RunConfig
+        root = SFTConfig if file.stem.startswith("sft") else EvalConfig if file.stem == "evaluation" else RunConfig
     settings = Settings(root)
     for path, value, origin in _read_preset(file):
         if value != "???":

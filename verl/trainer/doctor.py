@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def supported_backends(platform: PlatformBase) -> list[Finding]:
     """The vendor's table, less what this release cannot do yet; for a vendor without one, what this release can do."""
-    rows = backends(platform) or [Finding(name, Status.GOOD, "supported") for name in (*ENGINES, *ROLLOUTS)]
+    rows = backends(platform)
+    if not rows:
+        rows = [Finding(name, Status.GOOD, "supported") for name in (*ENGINES, "native")]
+        rows += [Finding(name, Status.NOTE, "not known for this device") for name in ROLLOUTS if name != "native"]
     rows += [Finding(name, Status.GOOD, "supported") for name in SCALES]
     return [_as_released(row) for row in rows]
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     try:
-        evaluate(load_config(arguments, config_name="evaluation", root=EvalConfig))
+        evaluate(load_config(arguments, config_name="evaluation"))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
