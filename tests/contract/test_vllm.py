@@ -44,6 +44,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.fixture
+def opened() -> Iterator[list[VLLMEngine]]:
+    """Engines of this process, closed after the test: only one may live at a time."""
+    engines: list[VLLMEngine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
 def answer(engine: RolloutEngine, number: int = 0, **sampling: Any) -> Any:
     request = GenerationRequest(number, PROMPT, SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **sampling}))
     return asyncio.run(engine.generate(request))
@@ -97,10 +106,12 @@ def test_unknown_and_reserved_engine_kwargs_are_refused_by_name(folder: Path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(tied: bool, tmp_path: Path, monkeypatch: Any):
+def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
+    tied: bool, tmp_path: Path, monkeypatch: Any, opened: list[VLLMEngine]
+):
     model = small_model(tied)
     model.save_pretrained(tmp_path)
-    engine = VLLMEngine(SMALL, tmp_path)
+    opened.append(engine := VLLMEngine(SMALL, tmp_path))
     probe = Probe(probe_sequences(EOS + 2), lambda sequences: trainer_scores(model, sequences))
     sync = ByCopy(lambda: model.named_parameters(), engine, probe, probe_every=1)
     for version in range(4):
@@ -130,8 +141,8 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(tied: bool,
             asyncio.run(sync.publish(6))
 
 
-def test_statistics_are_reported_when_they_are_wanted(folder: Path):
-    engine = VLLMEngine(SMALL, folder)
+def test_statistics_are_reported_when_they_are_wanted(folder: Path, opened: list[VLLMEngine]):
+    opened.append(engine := VLLMEngine(SMALL, folder))
     answer(engine, n=4)
     stats = engine.stats()
     assert stats["generated_tokens"] == 64 and stats["running"] > 1 and 0 < stats["cache_use"] < 1

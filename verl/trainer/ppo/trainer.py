@@ -197,6 +197,8 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
 
     def close(self) -> None:
+        """End what the run holds: the rollout engine, and the ranks."""
+        self.source.sampler.engine.close()
         self.runner.close()
         if self.group is not None:
             self.group.close()

@@ -81,6 +81,9 @@ class RolloutEngine(ABC):
     async def abort(self, request_id: int | None = None) -> None:
         """Stop one request, or all of them; their `generate` calls return what was produced."""
 
+    def close(self) -> None:  # noqa: B027  (most engines hold nothing of that kind)
+        """End processes and free what this one cannot free by itself. The engine cannot be used afterwards."""
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token given those before it; 0 for the first of a sequence.
 

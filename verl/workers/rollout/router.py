@@ -75,6 +75,10 @@ class Router(CopyingEngine):
     async def wake(self) -> None:
         await asyncio.gather(*(engine.wake() for engine in self.engines))
 
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
     def stats(self) -> dict[str, float]:
         """Means over replicas; counts are summed."""
         every = [engine.stats() for engine in self.engines]

@@ -237,6 +237,10 @@ class SGLangEngine(CopyingEngine):
             await self.client.call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
         self._asleep = False
 
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+
     def stats(self) -> dict[str, float]:
         generated, self._generated = self._generated, 0
         return {"generated_tokens": generated}

@@ -120,7 +120,7 @@ class VLLMEngine(CopyingEngine):
         self.decode_text = None if tokenizer is None else tokenizer.decode
         self.longest = longest_sequence(config)
         self.statistics = Statistics()
-        self.llm = start_vllm(vllm_arguments(config, str(model_path), replica), self.statistics)
+        self.llm: Any = start_vllm(vllm_arguments(config, str(model_path), replica), self.statistics)
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.dtype = self.llm.vllm_config.model_config.dtype
         self._version = 0
@@ -304,6 +304,14 @@ class VLLMEngine(CopyingEngine):
         if self._asleep and self.llm.vllm_config.model_config.enable_sleep_mode:
             self.llm.wake_up()
         self._asleep = False
+
+    def close(self) -> None:
+        """vLLM keeps state of the whole process: without this a later engine can lose its groups to this one's end."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.engine_core.shutdown()
+        self.llm = None
+        cleanup_dist_env_and_memory()
 
     def stats(self) -> dict[str, float]:
         return self.statistics.take()
