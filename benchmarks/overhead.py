@@ -20,10 +20,13 @@ import torch
 from support.jobs import EQUAL, NATURAL, Stepper, overrides_1m, prepare_1m, prepare_quickstart, stepper
 from support.record import save
 
-from verl.workers.engine import torch_engine
+from verl.workers.engine import forwards, torch_engine
 from verl.workers.engine.torch_engine import TorchEngine
 
-FORWARD = ("hidden_states", "token_logprobs", "token_values", "token_loss_one_pass")
+FORWARD = {
+    forwards: ("hidden_states",),
+    torch_engine: ("token_logprobs", "token_values", "token_loss_one_pass"),
+}
 STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "ledger")
 
 
@@ -32,8 +35,9 @@ class MathsTimer:
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        for name in FORWARD:
-            setattr(torch_engine, name, self.timed("forward", getattr(torch_engine, name)))
+        for module, names in FORWARD.items():
+            for name in names:
+                setattr(module, name, self.timed("forward", getattr(module, name)))
         torch.Tensor.backward = self.timed("backward", torch.Tensor.backward)  # type: ignore[method-assign]
         TorchEngine.optim_step = self.timed("optimizer", TorchEngine.optim_step)  # type: ignore[method-assign]
 
@@ -55,11 +59,10 @@ class MathsTimer:
 
 def measure(name: str, job: Stepper, maths: MathsTimer, steps: int) -> dict:
     """Medians over steps of the shares of a step."""
-    engine = job.run.trainer.source.sampler.engine
     rows = []
     for number in range(steps + 2):
         step = job.step()
-        stats, kinds = engine.stats(), maths.take()
+        stats, kinds = step.rollout, maths.take()
         if number < 2:
             continue  # warm-up
         kinds |= {"decode": stats["model_s"], "sampling": stats["sampling_s"]}

@@ -122,6 +122,7 @@ class Step:
     seconds: float
     tokens: int
     timing_s: dict[str, float]
+    rollout: dict[str, float]  # what the rollout engine counted
 
 
 class Stepper:
@@ -134,13 +135,14 @@ class Stepper:
 
     def _keep(self, record, timer) -> None:
         self.tokens, self.timer = int(record.batch["loss_mask"].sum()), timer
+        self.rollout = record.collected.engine_stats
         self._record(record, timer)
 
     def step(self) -> Step:
         started = time.perf_counter()
         self.run.one_step(self.progress)
         seconds = time.perf_counter() - started
-        return Step(seconds, self.tokens, dict(self.timer.seconds))
+        return Step(seconds, self.tokens, dict(self.timer.seconds), self.rollout)
 
 
 @contextlib.contextmanager
