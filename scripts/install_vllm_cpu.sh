@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${1:-.venv-vllm}
 version=0.32.0
-[[ -x $venv/bin/python ]] || scripts/install.sh "$venv" test
+[[ -x $venv/bin/python ]] || scripts/install.sh "$venv" test,lora
 requirements=$(mktemp)
 constraints=$(mktemp)
 trap 'rm -f "$requirements" "$constraints"' EXIT

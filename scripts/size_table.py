@@ -7,27 +7,28 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CEILINGS = {
+CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 1500,
-    "plugin": 700,
-    "data": 1200,
-    "algorithms": 1400,
-    "runtime": 700,
-    "observe": 1200,
-    "models": 1800,
-    "workers/engine": 3000,
-    "workers/rollout": 1800,
-    "workers": 400,  # the driver-side handles
-    "weight_sync": 800,
-    "agent": 900,
-    "rewards": 1000,
-    "trainer": 2100,
-    "utils": 400,
+    "config": 2700,
+    "plugin": 1500,
+    "data": 2000,
+    "algorithms": 650,
+    "runtime": 750,
+    "observe": 1300,
+    "models": 4900,
+    "workers/engine": 3400,
+    "workers/rollout": 2800,
+    "workers": 800,  # the driver-side handles
+    "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
+    "weight_sync": 400,
+    "agent": 1450,
+    "rewards": 800,
+    "trainer": 5400,
+    "utils": 550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 7500, 22000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11500, 30000, 400
 
 
 def package_of(path: Path) -> str:

@@ -15,12 +15,16 @@ from transformers import PreTrainedModel
 
 from tests.conftest import needs_vllm
 from tests.contract.test_rollout import CONFIG, EOS, PROMPT, own_logprobs, small_model
+from tests.contract.test_transports import Rank
 from tests.e2e import jobs
+from verl.checkpoint_engine.ends import TransportSettings
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
+from verl.runtime.inline import InlineGroup
 from verl.trainer.quickstart.model import make_model
 from verl.trainer.quickstart.task import CHARACTERS
 from verl.utils.errors import ConfigError, WorkerError
 from verl.weight_sync.by_copy import ByCopy
+from verl.weight_sync.courier import Courier
 from verl.weight_sync.probe import Probe, probe_sequences
 from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, StaleWeightsError
 from verl.workers.rollout.remote import RemoteEngine
@@ -159,11 +163,22 @@ def server(folder: Path) -> Iterator[RemoteEngine]:
     engine.close()
 
 
+def by_transport(model: PreTrainedModel, engine: Any, backend: str = "naive", probe: Probe | None = None) -> ByCopy:
+    """Publishing from this process to servers."""
+    courier = Courier(TransportSettings(backend, 1 << 20, {}), InlineGroup(Rank(model.named_parameters)), engine)
+    return ByCopy(lambda: [], engine, probe, 1, courier)
+
+
 def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteEngine):
     model = small_model()
-    asyncio.run(server.update_weights(model, 5))
+    sync = by_transport(model, server)
+    asyncio.run(sync.publish(5))
     step(model)
-    asyncio.run(server.update_weights(model, 6))
+    sync.courier.trainer.worker.engine.export_weights = lambda: [*list(model.named_parameters())[:5], ("none", None)]
+    with pytest.raises(StaleWeightsError, match="version 6 did not arrive"):
+        asyncio.run(sync.publish(6))
+    sync = by_transport(model, server)
+    asyncio.run(sync.publish(6))
     for completion in answer(server, n=2):
         assert completion.policy_version == (6, 6)
         torch.testing.assert_close(
@@ -206,14 +221,15 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     engine.close()
 
 
-def test_two_replicas_of_two_devices_each_hold_one_version(folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("backend", ["naive", "nccl"])
+def test_a_replica_of_two_devices_holds_one_version(folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     config = replace(SMALL, tensor_model_parallel_size=2)
     engine = RemoteEngine(config, folder, (EOS,))
     engine.ready()
     model = small_model()
     probe = Probe(probe_sequences(EOS + 2), lambda sequences: trainer_scores(model, sequences))
-    sync = ByCopy(lambda: model.named_parameters(), Router([engine]), probe, probe_every=1)
+    sync = by_transport(model, Router([engine]), backend, probe)
     for version in range(2):
         step(model)
         receipt = asyncio.run(sync.publish(version))
@@ -225,8 +241,10 @@ def test_two_replicas_of_two_devices_each_hold_one_version(folder: Path, monkeyp
     assert engine.process.poll() is not None
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (2, 1), (1, 2)])
-def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, ranks: int):
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "backend"), [(1, 1, "naive"), (2, 1, "nccl"), (1, 2, "naive"), (2, 2, "file")]
+)
+def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, ranks: int, backend: str):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)
     make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=1)  # vLLM wants heads of at least 32 on a CPU
@@ -235,7 +253,8 @@ def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
         tmp_path, "run", f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True", f"{rollout}.kv_cache_bytes=16777216",
         f"{rollout}.disable_log_stats=False", f"{rollout}.data_parallel_size={replicas}", f"{rollout}.n=8",
         f"{rollout}.checkpoint_engine.probe_every=2", "trainer.total_training_steps=12",
-        f"trainer.n_gpus_per_node={ranks}",
+        f"trainer.n_gpus_per_node={ranks}", f"{rollout}.checkpoint_engine.backend={backend}",
+        f"{rollout}.checkpoint_engine.engine_kwargs.file.folder={tmp_path / 'shared'}",
     )  # fmt: skip
     rows = jobs.metrics(tmp_path, "run")
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for step, row in rows.items() if step)

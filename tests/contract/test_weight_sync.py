@@ -3,19 +3,19 @@
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from verl.checkpoint_engine.buckets import buckets
+from verl.config import HFModelConfig
+from verl.models import lora
 from verl.models.fingerprint import fingerprint
 from verl.weight_sync.by_copy import ByCopy
 from verl.weight_sync.probe import ROUNDING, Probe, probe_sequences
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError
-from verl.workers.rollout.buckets import buckets, shared_file
 
 VOCAB = 64
 
@@ -63,9 +63,9 @@ class ModuleEngine(CopyingEngine):
     async def begin_update(self) -> None:
         pass
 
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
         arrived = {}
-        for name, tensor in load_file(path).items():
+        for name, tensor in bucket:
             if self.loses(name):
                 continue
             name, tensor = self.change(name, tensor)
@@ -119,8 +119,8 @@ class Replicas(ModuleEngine):
     def replicas(self) -> Sequence[CopyingEngine]:
         return self.engines
 
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
-        return [(await engine.load_file(path))[0] for engine in self.engines]
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        return [(await engine.load_bucket(bucket))[0] for engine in self.engines]
 
     async def finish_update(self, version: int) -> None:
         for engine in self.engines:
@@ -219,6 +219,23 @@ def test_an_old_version_sent_again_is_caught_although_every_digest_agrees():
         asyncio.run(sync.publish(2))
 
 
+def test_adapters_that_are_left_out_are_caught_although_every_digest_agrees():
+    trainer = Trainer(tied=False)
+    engine = ModuleEngine(trainer.model)
+    lora.add_adapters(trainer.model, HFModelConfig(lora_rank=4), seed=0)
+    trainer.optimizer = torch.optim.Adam([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-2)
+    scales, sync = lora.scales_of(trainer.model), trainer.sync(engine)
+    sync.weights = lambda: lora.merged(trainer.model.named_parameters(), scales)
+    for version in range(3):
+        trainer.step()
+        asyncio.run(sync.publish(version))
+    assert scores(engine.model, [[1, 2, 3]])[0] == pytest.approx(scores(trainer.model, [[1, 2, 3]])[0], abs=1e-6)
+    trainer.step()
+    scales = dict.fromkeys(scales, 0.0)
+    with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 3"):
+        asyncio.run(sync.publish(3))
+
+
 @pytest.mark.parametrize("honest", [True, False])
 def test_a_skipped_replica_is_named(honest: bool):
     trainer = Trainer(tied=False)
@@ -277,13 +294,6 @@ def test_buckets_keep_order_and_size_and_cast_only_floats():
     cut = list(buckets([*tensors, ("ids", torch.arange(3))], 100, torch.bfloat16))
     assert [[name for name, _ in bucket] for bucket in cut] == [["0", "1"], ["2"], ["3", "4", "ids"]]
     assert cut[0][0][1].dtype == torch.bfloat16 and cut[2][2][1].dtype == torch.int64
-
-
-def test_a_shared_file_is_private_whole_and_gone_afterwards():
-    with shared_file([("w", torch.arange(6.0).view(2, 3).T)]) as path:
-        assert path.parent.stat().st_mode & 0o077 == 0
-        assert torch.equal(load_file(path)["w"], torch.arange(6.0).view(2, 3).T)
-    assert not path.exists() and not path.parent.exists()
 
 
 def test_a_fingerprint_sees_values_places_types_and_shapes_but_not_strides():

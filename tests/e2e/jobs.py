@@ -58,13 +58,13 @@ def metrics(folder: Path, run: str) -> dict[int, dict[str, Any]]:
     return {row["step"]: row["data"] for row in map(json.loads, lines)}
 
 
-TIMINGS = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/", "critic/perf/")
+TIMINGS = ("timing_s/", "timing_per_token_ms/")
 
 
 def without_timings(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Everything that must repeat exactly: neither times (rollout/model_s is seconds, too) nor memory."""
 
     def repeats(name: str) -> bool:
-        return not name.startswith(TIMINGS) and not name.endswith("_s")
+        return not name.startswith(TIMINGS) and "perf/" not in name and not name.endswith("_s")
 
     return {step: {k: v for k, v in row.items() if repeats(k)} for step, row in rows.items()}

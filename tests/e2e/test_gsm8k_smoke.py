@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
+
+from verl.trainer.quickstart.model import small_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 ARR = "actor_rollout_ref"
@@ -30,21 +32,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
     command = [sys.executable, str(script), "--local_dataset_path", str(test_data / "gsm8k")]
     subprocess.run([*command, "--local_save_dir", str(folder / "data")], check=True, capture_output=True)
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen3")
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    small_qwen3(tokenizer, 0, hidden=32, layers=2, positions=4096).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     return folder

@@ -60,7 +60,7 @@ def test_metrics_have_their_names_and_are_finite(folder: Path, extra: list[str])
     }
     if extra:
         wanted |= {"critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm", "critic/values/mean"}
-        wanted.add("perf/mfu/critic")
+        wanted |= {"perf/mfu/critic", "values/perf/cpu_memory_used_gb"}
     for step in range(1, 7):
         assert wanted <= rows[step].keys(), wanted - rows[step].keys()
         assert all(math.isfinite(v) for v in rows[step].values())
@@ -107,3 +107,15 @@ def test_a_reward_that_always_fails_stops_the_run(folder: Path):
     (folder / "reward.py").write_text("def compute_score(**kw):\n    raise ValueError('no judge today')\n")
     with pytest.raises(RewardError, match="no judge today"):
         jobs.train(folder, "run")
+
+
+def test_counted_errors_and_abstentions_are_left_out_and_reported(folder: Path):
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    kind = ord((solution_str or '0')[0]) % 3\n"
+        "    return 1 / kind if kind < 2 else {'abstain': True}\n"
+    )
+    jobs.train(folder, "run", "reward.on_error=count", "trainer.total_training_steps=3", f"{jobs.ARR}.rollout.n=8")
+    rows = jobs.metrics(folder, "run")
+    assert all(rows[step]["reward/errors"] > 0 and rows[step]["reward/abstained"] > 0 for step in (1, 2, 3))
+    assert all(rows[step]["critic/score/mean"] == 1.0 for step in (1, 2, 3))

@@ -17,6 +17,7 @@ def test_the_quickstart_trains_saves_and_reports(
     shown = capsys.readouterr().out
     assert code in (0, 1)  # two steps may or may not have helped
     assert "python3 -m verl.trainer.main_ppo" in shown and "held-out problems answered right" in shown
+    assert "nothing reads it" not in shown
     page = (tmp_path / "out" / "report.html").read_text()
     assert "held-out problems right after" in page and "http://" not in page and "https://" not in page
     result = json.loads((tmp_path / "out" / "result.json").read_text())
@@ -26,4 +27,4 @@ def test_the_quickstart_trains_saves_and_reports(
 
 def test_an_unknown_override_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--out", str(tmp_path), "--steps", "1", "actor_rollout_ref.rollout.m=4"]) == 2
-    assert "actor_rollout_ref.rollout" in capsys.readouterr().out
+    assert "actor_rollout_ref.rollout" in capsys.readouterr().err

@@ -67,8 +67,9 @@ def test_two_ranks_sample_and_learn_what_one_does(folder: Path, job: str):
         one, two = trained(folder, "one", role), trained(folder, "two", role)
         start = load_file(next((folder / "model").glob("*.safetensors")))
         assert one.keys() == two.keys()
-        for name, tensor in one.items():
-            torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)
+        for name, tensor in one.items():  # by norm: where a gradient is rounding alone, Adam makes a whole step of it
+            change = tensor - start[name] if name in start else tensor
+            assert float((tensor - two[name]).norm()) <= 1e-4 * float(change.norm()), name
         moved = [name for name in start if name in one and not torch.equal(start[name], one[name])]
         assert len(moved) > 5
     ours, theirs = (jobs.without_timings(jobs.metrics(folder, run)) for run in ("one", "two"))

@@ -1,17 +1,15 @@
 """Answers for a file, figures for answers, and the official client talking to the server."""
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pyarrow.parquet as pq
 import pytest
-from aiohttp import web
 
 from tests.e2e import jobs
+from tests.e2e.serving import serving
 from verl.config import load_config
 from verl.models.load import load_tokenizer
 from verl.trainer import main_eval, main_generation_server
@@ -110,22 +108,8 @@ def address(folder: Path) -> Iterator[str]:
     config = load_config(generation(folder))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     server = OpenAIServer(load_engine(config, tokenizer), tokenizer, "small", 16)
-    loop = asyncio.new_event_loop()
-    runner = web.AppRunner(server.application())
-
-    async def start() -> int:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return runner.addresses[0][1]
-
-    port = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{port}/v1"
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    with serving(server) as address:
+        yield address
 
 
 def test_the_official_client_talks_to_the_server(address: str):
@@ -150,3 +134,6 @@ def test_the_official_client_talks_to_the_server(address: str):
         client.completions.create(model="small", prompt="1" * 12, max_tokens=6)
     with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
         client.completions.create(model="small", prompt="1", extra_body={"temperature": "hot"})
+    with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
+        client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0.5)
+    client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0, echo=False)

@@ -1,21 +1,28 @@
 """Fine-tuning over two ranks: the same program under torchrun, the same result as one rank."""
 
+import itertools
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.e2e import jobs, test_sft
 from tests.e2e.test_sft import config, train
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from verl.config import ConfigError
 from verl.observe.tracking import Tracking
 from verl.trainer import launch
+from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.quickstart.model import make_model
 from verl.trainer.quickstart.task import CHARACTERS
 from verl.trainer.sft import SFTTrainer
@@ -113,6 +120,36 @@ def test_a_run_over_ranks_resumes_with_another_number_of_them(folder: Path):
     train(folder, "two", *extra, "trainer.total_training_steps=3")
     run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=4")
     assert_close(folder, "one", "two", 4)
+
+
+def run_that_is_killed(folder: Path, number: int, *extra: str) -> None:
+    """One of the ranks is killed at a random moment of its first, second or third save."""
+    rng, original, saves = random.Random(number), Checkpoints.save, itertools.count(1)
+    victim, last, delay_s = rng.randrange(2), rng.choice([1, 2, 3]), rng.uniform(0, 0.06)
+
+    def save(*args: Any) -> None:
+        if dist.get_rank() == victim and next(saves) == last:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        original(*args)
+
+    Checkpoints.save = save  # type: ignore[method-assign]
+    rank_run(folder, "killed", *extra)
+
+
+def test_ranks_killed_inside_saves_in_the_background_go_on_from_the_newest_whole_checkpoint(folder: Path):
+    extra = ["data.train_batch_size=3", "trainer.save_freq=1", "optim.total_training_steps=90"]
+    steps = [0]
+    for number in range(6):
+        background = [*extra, "checkpoint.async_save=True", "trainer.total_training_steps=90"]
+        with pytest.raises(RankError, match=r"died without a word|Connection (closed|reset)"):
+            run_ranks(2, run_that_is_killed, folder, number, *background)
+        steps.append(max(complete_steps(folder / "killed"), default=0))
+    assert steps == sorted(steps) and 1 < steps[-1] < 80
+    extra.append(f"trainer.total_training_steps={steps[-1] + 2}")
+    for run in ("whole", "killed"):
+        run_ranks(2, rank_run, folder, run, *extra)
+    assert_close(folder, "whole", "killed", steps[-1] + 2)
+    assert [path for path in (folder / "killed").iterdir() if path.name.endswith(".tmp")] == []
 
 
 def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(folder: Path):

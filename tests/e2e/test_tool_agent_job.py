@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from tests.e2e import jobs
 from verl.observe.ledger import read_ledger
+from verl.trainer.quickstart.model import small_qwen3
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.native_engine import NativeEngine
 
@@ -54,21 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer.add_tokens(CALLS)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "model")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    small_qwen3(tokenizer, 1, hidden=32, layers=1, positions=4096).save_pretrained(tmp_path / "model")
     return tmp_path
 
 

@@ -14,8 +14,11 @@ reward = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reward)
 
 
-def score(text: str, truth: str = "10") -> float:
-    return reward.compute_score("gsm8k_calculator", text, truth)["score"]
+QUESTION = "Ann has 2 apples, 3 pears, 5 nuts and 7 figs. How many?"
+
+
+def score(text: str, truth: str = "10", question: str = QUESTION) -> float:
+    return reward.compute_score("gsm8k_calculator", text, truth, {"question": question})["score"]
 
 
 @pytest.mark.parametrize(
@@ -42,10 +45,31 @@ def test_a_final_line_that_does_not_repeat_the_last_value_earns_nothing_for_it()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "#### 10", "<<2+3=5>>\n#### 5", "<<2+3=5>><<2+3=5>>\n#### 5", "<<5+0=5>><<5*1=5>>\n#### 5"]
+    "text",
+    [
+        "",
+        "#### 10",
+        "<<2+3=5>>\n#### 5",
+        "<<2+3=5>><<2 + 3=5>>\n#### 5",
+        "<<5+0=5>><<5*1=5>>\n#### 5",
+        "<<2/2=1>><<3/3=1>>\n#### 1",
+        "<<7-7=0>><<5-5=0>>\n#### 0",
+        "<<5-3+3=5>><<7*2/2=7>>\n#### 7",
+        "<<44+44=88>><<88+88=176>>\n#### 176",
+    ],
+    ids=["empty", "no sum", "one", "repeated", "0 and 1", "x/x", "x-x", "gives an operand", "not of the question"],
 )
-def test_fewer_than_two_different_non_trivial_expressions_earn_nothing(text: str):
+def test_fewer_than_two_different_expressions_that_say_something_earn_nothing(text: str):
     assert score(text) == 0.0
+
+
+def test_an_earlier_right_result_may_be_used_and_a_wrong_one_may_not():
+    assert score("<<5+7=12>><<12*4=48>>\n#### 48") == 1.0
+    assert score("<<5+7=13>><<13*4=52>>\n#### 52") == 0.0
+
+
+def test_an_expression_that_does_not_count_changes_no_share():
+    assert score("<<2/2=1>><<2+3=5>><<5*2=11>><<5+5=10>>\n#### 10") == pytest.approx(0.8 * 2 / 3 + 0.2)
 
 
 def test_rounded_decimals_are_right_to_the_digits_written():
@@ -53,8 +77,12 @@ def test_rounded_decimals_are_right_to_the_digits_written():
 
 
 def test_gold_answers_are_exact_and_calculate_correctly(test_data: Path):
-    lines = (test_data / "gsm8k" / "test.jsonl").read_text().splitlines()
-    answers = [json.loads(line)["answer"] for line in lines]
-    results = [reward.compute_score("", a, a.rpartition("####")[2].strip()) for a in answers]
+    rows = [json.loads(line) for line in (test_data / "gsm8k" / "test.jsonl").read_text().splitlines()]
+    results = [
+        reward.compute_score("", r["answer"], r["answer"].rpartition("####")[2].strip(), {"question": r["question"]})
+        for r in rows
+    ]
+    counted = [r for r in results if r["expressions"] >= 2]
     assert all(r["acc"] == 1.0 for r in results)
-    assert sum(r["arithmetic"] for r in results) / len(results) > 0.97
+    assert len(counted) / len(results) > 0.85
+    assert sum(r["arithmetic"] for r in counted) / len(counted) > 0.97

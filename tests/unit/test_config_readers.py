@@ -13,7 +13,6 @@ WAITING = {
     "further policy losses": "*.policy_loss.* *.tau_neg *.tau_pos",
     "profiling": "*profiler.* trainer.profile_interval",
     "the VeOmni engine": "*.veomni.*",
-    "weight sync": "*.checkpoint_engine.* *.layered_summon",
     "SGLang": "*.rollout.server.* *.rollout.pipeline_model_parallel_size *.rollout.custom",
     "dynamic sampling and rollout correction": "algorithm.filter_groups.* algorithm.rollout_correction.*"
     " data.gen_batch_size",

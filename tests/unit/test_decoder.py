@@ -1,5 +1,6 @@
 """The decoders against the model's own forward over whole sequences."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.models import decoder_weights
+from verl.models import decoder_reordered, decoder_weights
 from verl.models.decoder_generic import GenericDecoder
 from verl.models.decoder_graphs import GraphedDecode, capture_sizes
 from verl.models.decoder_weights import why_not_lean
@@ -142,12 +143,31 @@ def test_a_longer_prompt_that_joins_moves_the_column_to_the_right():
     assert largest_error(model, [first, second], [state.result() for state in states]) < 1e-5
 
 
-def test_the_lean_path_reads_the_modules_own_tensors():
+def test_the_lean_path_reads_the_modules_own_tensors(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder_reordered, "REORDERED_BYTES", 0)
     model = tiny_model("llama", {}).bfloat16()
     engine = NativeEngine(RolloutConfig(dtype="bfloat16"), model)
     weights = engine.decoder.weights
     assert weights.copied_bytes == 0
     assert weights.layers[1].down.weight.data_ptr() == model.model.layers[1].mlp.down_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_bfloat16_in_the_kernels_layout_rounds_no_more_than_in_place(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model(*LEAN[name]).bfloat16()
+    exact = copy.deepcopy(model).double()
+    asked = requests([3, 17, 24, 9], n=2, new=20)
+
+    def error(reordered: int, packed: int) -> float:
+        monkeypatch.setattr(decoder_reordered, "REORDERED_BYTES", reordered)
+        monkeypatch.setattr(decoder_weights, "PACKED_BYTES", packed)
+        engine = NativeEngine(RolloutConfig(dtype="bfloat16", prompt_length=24, response_length=20), model)
+        assert (engine.decoder.weights.reorders, engine.decoder.weights.packs) == (reordered > 0, packed > 0)
+        return largest_error(exact, asked, engine.core.run(asked))
+
+    in_place = error(0, 0)
+    assert error(1 << 30, 0) < 1.5 * in_place + 0.01
+    assert error(1 << 30, 1 << 30) < 1.5 * in_place + 0.01
 
 
 def test_padding_prompts_to_one_width_does_not_reach_their_logits():

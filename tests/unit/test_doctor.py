@@ -9,27 +9,20 @@ import sys
 import pytest
 import torch
 import transformers
+from fake_devices import fresh  # noqa: F401
 
 from verl.config import load_config
 from verl.config.check import check_supported
 from verl.plugin import doctor as machine
 from verl.plugin import loading
 from verl.plugin.findings import Status
-from verl.plugin.platform import PlatformRegistry, get_platform, platform_manager, set_platform
+from verl.plugin.platform import get_platform, set_platform
 from verl.plugin.platform.cpu import PlatformCPU
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.platform.npu import PlatformNPU
 from verl.plugin.platform.rocm import PlatformROCm
 from verl.trainer import doctor
 from verl.utils.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(platform_manager, "_current_platform", None)
-    monkeypatch.setattr(PlatformRegistry, "_platforms", dict(PlatformRegistry._platforms))
-    monkeypatch.setattr(loading, "_loaded", [])
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
 
 
 def by_name(findings):

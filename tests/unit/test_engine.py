@@ -19,6 +19,7 @@ from tests.engine_cases import (
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
 from verl.utils.errors import CheckpointError, ConfigError
+from verl.workers.engine.forwards import within_caches
 
 HEADS = ["eager", "chunked", "fused"]
 
@@ -88,6 +89,19 @@ def test_gradient_does_not_depend_on_the_micro_batch_split(folder, mode, per_tok
         assert found.metrics.values()["logprob"] == pytest.approx(
             float(found.outputs["logprobs"][batch["loss_mask"]].mean())
         )
+
+
+def test_a_cpu_cuts_a_large_token_budget_smaller_and_the_gradient_stays(folder, monkeypatch):
+    batch, engine, budget = random_batch(), build_engine(folder), MicroBatching(max_tokens=1000)
+    engine.forward_backward(batch, SquaredLogprob(), budget)
+    whole = gradients(engine)
+    monkeypatch.setattr("verl.workers.engine.forwards.CPU_TOKENS", 5)
+    assert within_caches(batch, budget).max_tokens == 11, "the longest sequence"
+    for asked in (MicroBatching(), MicroBatching(max_sequences=2), MicroBatching(max_tokens=10, plan=((0,),))):
+        assert within_caches(batch, asked) is asked
+    engine.forward_backward(batch, SquaredLogprob(), budget)
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-13)
 
 
 def test_forward_gives_results_in_input_order_and_zero_outside_the_mask(folder):
@@ -235,6 +249,16 @@ def test_an_engine_that_only_runs_forward_has_no_optimizer_and_refuses_to_train(
     engine.forward(random_batch())
     with pytest.raises(ConfigError, match="only runs forward"):
         engine.forward_backward(random_batch(), SquaredLogprob())
+
+
+def test_an_engine_that_only_runs_forward_holds_its_weights_in_the_type_it_computes_in(folder):
+    batch, types = random_batch(), {"model_dtype": "fp32", "dtype": "bf16"}
+    expected = build_engine(folder, **types).forward(batch)["logprobs"]
+    engine = build_engine(folder, **types, forward_only=True)
+    assert (
+        {p.dtype for p in engine.model.parameters()} == {p.dtype for _, p in engine.weights.named} == {torch.bfloat16}
+    )
+    assert torch.equal(engine.forward(batch)["logprobs"], expected) and not engine.weights.has_copies
 
 
 def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):

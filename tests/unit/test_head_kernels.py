@@ -26,12 +26,17 @@ def block(dtype, seed=0):
 
 def check(kind, dtype, with_entropy, tolerance):
     logits, inverse, (shift, entropy, a, b) = block(dtype)
-    x = logits.double() * (1.0 if inverse is None else inverse.double())
+    scale, eps = 1.0 if inverse is None else inverse.double(), torch.finfo(dtype).eps
+    x = logits.double() * scale
     y = x - shift.double()[:, None]
     sums = Sums.zeros(shift[:, None].clone(), with_entropy)
     kernel = kernels(kind)
-    kernel.add_sums(logits[:, :20].contiguous(), inverse, sums)
-    kernel.add_sums(logits[:, 20:].contiguous(), inverse, sums)
+    for part, keep in ((logits[:, :20], True), (logits[:, 20:], False)):
+        part_block = part.contiguous()
+        exponentials = kernel.add_sums(part_block, inverse, sums, keep)
+        if keep:
+            left = (part.double() * scale - shift.double()[:, None]).exp() if exponentials else part.double()
+            torch.testing.assert_close(part_block.double(), left, rtol=max(tolerance, 2.0 * eps), atol=0)
     torch.testing.assert_close(sums.total.double(), y.exp().sum(1, keepdim=True), rtol=tolerance, atol=0)
     if with_entropy:
         want = (y * y.exp()).sum(1, keepdim=True)
@@ -41,11 +46,12 @@ def check(kind, dtype, with_entropy, tolerance):
     want = -a.double()[:, None] * log_p.exp()
     if with_entropy:
         want = want - b.double()[:, None] * log_p.exp() * (log_p + entropy.double()[:, None])
-    want = want * (1.0 if inverse is None else inverse.double())
+    want = want * scale
     slopes = Slopes.of(logsumexp.to(shift.dtype), entropy, a, b if with_entropy else None, inverse)
     kernel.to_gradient(logits, inverse, slopes)
     rough = 1e-2 if dtype == torch.bfloat16 else 10 * tolerance
-    torch.testing.assert_close(logits.double(), want, rtol=rough, atol=rough * 1e-2)
+    found = logits.double() * (1.0 if slopes.factor is None else slopes.factor.double())
+    torch.testing.assert_close(found, want, rtol=rough, atol=rough * 1e-2)
     again = block(dtype)[0]
     kernel.to_gradient(again, inverse, slopes)
     assert torch.equal(again, logits), "two runs differ"
@@ -56,7 +62,10 @@ CASES = [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), CASES)
-def test_pieces_equal_the_definition(dtype, tolerance, with_entropy):
+def test_pieces_equal_the_definition(dtype, tolerance, with_entropy, monkeypatch):
+    check("torch", dtype, with_entropy, tolerance)
+    monkeypatch.setattr("verl.models.head_kernels.PART_COLUMNS", 3)
+    monkeypatch.setattr("verl.models.head_kernels.PART_ELEMENTS", 6)
     check("torch", dtype, with_entropy, tolerance)
 
 
@@ -73,7 +82,7 @@ def test_compiled_formulas_equal_the_definition(monkeypatch):
 IN_THE_INTERPRETER = """
 import torch
 from tests.unit.test_head_kernels import CASES, check
-from tests.unit.test_heads import columns_for, gradients_of, packed, weighted
+from tests.head_cases import columns_for, gradients_of, packed, weighted
 from verl.models import head_triton
 from verl.models.heads import token_logprobs, token_loss_one_pass
 

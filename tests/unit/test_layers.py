@@ -15,6 +15,7 @@ LAYERS = (
     ("data",),
     ("algorithms", "runtime", "observe"),
     ("models",),
+    ("checkpoint_engine",),
     ("workers.engine", "workers.rollout"),
     ("workers",),  # driver-side handles over the two
     ("weight_sync", "agent", "rewards"),
@@ -25,7 +26,6 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 
 # Thin modules at import paths that other people's code uses. They may look anywhere; nothing inside may import one.
 SHIMS = {
-    "verl.checkpoint_engine",
     "verl.experimental.agent_loop",
     "verl.model_merger",
     "verl.protocol",

@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 from verl.config.rollout import RolloutConfig
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
+from verl.trainer.merge import main as merge_main
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -304,6 +305,22 @@ def test_shards_of_two_ranks_are_saved_merged_and_apart_and_loaded_by_one(folder
     )
     for model in (merged, apart):
         torch.testing.assert_close(logits_of(model.eval()), expected, rtol=1e-4, atol=1e-4)
+
+
+@STRATEGIES
+def test_shards_merged_by_the_command_and_joined_by_peft_are_the_trained_model(folder, adapters, tmp_path, strategy):
+    run_ranks(2, save_shards, folder, adapters, ROWS, tmp_path / "saved", strategy)
+    assert merge_main(["--local_dir", str(tmp_path / "saved"), "--target_dir", str(tmp_path / "merged")]) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(one, other) for one, other in zip(base.parameters(), plain.parameters(), strict=True))
+    joined = peft.PeftModel.from_pretrained(base, tmp_path / "merged" / "lora_adapter").merge_and_unload()
+    engine = build(folder, dtype="fp32")
+    engine.load(tmp_path / "saved", ("model",))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "huggingface")
+    for other in (logits_of(engine.model), logits_of(exported)):
+        torch.testing.assert_close(logits_of(joined), other, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits_of(joined), logits_of(plain), rtol=1e-3)
 
 
 def mixed_types(folder, adapters):

@@ -1,10 +1,14 @@
 """Shards of ours, and pickled ones of the reference, become the one model that was sharded; anything amiss is named."""
 
+import base64
 import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +177,76 @@ def test_adapters_of_the_reference_go_to_a_folder_of_their_own(models, tmp_path)
     assert (settings.r, settings.lora_alpha, settings.target_modules) == (2, 8, {"up_proj"})
     weights = load_file(tmp_path / "merged" / "lora_adapter" / "adapter_model.safetensors")
     assert torch.equal(weights[f"base_model.model.{adapted}.lora_A.weight"], a)
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """As much of a hub as an upload asks for: `server.files` are committed, `server.repositories` made."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server: Any = self.server
+        if self.path == "/api/repos/create":
+            server.repositories.append(json.loads(body))
+            self.answer({"url": "https://huggingface.co/me/merged", "name": "me/merged"})
+        elif "/preupload/" in self.path:
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]
+            self.answer({"files": modes})
+        elif "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            server.files.update({file["path"]: base64.b64decode(file["content"]) for file in files})
+            self.answer({"success": True, "commitUrl": "https://huggingface.co/me/merged/commit/1", "commitOid": "1"})
+        else:
+            self.answer({})
+
+    def do_GET(self):
+        self.answer({"id": "me/merged", "siblings": [], "sha": "0"})
+
+    def answer(self, value: dict) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    server.files, server.repositories = {}, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_merged_folder_is_uploaded_as_it_is(models, tmp_path, hub):
+    save_shards(models["odd"], tmp_path / "saved")
+    how = ["--target_dir", str(tmp_path / "merged"), "--hf_upload_path", "me/merged", "--private"]
+    assert main(["merge", "--local_dir", str(tmp_path / "saved"), *how]) == 0
+    here = [path for path in (tmp_path / "merged").rglob("*") if path.is_file()]
+    assert hub.files == {str(path.relative_to(tmp_path / "merged")): path.read_bytes() for path in here}
+    assert hub.files["model.safetensors"] and hub.repositories[0]["visibility"] == "private"
+
+
+@pytest.mark.parametrize("why", ["offline", "no answer"])
+def test_an_upload_that_fails_says_why_and_keeps_the_model(models, tmp_path, hub, monkeypatch, why):
+    if why == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    save_shards(models["odd"], tmp_path / "saved")
+    how = ["--target_dir", str(tmp_path / "merged"), "--hf_upload_path", "me/merged"]
+    with pytest.raises(ConfigError, match=r"nothing was uploaded to http://127.* is whole in .*merged; once online"):
+        main(["merge", "--local_dir", str(tmp_path / "saved"), *how])
+    assert_same_model(tmp_path / "merged", models["odd"])
+    assert hub.files == {}
 
 
 def test_the_module_is_a_command(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from verl.config.rollout import RolloutConfig
+from verl.models import decoder_weights
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -57,16 +58,34 @@ def test_rows_are_refilled_as_sequences_end(model: PreTrainedModel):
     assert engine.stats()["decode_steps"] <= 30
 
 
-def test_a_cast_copy_is_counted_versioned_and_refreshed(model: PreTrainedModel):
+def test_an_ended_sequence_is_replaced_in_the_next_step_and_the_batch_shrinks_when_nothing_waits(
+    model: PreTrainedModel,
+):
+    core = NativeEngine(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=8), model).core
+    for number, tokens in enumerate([2, 12, 12, 12, 12, 12, 12, 12, 3, 5, 9]):
+        core.submit(ask(number, prompt=(5, 6, 7, number)[: 2 + number % 3], max_tokens=tokens), ())
+    in_flight = []
+    while core.busy:
+        core.step()
+        in_flight.append(core.table.count)
+    # Row 0 ends in step 1 and its successors in steps 4 and 9: each is replaced in the step after. When nothing waits
+    # any more the seven others end together in step 11, and the last one is decoded alone.
+    assert in_flight == [7, 8, 8, 7, 8, 8, 8, 8, 7, 8, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert core.counters.row_steps == 8 + 7 + 8 + 8 + 7 + 8 + 8 + 8 + 8 + 7 + 8 + 7 * 1
+
+
+def test_a_cast_copy_is_counted_versioned_and_refreshed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder_weights, "PACKED_BYTES", 0)
     engine = NativeEngine(RolloutConfig(dtype="bfloat16", prompt_length=8, response_length=8), model)
-    parameters = sum(p.numel() for p in model.parameters())
-    assert engine.stats()["copied_weight_bytes"] == 2 * parameters
+    parameters, head = sum(p.numel() for p in model.parameters()), model.lm_head.weight.numel()
+    held = 2 * (parameters + head)  # the tied head has a layout of its own
+    assert engine.stats()["copied_weight_bytes"] == held
     with torch.no_grad():
         model.model.embed_tokens.weight.neg_()
     asyncio.run(engine.update_weights(model, 1))
     [[fresh]] = complete(engine, ask(temperature=0.0))
     assert fresh.policy_version == (1, 1) and engine.decoder.weights_version == 1
-    assert engine.stats()["copied_weight_bytes"] == 2 * parameters
+    assert engine.stats()["copied_weight_bytes"] == held
     with torch.no_grad():
         logits = model.bfloat16()(torch.tensor([[5, 6, 7]])).logits[0, -1].float()
     assert fresh.token_ids[0] == int(logits.argmax())

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from tests.ranks import run_ranks
@@ -40,6 +41,8 @@ def limit_memory(engine, place: str, most: int) -> list[int]:
         layer.mlp.register_forward_pre_hook(lambda _, args: check(args[0]))
     elif place == "backward":
         layer.mlp.register_full_backward_hook(lambda _, inputs, outputs: check(outputs[0]))
+    elif place == "heads":  # between the exchanges of ranks that share sequences, and those of the backward pass
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: check(args[0]))
     elif place == "embedding":
         engine.model.model.embed_tokens.register_forward_hook(lambda _, args, output: check(output))
     else:
@@ -143,6 +146,7 @@ def train_on_two(folder, place: str, starved: list[int], settings: dict) -> tupl
     return {n: w.numpy() for n, w in weights.items()}, metrics, [len(refused), restarts, engine.train_limit.tokens]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers"])
 @pytest.mark.parametrize(
     ("starved", "settings"),
@@ -155,17 +159,83 @@ def train_on_two(folder, place: str, starved: list[int], settings: dict) -> tupl
     ],
     ids=["one rank", "without checkpointing", "both ranks", "with prefetch", "several micro-batches"],
 )
-def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, place, starved, settings):
+def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, place, starved, settings, strategy):
     engine = build_engine(folder)
     logprobs = engine.forward(random_batch())["logprobs"]
     expected, _ = train(engine, random_batch(), MicroBatching(max_tokens=50))
     for rank, (weights, _, (refused, restarts, limit)) in enumerate(
-        run_ranks(2, train_on_two, folder, place, starved, settings, timeout_s=60)
+        run_ranks(2, train_on_two, folder, place, starved, {**settings, "strategy": strategy}, timeout_s=60)
     ):
         assert (refused > 0) == (rank in starved), "the allocator never failed: this test would prove nothing"
         assert restarts == 1
         assert limit == (8 if "most" in settings else 12 if 0 in starved else 14)  # half of 16, 24 or 28 tokens
         expected["log-probs"] = random_batch().with_columns(found=logprobs).select(ROWS[rank])["found"]
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-10, atol=1e-12)
+
+
+COLLECTIVES = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+
+
+def gradients_with_a_broken_collective(folder, settings: dict) -> tuple[dict, list[tuple[dict, int]]]:
+    """The gradient without fault, and with rank 1 out of memory in each call of FSDP2's own; and its restarts."""
+
+    def gradients(break_call: int | None = None, name: str = COLLECTIVES[0]) -> tuple[dict, int, int]:
+        engine = build_engine(folder, **settings)
+        shard = random_batch(seed=dist.get_rank(), shapes=((3, 5), (6, 2), (2, 4), (4, 4)))
+        calls, real = [0], getattr(_fsdp_param_group, name)
+
+        def failing(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] - 1 == break_call and dist.get_rank() == 1:
+                allocate_too_much()
+            return real(*args, **kwargs)
+
+        setattr(_fsdp_param_group, name, failing)
+        try:
+            engine.forward_backward(shard, SquaredLogprob(), MicroBatching(max_sequences=2))
+        finally:
+            setattr(_fsdp_param_group, name, real)
+        found = {name: gradient.numpy() for name, gradient in engine.weights.full_gradients()}
+        return found, engine.train_limit.restarts, calls[0]
+
+    expected, found = gradients()[0], []
+    for name in COLLECTIVES:
+        for call in range(gradients(None, name)[2]):
+            found.append(gradients(call, name)[:2])
+    return expected, found
+
+
+@pytest.mark.parametrize("settings", [{}, {"forward_prefetch": True}, {"reshard_after_forward": False}], ids=str)
+def test_memory_that_runs_out_while_fsdp2_gathers_or_reduces_costs_a_restart(folder, settings):
+    for expected, found in run_ranks(2, gradients_with_a_broken_collective, folder, settings, timeout_s=60):
+        assert len(found) >= 3 * 2 * 2 + 3  # root and layers, of two micro-batches, and one reduction each
+        for gradients, restarts in found:
+            assert restarts == 1
+            for name, gradient in expected.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+def train_sharing(folder, place: str, starved: int, settings: dict) -> tuple[dict, int, int]:
+    """`train` where pairs of ranks share sequences; rank `starved` cannot fit everything."""
+    rank = dist.get_rank()
+    engine = build_engine(folder, ulysses_sequence_parallel_size=2, **settings)
+    refused = limit_memory(engine, place, 8 if rank == starved else 1000)
+    shard = random_batch() if dist.get_world_size() == 2 else random_batch().select(ROWS[rank // 2])
+    weights, _ = train(engine, shard, MicroBatching(max_tokens=30))
+    return {n: w.numpy() for n, w in weights.items()}, len(refused), engine.train_limit.restarts
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers", "heads"])
+@pytest.mark.parametrize(("ranks", "checkpointing"), [(2, True), (2, False), (4, True)])
+def test_ranks_that_share_sequences_restart_together(folder, place, ranks, strategy, checkpointing):
+    settings = {"strategy": strategy, "model": {"enable_gradient_checkpointing": checkpointing}}
+    expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
+    results = run_ranks(ranks, train_sharing, folder, place, ranks - 1, settings, timeout_s=60)
+    for rank, (weights, refused, restarts) in enumerate(results):
+        assert (refused > 0) == (rank == ranks - 1), "the allocator never failed: this test would prove nothing"
+        assert restarts >= 1
         for name, tensor in expected.items():
             torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-10, atol=1e-12)
 

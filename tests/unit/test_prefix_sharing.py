@@ -123,14 +123,14 @@ def test_attention_and_its_gradient_equal_those_of_whole_sequences(how, merging,
 
 def test_plain_layers_merge_two_kernels_and_windows_take_rows(monkeypatch):
     calls = []
-    for name in ("_attend_merging", "_attend_suffix_rows"):
-        real = getattr(prefix_sharing, name)
-        monkeypatch.setattr(prefix_sharing, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
+    for owner, name in ((prefix_sharing._MergedAttention, "apply"), (prefix_sharing, "_attend_suffix_rows")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
     prefix_sharing._merging_works.cache_clear()
     for how in ({}, {"sliding_window": 64}, {"sliding_window": 4}, {"softcap": 2.0}):
         attend_both(how)
     used = [name for name in calls if name is not None]
-    assert used[-2:] == ["_attend_suffix_rows"] * 2 and used.count("_attend_merging") == 3  # one of them the trial
+    assert used[-2:] == ["_attend_suffix_rows"] * 2 and used.count("apply") == 3  # one of them the trial
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from verl.config import WrapPolicyConfig
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.utils.errors import ConfigError
+from verl.workers.engine.shared_memory import SharedSlots
 
 ROWS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 3, 4], [1, 2, 5]], 4: [[0], [1, 2], [4], [3, 5]]}
 MICRO = MicroBatching(max_sequences=1)
@@ -169,11 +170,17 @@ def test_all_ranks_skip_the_step_when_one_has_an_infinite_gradient(folders):
 
 
 class Sums(TorchDispatchMode):
-    """Counts the collectives that sum over ranks."""
+    """Counts the collectives that sum over ranks, those through shared memory among them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count, reduce = 0, SharedSlots.reduce
+
+        def counting(*args: Any) -> None:
+            self.count += 1
+            reduce(*args)
+
+        SharedSlots.reduce = counting
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += "reduce_scatter" in str(func) or "allreduce" in str(func)
@@ -225,6 +232,20 @@ def forward_only(folder) -> list[float]:
 def test_a_reference_in_shards_gives_the_outputs_of_a_whole_one(folders):
     for found in run_ranks(2, forward_only, folders[1]):
         assert found == pytest.approx(forward_only(folders[1]), rel=1e-12)
+
+
+def narrow_reference(folder, strategy: str) -> tuple[bool, set[str]]:
+    """Whether it gives the outputs of an engine that could train, and the types it holds."""
+    types = {"model_dtype": "fp32", "dtype": "bf16", "strategy": strategy}
+    expected = build_engine(folder, **types).forward(random_batch(), micro=MICRO)["logprobs"]
+    engine = build_engine(folder, **types, forward_only=True)
+    same = torch.equal(engine.forward(random_batch(), micro=MICRO)["logprobs"], expected)
+    return same, {str(parameter.dtype) for _, parameter in engine.weights.named}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_a_reference_in_shards_holds_its_weights_in_the_type_it_computes_in(folders, strategy):
+    assert run_ranks(2, narrow_reference, folders[1], strategy) == [(True, {"torch.bfloat16"})] * 2
 
 
 def plan_with_an_idle_rank(folder) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_throughput_counts_response_tokens_for_generation_and_all_tokens_elsewhe
 
 def test_throughput_without_a_step_time_says_so():
     with pytest.raises(KeyError, match="'step'"):
-        throughput_metrics({"gen": 1.0}, 1, 1)
+        throughput_metrics({"gen": 1.0}, 1, 1, 1)
 
 
 def test_memory_follows_what_the_process_holds():

@@ -1,10 +1,11 @@
 """Every tool-call format: text around calls, several calls, types by schema, broken calls."""
 
+import asyncio
 import json
 
 import pytest
 
-from verl.agent.parsers import TOOL_PARSERS, parameter_types
+from verl.agent.parsers import TOOL_PARSERS, FunctionCall, ToolParser, parameter_types
 from verl.utils.errors import ConfigError
 
 BAR = "\uff5c"
@@ -84,3 +85,23 @@ def test_gpt_oss_preambles_are_no_calls():
 def test_gemma_text_may_look_like_syntax():
     [call] = find("gemma4", '<|tool_call>call:add{note:<|"|>a: {b}, c<|"|>,a:[1,2]}<tool_call|>')[1]
     assert json.loads(call.arguments) == {"note": "a: {b}, c", "a": [1, 2]}
+
+
+class Words:
+    def decode(self, ids):
+        return "go NOW"
+
+
+def test_a_parser_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOOL_PARSERS, "_items", dict(TOOL_PARSERS._items))
+
+    @ToolParser.register("shouting")
+    class Shouting(ToolParser):
+        async def extract_tool_calls(self, responses_ids, tools=None):
+            text = self.tokenizer.decode(responses_ids)
+            return text, [FunctionCall(word.lower(), "{}") for word in text.split() if word.isupper()]
+
+    parser = ToolParser.get_tool_parser("shouting", Words())
+    assert asyncio.run(parser.extract_tool_calls([0])) == ("go NOW", [FunctionCall("now", "{}")])
+    with pytest.raises(TypeError, match="abstract"):
+        ToolParser(None)

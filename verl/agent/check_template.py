@@ -9,15 +9,18 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl.agent.stitch import Stitcher
+from verl.config import HFModelConfig
 from verl.data.chat import Message
+from verl.models.load import load_tokenizer
 from verl.utils.errors import ConfigError
 
 TOOL = {
@@ -188,10 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: %(default)s)")
     parser.add_argument("--chat-template", help="file with a template to check instead of the tokenizer's own")
     options = parser.parse_args(argv)
-    tokenizer = AutoTokenizer.from_pretrained(options.path)
-    if options.chat_template:
-        with open(options.chat_template, encoding="utf-8") as file:
-            tokenizer.chat_template = file.read()
+    try:
+        template = Path(options.chat_template).read_text(encoding="utf-8") if options.chat_template else None
+    except OSError as error:
+        raise ConfigError(f"--chat-template {options.chat_template}: {error.strerror}; give a file") from error
+    tokenizer = load_tokenizer(HFModelConfig(path=options.path, custom_chat_template=template))
     report = check_template(tokenizer, options.conversations, options.seed)
     console = Console()
     show(report, tokenizer, console)

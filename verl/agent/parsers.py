@@ -6,6 +6,7 @@ cannot be read is handed on as it is, so that the policy is told what is wrong w
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,16 @@ class FunctionCall:
 TOOL_PARSERS: Registry[type["ToolParser"]] = Registry("tool parser")
 
 
-class ToolParser:
-    """Finds tool calls in sampled tokens. `find` returns the text without the calls, and the calls."""
+class ToolParser(ABC):
+    """Finds tool calls in sampled tokens. Parsers of your own: `@ToolParser.register(name)`."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
+
+    @staticmethod
+    def register(name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
+        """File a parser under a value of `multi_turn.format`."""
+        return TOOL_PARSERS.register(name)
 
     @staticmethod
     def get_tool_parser(name: str, tokenizer: Any) -> "ToolParser":
@@ -41,16 +47,25 @@ class ToolParser:
         """Tokens that end a turn with a call, where the end-of-sequence token does not."""
         return []
 
+    @abstractmethod
     async def extract_tool_calls(
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         """Text around the calls, and the calls in order. `tools`: schemas, for formats that do not type arguments."""
+
+
+class TextParser(ToolParser):
+    """A parser of decoded text."""
+
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(list(responses_ids))
         return self.find(text, parameter_types(tools))
 
+    @abstractmethod
     def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        """Calls in `text`; `types`: JSON type of each parameter by tool."""
-        raise NotImplementedError
+        """`text` without the calls, and the calls; `types`: JSON type of each parameter by tool."""
 
 
 def parameter_types(tools: Sequence[Any] | None) -> dict[str, dict[str, str]]:
@@ -96,7 +111,7 @@ def _outside(pattern: "re.Pattern[str]", text: str, read: Callable[[str], list[F
 
 
 @TOOL_PARSERS.register("hermes")
-class HermesParser(ToolParser):
+class HermesParser(TextParser):
     """`<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen2.5, Qwen3)."""
 
     pattern = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -105,7 +120,7 @@ class HermesParser(ToolParser):
         return _outside(self.pattern, text, lambda inner: [_json_call(inner)])
 
 
-class FunctionTagParser(ToolParser):
+class FunctionTagParser(TextParser):
     """`<function=name><parameter=key>value</parameter></function>` inside an outer tag."""
 
     outer: "re.Pattern[str]"
@@ -141,7 +156,7 @@ class SeedParser(FunctionTagParser):
     outer = re.compile(r"<seed:tool_call>\s*(.*?)\s*</seed:tool_call>", re.DOTALL)
 
 
-class InvokeParser(ToolParser):
+class InvokeParser(TextParser):
     """`<invoke name="…"><parameter name="…">value</parameter></invoke>` inside an outer tag."""
 
     outer: "re.Pattern[str]"
@@ -185,7 +200,7 @@ class DeepSeekV4Parser(InvokeParser):
 
 
 @TOOL_PARSERS.register("glm")
-class GLMParser(ToolParser):
+class GLMParser(TextParser):
     """`<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>` (GLM-4.5 and later)."""
 
     outer = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -200,7 +215,7 @@ class GLMParser(ToolParser):
 
 
 @TOOL_PARSERS.register("kimi")
-class KimiParser(ToolParser):
+class KimiParser(TextParser):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section (Kimi-K2)."""
 
     section = re.compile(r"<\|tool_calls_section_begin\|>(.*?)(?:<\|tool_calls_section_end\|>|$)", re.DOTALL)
@@ -219,7 +234,7 @@ class KimiParser(ToolParser):
 
 
 @TOOL_PARSERS.register("gpt-oss")
-class GPTOSSParser(ToolParser):
+class GPTOSSParser(TextParser):
     """`<|channel|>commentary to=functions.name … <|message|>{…}<|call|>` (the harmony format of GPT-OSS)."""
 
     call = re.compile(
@@ -246,7 +261,7 @@ class GPTOSSParser(ToolParser):
 
 
 @TOOL_PARSERS.register("gemma4")
-class Gemma4Parser(ToolParser):
+class Gemma4Parser(TextParser):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,number:3}<tool_call|>` (Gemma 4)."""
 
     outer = re.compile(r"<\|tool_call>\s*call:([\w.-]+)\s*(\{.*?\})\s*<tool_call\|>", re.DOTALL)

@@ -1,16 +1,19 @@
-"""The interface of a weight transport between trainer and rollout, as vendors' plug-ins implement it."""
+"""The interface of a weight transport between trainer and rollout, as vendors' plug-ins implement it, and ours."""
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 
+from verl.checkpoint_engine.buckets import buckets
 from verl.utils.errors import PluginError
 from verl.utils.suggest import did_you_mean
 
 EngineClass = TypeVar("EngineClass", bound="type[CheckpointEngine]")
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None]
+Piece = list[tuple[str, torch.Tensor]]
 
 
 class TensorMeta(TypedDict):
@@ -43,7 +46,7 @@ class CheckpointEngine(ABC):
         """Arguments of `init_process_group`, one list entry per worker: for the actor's, then for the rollout's."""
 
     @abstractmethod
-    def init_process_group(self, **kwargs: Any) -> None:
+    def init_process_group(self, *args: Any, **kwargs: Any) -> None:
         """Connect to the other workers."""
 
     @abstractmethod
@@ -59,9 +62,60 @@ class CheckpointEngine(ABC):
         """Yield every (name, tensor) that the trainer sends."""
 
 
+class PieceTransport(CheckpointEngine):
+    """What ours share: the first rank of the trainer sends pieces of many tensors to every worker of the rollout.
+
+    A transport stays connected from publish to publish, until `finalize`. Trainer ranks but the first only take part
+    in producing the weights. `timeout`: seconds one end waits for another before it raises TransportError.
+    """
+
+    sends_first: ClassVar[bool] = False  # whether everything is sent before anything is received
+    rank = -1  # 0 sends, 1 and more receive
+
+    def __init__(self, bucket_size: int, timeout: float = 300.0):
+        self.bucket_size, self.timeout = bucket_size, timeout
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def ranked(cls, actor_world_size: int, rollout_world_size: int, **common: Any) -> Any:
+        """What `build_topology` returns when workers differ in nothing but their rank."""
+        ranks = ([0] + [-1] * (actor_world_size - 1), list(range(1, rollout_world_size + 1)))
+        return tuple({"rank": r, **{name: [value] * len(r) for name, value in common.items()}} for r in ranks)
+
+    @abstractmethod
+    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
+        """Send buckets, floating-point tensors as `dtype`; yields each as it travels, valid until the next is asked."""
+
+    @abstractmethod
+    def receive_pieces(self, version: int) -> Iterator[Piece]:
+        """What arrives, in memory that belongs to the receiver."""
+
+    def fail(self, reason: str) -> None:
+        """Tell receivers that nothing more will come."""
+
+    def piece_bytes(self) -> int:
+        """Bytes of one piece; there are two, one is filled while the other is read."""
+        return max(self.bucket_size // 2, 1)
+
+    async def send_weights(self, weights: NamedTensors, global_steps: int | None = None) -> None:
+        for _ in self.send_pieces(buckets(weights, self.piece_bytes()), None, global_steps or 0):
+            pass
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        for piece in self.receive_pieces(global_steps or 0):
+            for named in piece:
+                yield named
+
+
 class CheckpointEngineRegistry:
     """Backend names to transports; a backend whose library is missing is remembered with the reason."""
 
+    OURS: ClassVar[dict[str, str]] = {
+        "naive": "shared_memory.SharedMemory", "nccl": "broadcast.Broadcast", "hccl": "broadcast.Broadcast",
+        "gloo": "broadcast.Gloo", "file": "files.Files",
+    }  # fmt: skip
     _registry: ClassVar[dict[str, type[CheckpointEngine]]] = {}
     _import_errors: ClassVar[dict[str, BaseException]] = {}
 
@@ -82,7 +136,7 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def get(cls, backend: str) -> type[CheckpointEngine]:
-        """The transport filed under `backend`."""
+        """The transport filed under `backend`: a plug-in's, or ours of that name."""
         from verl.plugin import load_plugins
 
         load_plugins()
@@ -91,7 +145,13 @@ class CheckpointEngineRegistry:
         if backend in cls._import_errors:
             error = cls._import_errors[backend]
             raise PluginError(f"checkpoint engine {backend!r} cannot be imported: {error}") from error
-        raise PluginError(f"unknown checkpoint engine {backend!r}; {did_you_mean(backend, cls._registry)}")
+        if backend in cls.OURS:
+            module, name = cls.OURS[backend].split(".")
+            return getattr(importlib.import_module(f"verl.checkpoint_engine.{module}"), name)
+        raise PluginError(
+            f"unknown checkpoint engine {backend!r}; {did_you_mean(backend, [*cls.OURS, *cls._registry])}; others "
+            "come from plug-ins, or from the module that checkpoint_engine.custom_backend_module names"
+        )
 
     @classmethod
     def new(cls, backend: str, *args: Any, **kwargs: Any) -> CheckpointEngine:

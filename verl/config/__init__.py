@@ -8,7 +8,7 @@ from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import CustomClassConfig, DataConfig, SFTDataConfig
 from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig, WrapPolicyConfig
 from verl.config.load import ConfigWarning, load_config
-from verl.config.model import FusedKernelConfig, HFModelConfig, LoraConfig
+from verl.config.model import FusedKernelConfig, HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from verl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig
@@ -49,7 +49,6 @@ __all__ = [
     "GlobalProfilerConfig",
     "HFModelConfig",
     "KLControlConfig",
-    "LoraConfig",
     "MultiTurnConfig",
     "PolicyLossConfig",
     "ProfilerConfig",

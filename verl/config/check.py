@@ -154,6 +154,11 @@ def _rollout(config: RunConfig) -> None:
     both = rollout.tensor_model_parallel_size * rollout.data_parallel_size
     if rollout.expert_parallel_size not in (1, both):
         raise ConfigError(f"{where}.expert_parallel_size={rollout.expert_parallel_size} must be 1 or {both} (TP x DP)")
+    if rollout.name in ("native", "hf") and rollout.checkpoint_engine.backend != "naive":
+        raise ConfigError(
+            f"{where}.checkpoint_engine.backend={rollout.checkpoint_engine.backend} has nothing to carry: "
+            f"rollout.name={rollout.name} samples where the trainer is; leave it at naive"
+        )
     if rollout.pipeline_model_parallel_size > 1:
         raise ConfigError(f"{where}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size} must be 1")
 

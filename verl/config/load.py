@@ -93,8 +93,8 @@ def unread_keys(config: Any) -> list[str]:
             return True
         return any(is_read(other) for other, key in table.items() if key.follows == path and other not in was_set)
 
-    decided_at_load = {"model_engine"}
-    return [path for path in config._set if path not in decided_at_load and not is_read(path)]
+    excepted = ("model_engine", "save_contents", "load_contents")  # read before the record begins, and by checkpoints
+    return [path for path in config._set if path.rpartition(".")[2] not in excepted and not is_read(path)]
 
 
 @dataclass(frozen=True)

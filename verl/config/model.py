@@ -14,13 +14,6 @@ class FusedKernelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig(Section):
-    """Adapter settings that do not depend on the engine."""
-
-    merge: bool = key(False, "Send merged weights to the rollout engine instead of adapters.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class HFModelConfig(Section):
     """A Hugging Face model folder and how it is run."""
 
@@ -42,4 +35,3 @@ class HFModelConfig(Section):
     target_modules: str | list[str] = key("all-linear", "Modules that get adapters: all-linear, a pattern, or names.")
     exclude_modules: str | list[str] | None = key(None, "Modules that get none: a pattern or names.")
     lora_adapter_path: str | None = key(None, "Folder of adapters to start from.")
-    lora: LoraConfig = section(LoraConfig)

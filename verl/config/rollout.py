@@ -68,11 +68,13 @@ class AgentLoopConfig(Section):
 class CheckpointEngineConfig(Section):
     """How weights travel from the trainer to the rollout engine."""
 
-    backend: str = key("naive", "Transport; naive is the direct way between colocated processes.")
-    update_weights_bucket_megabytes: int = key(
-        2048, "Size of one transfer in MiB; must exceed the largest tensor.", least=1
+    backend: str = key(
+        "naive", "Transport; naive (memory of one machine), nccl (broadcast; gloo on a CPU), file, or a plug-in's."
     )
-    engine_kwargs: dict[str, Any] = key({}, "Constructor arguments per transport.")
+    update_weights_bucket_megabytes: int = key(
+        2048, "Most memory of a transfer in MiB, larger tensors apart; CPUs use less.", least=1
+    )
+    engine_kwargs: dict[str, Any] = key({}, "Constructor arguments per transport, {backend: {name: value}}.")
     probe_every: int = key(
         10, "Publishes between two probes that compare the engine's own forward pass; 0: the first only.", least=0
     )
@@ -121,7 +123,6 @@ class RolloutConfig(Section):
     logprobs_mode: str = key("processed_logprobs", "vllm: which log-probs it returns.")
     scheduling_policy: str = key("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
     load_format: str = key("dummy", "Where a separate engine's first weights come from; dummy is from the trainer.")
-    layered_summon: bool = key(False, "Gather LoRA weights layer by layer when sending them.")
     skip_tokenizer_init: bool = key(True, "Token ids in and out; the engine needs no tokenizer.")
     disable_log_stats: bool = key(True, "Hide the engine's statistics.")
     calculate_log_probs: bool = key(True, "Return log-probs of sampled tokens.")

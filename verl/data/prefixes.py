@@ -21,6 +21,12 @@ def prompt_lengths(batch: Batch) -> list[int]:
     return lengths.scatter_reduce(0, batch.sequence_ids().cpu(), place, "amin").tolist()
 
 
+def repeated_prompts(batch: Batch) -> list[int]:
+    """Length of the prompt of every sequence that begins with the prompt of an earlier one."""
+    lengths = prompt_lengths(batch)
+    return [lengths[i] for group in prompt_groups(batch) for i in group[1:]]
+
+
 def common_prefix(batch: Batch, members: list[int]) -> int:
     """How many tokens the sequences have in common from their start: the prompt, and perhaps more."""
     starts, shortest = batch.cu_seqlens.tolist(), int(batch.lengths[members].min())

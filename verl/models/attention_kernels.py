@@ -5,6 +5,7 @@ Shapes: H query heads, K key/value heads, T packed tokens, L one sequence, D hea
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,9 @@ def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         found = _varlen(query, key, key, packing, manner)
         found.sum().backward()
-    except (ImportError, RuntimeError, NotImplementedError, TypeError):
-        return False  # the loop over sequences gives the same numbers
+    except (ImportError, RuntimeError, NotImplementedError, TypeError) as error:
+        logger.info("no varlen attention on %s in %s, sequences one by one instead: %s", device_type, dtype, error)
+        return False
     return torch.allclose(found, _one_run_at_a_time(query, key, key, packing, manner), atol=0.02)
 
 

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.decoder_graphs import GraphedDecode
+from verl.models.decoder_layer import Layer
+from verl.models.decoder_packed import PackedLayer
+from verl.models.decoder_shared import SharedAttention, SharedPrompts, Sharing
 from verl.models.decoder_weights import DecoderShape, DecoderWeights
 
 
@@ -27,13 +30,28 @@ class Window:
     column: int
     low: int
     starts_B: Tensor  # (B,) int64
-    ragged: bool  # some row starts after `low`
+    ragged: bool  # some row's own columns start after `low`
+    owns_B: Tensor | None = None  # (B,) int64: where columns of their own begin, if prompts are shared
+    sharing: Sharing | None = None
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the keys and values of entering prompts go: each to as many rows as continue it, or to a slot."""
+
+    column: int  # prompts in rows end before it
+    first_row: int
+    repeats: list[int]
+    slots: slice | None = None
 
 
 class Decoder(Protocol):
     """What the rollout core needs of a decoder, whichever path it takes."""
 
     joins: bool  # new sequences may enter while others run; otherwise only when no row is left
+    mixes: bool  # ... and in the very pass that decodes the others
+    shares: bool  # prompts may be held once for several rows
+    prompts: SharedPrompts
     pads: bool  # prompts of different lengths may enter together
     weights_version: int
     copied_bytes: int  # weights that are not the module's own tensors
@@ -44,8 +62,12 @@ class Decoder(Protocol):
     def free_cache(self) -> None: ...
     def free_copies(self) -> None: ...
     def refresh(self, model: nn.Module, version: int) -> None: ...
-    def prefill(self, prompts: list[list[int]], repeats: list[int], first_row: int, column: int) -> Tensor: ...
+    def stale(self, model: nn.Module) -> str: ...  # the first copy that is not what `model` holds, empty if none
+    def prefill(self, prompts: list[list[int]], where: Where) -> Tensor: ...
     def decode(self, tokens_B: Tensor, window: Window) -> Tensor: ...
+    def decode_and_prefill(
+        self, tokens_B: Tensor, window: Window, prompts: list[list[int]], where: Where
+    ) -> Tensor: ...
     def move(self, sources: list[int], targets: list[int], count: int, window: Window) -> None: ...
     def shift(self, count: int, low: int, column: int, by: int) -> None: ...
 
@@ -64,6 +86,15 @@ class LeanDecoder:
         self.values: list[Tensor] = []
         self.tables: tuple[Tensor, ...] = ()
         self.graphs: GraphedDecode | None = None
+        self.prompts = SharedPrompts(self.shape, self.dtype)
+
+    @property
+    def mixes(self) -> bool:
+        return self.graphs is None
+
+    @property
+    def shares(self) -> bool:
+        return self.graphs is None and self.transposed and self.shape.sliding_window is None
 
     @property
     def weights_version(self) -> int:
@@ -83,6 +114,9 @@ class LeanDecoder:
 
     def refresh(self, model: nn.Module, version: int) -> None:
         self.weights.refresh(model, version)
+
+    def stale(self, model: nn.Module) -> str:
+        return self.weights.stale(model)
 
     def allocate(self, rows: int, columns: int) -> None:
         """Room for `rows` rows, keeping what is there; zeros, as hidden columns are multiplied by zero."""
@@ -104,54 +138,46 @@ class LeanDecoder:
 
     def free_cache(self) -> None:
         self.keys, self.values = [], []
+        self.prompts = SharedPrompts(self.shape, self.dtype)
 
     def free_copies(self) -> None:
         self.weights.free_copies()
 
-    def prefill(self, prompts: list[list[int]], repeats: list[int], first_row: int, column: int) -> Tensor:
-        """Logits (N, V) float32 after each prompt, whose keys and values end before `column` in `repeats` rows each."""
+    def prefill(self, prompts: list[list[int]], where: Where) -> Tensor:
+        """Logits (N, V) after each prompt."""
+        return self._forward([Prefilling(self, prompts, where)])
+
+    def decode(self, tokens_B: Tensor, window: Window) -> Tensor:
+        """Logits (B, V) after `tokens_B`, which take the window's column in rows 0..B-1."""
+        logits = self.graphs(tokens_B, window) if self.graphs is not None else None
+        return self._forward([Decoding(self, tokens_B, window)]) if logits is None else logits
+
+    def decode_and_prefill(self, tokens_B: Tensor, window: Window, prompts: list[list[int]], where: Where) -> Tensor:
+        """Logits (B + N, V) of both in one pass over the weights."""
+        return self._forward([Decoding(self, tokens_B, window), Prefilling(self, prompts, where)])
+
+    def _forward(self, parts: "list[Decoding | Prefilling]") -> Tensor:
         s, w = self.shape, self.weights
-        num, width = len(prompts), max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=w.device)
-        pads = torch.tensor([width - len(p) for p in prompts], device=w.device)
-        positions = (torch.arange(width, device=w.device) - pads.unsqueeze(1)).clamp_(min=0)
-        rotation = self.rotation(positions)
-        full, sliding = self._prefill_masks(pads, width)
-        fan = None if max(repeats) == 1 else torch.tensor(repeats, device=w.device)
-        rows, columns = slice(first_row, first_row + sum(repeats)), slice(column - width, column)
-        x = w.embed(ids)
+        rotation = self.rotation(_joined([part.positions for part in parts]))
+        x = w.embed(_joined([part.ids for part in parts]))  # (T, D)
+        sizes = [len(part.ids) for part in parts]
         for index, layer in enumerate(w.layers):
-            qk, v = layer.qkv(x, rotation)  # (N, P, H+K, E), (N, P, K, E)
-            q, k = qk.split((s.heads, s.kv_heads), dim=2)
-            self._write(index, rows, columns, k.transpose(1, 2), v.transpose(1, 2), fan)
-            mask = full if layer.window is None else sliding
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
-                scale=layer.scale, enable_gqa=True,
-            )  # fmt: skip
-            x = layer.add_mlp(layer.add_attention(x, out.transpose(1, 2).reshape(num, width, -1)))
-        return w.logits(x[:, -1])
+            qk, v = layer.qkv(x, rotation)  # (T, H+K, E), (T, K, E)
+            q, k = qk.split((s.heads, s.kv_heads), dim=1)
+            if len(parts) == 1:
+                out = parts[0].attend(index, layer, q, k, v)
+            else:
+                shares = zip(parts, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+                out = torch.cat([part.attend(index, layer, *share) for part, *share in shares])
+            x = layer.add_mlp(layer.add_attention(x, out))
+        return w.logits(_joined([part.last(y) for part, y in zip(parts, x.split(sizes), strict=True)]))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, ...] | Tensor:
         """Rows of the rotary tables, one head dimension wide."""
         rows = tuple(table[positions].unsqueeze(-2) for table in self.tables)
         return rows if len(rows) > 1 else rows[0]
 
-    def _prefill_masks(self, pads: Tensor, width: int) -> tuple[Tensor | None, Tensor | None]:
-        """Boolean masks (N, 1, P, P) for full and sliding layers; None is plain causal. Padding sees itself: no nan."""
-        s = self.shape
-        narrow = s.sliding_window is not None and s.sliding_window < width
-        if not narrow and not bool(pads.any()):
-            return None, None
-        columns = torch.arange(width, device=pads.device)
-        causal = columns <= columns.unsqueeze(1)
-        itself = columns == columns.unsqueeze(1)
-        full = ((columns >= pads.view(-1, 1, 1)) & causal | itself).unsqueeze(1)
-        if not narrow:
-            return full, full
-        return full, full & (columns > columns.unsqueeze(1) - s.sliding_window)
-
-    def _write(self, index: int, rows: slice, columns: slice, k: Tensor, v: Tensor, fan: Tensor | None) -> None:
+    def write(self, index: int, rows: slice, columns: slice, k: Tensor, v: Tensor, fan: Tensor | None) -> None:
         """Keys and values (N, K, P, E) into the cache, each prompt `fan` times."""
         if fan is not None:
             k, v = k.repeat_interleave(fan, 0), v.repeat_interleave(fan, 0)
@@ -160,62 +186,6 @@ class LeanDecoder:
         else:
             self.keys[index][rows, :, columns] = k
         self.values[index][rows, :, columns] = v
-
-    def decode(self, tokens_B: Tensor, window: Window) -> Tensor:
-        """Logits (B, V) float32 after `tokens_B`, which take the window's column in rows 0..B-1."""
-        logits = self.graphs(tokens_B, window) if self.graphs is not None else None
-        if logits is not None:
-            return logits
-        s, w = self.shape, self.weights
-        positions = window.column - window.starts_B
-        rotation = self.rotation(positions)
-        bias = self._bias(window)
-        x = w.embed(tokens_B)
-        for index, layer in enumerate(w.layers):
-            qk, v = layer.qkv(x, rotation)  # (B, H+K, E), (B, K, E)
-            q, k = qk.split((s.heads, s.kv_heads), dim=1)
-            out = self._attend(index, layer, q, k, v, window, bias)
-            x = layer.add_mlp(layer.add_attention(x, out.reshape(len(x), -1)))
-        return w.logits(x)
-
-    def _bias(self, window: Window) -> Tensor | None:
-        """(B*K, 1, W) zero, or minus infinity where a column lies before the row's start."""
-        if not window.ragged:
-            return None
-        columns = torch.arange(window.low, window.column + 1, device=window.starts_B.device)
-        hidden = columns < window.starts_B.unsqueeze(1)
-        bias = torch.zeros(hidden.shape, dtype=self.weights.dtype, device=hidden.device).masked_fill_(
-            hidden, -torch.inf
-        )
-        return bias.repeat_interleave(self.shape.kv_heads, 0).unsqueeze(1)
-
-    def _attend(
-        self, index: int, layer, q: Tensor, k: Tensor, v: Tensor, window: Window, bias: Tensor | None
-    ) -> Tensor:
-        """Attention (B, K, H/K, E) of one new token per row; the query heads of a group share their keys."""
-        s, rows, at = self.shape, len(q), window.column
-        keys, values = self.keys[index][:rows], self.values[index][:rows]
-        values[:, :, at] = v
-        low = window.low if layer.window is None else max(window.low, at + 1 - layer.window)
-        if bias is not None and low > window.low:
-            bias = bias[:, :, low - window.low :]
-        q = q.reshape(rows * s.kv_heads, s.heads // s.kv_heads, s.head_dim)
-        if not self.transposed:
-            keys[:, :, at] = k
-            mask = None if bias is None else bias.view(rows, s.kv_heads, 1, -1)
-            return F.scaled_dot_product_attention(
-                q.view(rows, s.kv_heads, -1, s.head_dim), keys[:, :, low : at + 1], values[:, :, low : at + 1],
-                attn_mask=mask, scale=layer.scale,
-            )  # fmt: skip
-        keys[:, :, :, at] = k
-        keys = keys.flatten(0, 1)[:, :, low : at + 1]
-        values = values.flatten(0, 1)[:, low : at + 1]
-        if bias is None:
-            scores = torch.bmm(q, keys)
-            scores = scores if layer.scale == 1 else scores.mul_(layer.scale)
-        else:
-            scores = torch.baddbmm(bias, q, keys, alpha=layer.scale)
-        return torch.bmm(torch.softmax(scores, -1), values)
 
     def move(self, sources: list[int], targets: list[int], count: int, window: Window) -> None:
         """Rows `sources` take the places `targets`; afterwards rows 0..count-1 are in use."""
@@ -239,6 +209,111 @@ class LeanDecoder:
                 cache[:count, ..., new] = cache[:count, ..., old].clone()
             else:
                 cache[:count, :, new] = cache[:count, :, old].clone()
+
+
+class Decoding:
+    """One new token for each of the first rows: its share of a forward pass."""
+
+    def __init__(self, decoder: LeanDecoder, tokens_B: Tensor, window: Window):
+        self.decoder, self.window, self.ids = decoder, window, tokens_B
+        self.positions = window.column - window.starts_B
+        self.owns = window.starts_B if window.owns_B is None else window.owns_B
+        self.bias = self._bias()
+        self.shared = None if window.sharing is None else SharedAttention(decoder.prompts, window.sharing)
+
+    def last(self, x: Tensor) -> Tensor:
+        return x
+
+    def _bias(self) -> Tensor | None:
+        """(B*K, 1, W) zero, or minus infinity where a column lies before the row's start."""
+        window, d = self.window, self.decoder
+        if not window.ragged:
+            return None
+        columns = torch.arange(window.low, window.column + 1, device=self.owns.device)
+        hidden = columns < self.owns.unsqueeze(1)
+        bias = torch.zeros(hidden.shape, dtype=d.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return bias.repeat_interleave(d.shape.kv_heads, 0).unsqueeze(1)
+
+    def attend(self, index: int, layer: Layer | PackedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H*E) from (B, H or K, E); the query heads of a group share their keys."""
+        d, window, bias = self.decoder, self.window, self.bias
+        s, rows, at = d.shape, len(q), window.column
+        keys, values = d.keys[index][:rows], d.values[index][:rows]
+        values[:, :, at] = v
+        low = window.low if layer.window is None else max(window.low, at + 1 - layer.window)
+        if bias is not None and low > window.low:
+            bias = bias[:, :, low - window.low :]
+        heads, q = q, q.reshape(rows * s.kv_heads, s.heads // s.kv_heads, s.head_dim)
+        if not d.transposed:
+            keys[:, :, at] = k
+            mask = None if bias is None else bias.view(rows, s.kv_heads, 1, -1)
+            out = F.scaled_dot_product_attention(
+                q.view(rows, s.kv_heads, -1, s.head_dim), keys[:, :, low : at + 1], values[:, :, low : at + 1],
+                attn_mask=mask, scale=layer.scale,
+            )  # fmt: skip
+            return out.reshape(rows, -1)
+        keys[:, :, :, at] = k
+        keys = keys.flatten(0, 1)[:, :, low : at + 1]
+        values = values.flatten(0, 1)[:, low : at + 1]
+        if bias is None:
+            scores = torch.bmm(q, keys)
+            scores = scores if layer.scale == 1 else scores.mul_(layer.scale)
+        else:
+            scores = torch.baddbmm(bias, q, keys, alpha=layer.scale)
+        if self.shared is not None:
+            return self.shared.attend(index, heads, layer.scale, scores, values)
+        return torch.bmm(torch.softmax(scores, -1), values).view(rows, -1)
+
+
+class Prefilling:
+    """Whole prompts, padded on the left to one width: their share of a forward pass."""
+
+    def __init__(self, decoder: LeanDecoder, prompts: list[list[int]], where: Where):
+        device = decoder.weights.device
+        self.decoder, self.num, self.width = decoder, len(prompts), max(map(len, prompts))
+        self.ids = torch.tensor([[0] * (self.width - len(p)) + p for p in prompts], device=device).flatten()
+        pads = torch.tensor([self.width - len(p) for p in prompts], device=device)
+        positions = torch.arange(self.width, device=device) - pads.unsqueeze(1)
+        self.positions = positions.clamp_(min=0).flatten()
+        self.full, self.sliding = self._masks(pads)
+        self.slots, repeats = where.slots, where.repeats
+        self.fan = None if max(repeats) == 1 else torch.tensor(repeats, device=device)
+        self.rows = slice(where.first_row, where.first_row + sum(repeats))
+        self.columns = slice(where.column - self.width, where.column)
+
+    def last(self, x: Tensor) -> Tensor:
+        return x.view(self.num, self.width, -1)[:, -1]
+
+    def _masks(self, pads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Boolean masks (N, 1, P, P) for full and sliding layers; None is plain causal. Padding sees itself: no nan."""
+        window = self.decoder.shape.sliding_window
+        narrow = window is not None and window < self.width
+        if not narrow and not bool(pads.any()):
+            return None, None
+        columns = torch.arange(self.width, device=pads.device)
+        causal = columns <= columns.unsqueeze(1)
+        itself = columns == columns.unsqueeze(1)
+        full = ((columns >= pads.view(-1, 1, 1)) & causal | itself).unsqueeze(1)
+        if not narrow:
+            return full, full
+        return full, full & (columns > columns.unsqueeze(1) - window)
+
+    def attend(self, index: int, layer: Layer | PackedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(N*P, H*E) from (N*P, H or K, E); keys and values go to the cache."""
+        q, k, v = (t.reshape(self.num, self.width, -1, t.shape[-1]).transpose(1, 2) for t in (q, k, v))
+        if self.slots is None:
+            self.decoder.write(index, self.rows, self.columns, k, v, self.fan)
+        else:
+            self.decoder.prompts.write(index, self.slots, k, v)
+        mask = self.full if layer.window is None else self.sliding
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).reshape(self.num * self.width, -1)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from verl.models.decoder import Window
+from verl.models.decoder import Where, Window
+from verl.models.decoder_weights import same_bytes
 
 
 class GenericDecoder:
     """Slower than the lean decoder and right for every family."""
 
-    joins = False
+    joins = mixes = shares = False
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None):
         first = next(model.parameters())
@@ -56,6 +57,15 @@ class GenericDecoder:
             for target, source in zip(self._copy.parameters(), model.parameters(), strict=True):
                 target.copy_(source)
 
+    @torch.no_grad()
+    def stale(self, model: nn.Module) -> str:
+        """The first parameter whose copy is not the model's, bit for bit; empty if none."""
+        if self._copy is None:
+            return ""
+        held = dict(self._copy.named_parameters())
+        wanted = ((name, p.to(self.device, self.dtype)) for name, p in model.named_parameters())
+        return next((name for name, tensor in wanted if not same_bytes(held[name], tensor)), "")
+
     def allocate(self, rows: int, columns: int) -> None:
         """Nothing to do: the cache grows with its sequences."""
 
@@ -67,8 +77,9 @@ class GenericDecoder:
         if self._copy is not None:
             self.model, self._copy = None, None
 
-    def prefill(self, prompts: list[list[int]], repeats: list[int], first_row: int, column: int) -> Tensor:
-        """Logits (N, V) float32 after each prompt; the cache then holds `repeats` rows of each."""
+    def prefill(self, prompts: list[list[int]], where: Where) -> Tensor:
+        """Logits (N, V) float32 after each prompt; the cache then holds as many rows of each as continue it."""
+        repeats, column = where.repeats, where.column
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
         pads = torch.tensor([width - len(p) for p in prompts], device=self.device)
@@ -81,7 +92,7 @@ class GenericDecoder:
         return logits
 
     def decode(self, tokens_B: Tensor, window: Window) -> Tensor:
-        """Logits (B, V) float32 after `tokens_B`."""
+        """Logits (B, V) after `tokens_B`."""
         columns = torch.arange(self.origin, window.column + 1, device=self.device)
         visible = columns >= window.starts_B.unsqueeze(1)
         return self._forward(tokens_B.unsqueeze(1), visible, (window.column - window.starts_B).unsqueeze(1))

@@ -28,6 +28,25 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + the product; `residual` may be overwritten."""
+        return residual.add_(self(x))
+
+    def gated(self, x: Tensor, gate: "Projection", activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """activation(gate's product) times the product."""
+        return activation(gate(x)).mul_(self(x))
+
+
+@dataclass
+class Head:
+    """The last norm and the product with the vocabulary."""
+
+    norm: Norm
+    projection: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.projection(self.norm(x))
+
 
 @dataclass
 class Layer:
@@ -59,11 +78,14 @@ class Layer:
         return rotate(torch.cat((q, k), dim=-2), *rotation), v
 
     def add_attention(self, x: Tensor, out: Tensor) -> Tensor:
-        return x.add_(self.attention_out(out))
+        return self.attention_out.plus(out, x)
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        y = self.post_norm(x)
-        return x.add_(self.down(self.activation(self.gate(y)).mul_(self.up(y))))
+        return self.down.plus(self.up.gated(self.post_norm(x), self.gate, self.activation), x)
+
+
+def silu_in_place(x: Tensor) -> Tensor:
+    return F.silu(x, inplace=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""A packed float32 copy of a small model's weights: fewer operations per layer than over the module's own tensors.
+"""A packed copy of a small model's weights: fewer operations per layer than over the module's own tensors.
 
 Queries, keys and values are one product (gate and up stay apart: halves of one product are slow to walk). The norms'
 weights and the attention scale are folded into the matrices that follow. The rotary pairs (i, i + E/2) lie side by
-side, so a rotation is one complex product; queries and keys are permuted alike, so their products do not change.
+side, so a rotation is one complex product; queries and keys are permuted alike, so their products do not change. For
+bfloat16 only the matrices are rounded, and multiplied by the kernels of `decoder_reordered`; the rest stays float32.
 
 Only worth it where operations, not arithmetic, take the time: `PACKED_BYTES` bounds the copy.
 """
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.models.decoder_layer import Layer, Norm, Projection
+from verl.models.decoder_layer import Head, Layer, Norm, Projection
+from verl.models.decoder_reordered import Reordered
 
 PACKED_BYTES = 64 << 20
 
@@ -29,18 +31,34 @@ class Packed:
         out = x @ self.weight
         return out if self.bias is None else out.add_(self.bias)
 
-    @classmethod
-    def join(cls, projections: list[Projection], norm: Norm | None = None) -> "Packed":
-        """Several projections of one input as one, behind a norm whose weight is folded in."""
-        weight = torch.cat([p.weight for p in projections])
-        if norm is not None:
-            weight = weight * norm.weight
-        biases = [p.bias for p in projections]
-        return cls(weight.t().contiguous(), None if biases[0] is None else torch.cat(biases))
+    def gated(self, x: Tensor, gate: "Packed", activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """activation(gate's product) times the product."""
+        return activation(gate(x)).mul_(self(x))
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+class RoundedPacked(Packed):
+    """The same with a bfloat16 matrix in oneDNN's layout; float32 out, except between gate and down."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        plain = Projection(weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16))
+        self.product = Reordered(plain)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x.to(torch.bfloat16)).float()
+
+    def gated(self, x: Tensor, gate: Packed, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        assert isinstance(gate, RoundedPacked)
+        return self.product.gated(x.to(torch.bfloat16), gate.product, activation)
+
+
+def join(projections: list[Projection], norm: Norm | None, rounded: bool) -> Packed:
+    """Several projections of one input as one, behind a norm whose weight is folded in."""
+    weight = torch.cat([p.weight for p in projections])
+    if norm is not None:
+        weight = weight * norm.weight
+    biases = [p.bias for p in projections]
+    bias = None if biases[0] is None else torch.cat(biases)
+    return RoundedPacked(weight, bias) if rounded else Packed(weight.t().contiguous(), bias)
 
 
 class PackedLayer:
@@ -48,7 +66,7 @@ class PackedLayer:
 
     scale = 1.0  # folded into the queries
 
-    def __init__(self, layer: Layer, heads: int, kv_heads: int):
+    def __init__(self, layer: Layer, heads: int, kv_heads: int, rounded: bool):
         self.head_dim, self.turned, self.window = layer.head_dim, heads + kv_heads, layer.window
         q, k = (_interleaved(p, layer.head_dim) for p in (layer.q, layer.k))
         self.norm_weight: Tensor | None = None
@@ -58,17 +76,13 @@ class PackedLayer:
             q_weight, k_weight = (_interleave(n.weight, layer.head_dim) for n in (layer.q_norm, layer.k_norm))
             self.norm_weight = torch.cat(((q_weight * layer.scale).expand(heads, -1), k_weight.expand(kv_heads, -1)))
             self.head_eps = torch.tensor(layer.q_norm.eps)
-        self.qkv_packed = Packed.join([q, k, layer.v], layer.input_norm)
-        self.out = Packed.join([layer.attention_out])
-        self.gate = Packed.join([layer.gate], layer.post_norm)
-        self.up = Packed.join([layer.up], layer.post_norm)
-        self.down = Packed.join([layer.down])
+        self.qkv_packed = join([q, k, layer.v], layer.input_norm, rounded)
+        self.out = join([layer.attention_out], None, rounded)
+        self.gate = join([layer.gate], layer.post_norm, rounded)
+        self.up = join([layer.up], layer.post_norm, rounded)
+        self.down = join([layer.down], None, rounded)
         self.activation: Callable[[Tensor], Tensor] = layer.activation
         self.input_eps, self.post_eps = torch.tensor(layer.input_norm.eps), torch.tensor(layer.post_norm.eps)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in (self.qkv_packed, self.out, self.gate, self.up, self.down))
 
     def qkv(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys side by side (..., H+K, E), and values (..., K, E)."""
@@ -83,8 +97,17 @@ class PackedLayer:
         return x.add_(self.out(out))
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        y = unit_norm(x, self.post_eps)
-        return x.add_(self.down(self.activation(self.gate(y)).mul_(self.up(y))))
+        return x.add_(self.down(self.up.gated(unit_norm(x, self.post_eps), self.gate, self.activation)))
+
+
+class PackedHead:
+    """The last norm and the product with the vocabulary on one packed matrix."""
+
+    def __init__(self, head: Head, rounded: bool):
+        self.packed, self.eps = join([head.projection], head.norm, rounded), torch.tensor(head.norm.eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.packed(unit_norm(x, self.eps))
 
 
 def unit_norm(x: Tensor, eps: Tensor) -> Tensor:

@@ -1,33 +1,40 @@
-"""A short fingerprint of a tensor: shape, type and two checksums of its bytes, computed where the tensor lies."""
+"""A short fingerprint of a tensor: shape, type and a checksum of its bytes, computed where the tensor lies."""
+
+import functools
 
 import torch
 from torch import Tensor
 
 _CHUNK = 1 << 16  # 64-bit words at a time: stays in the processor's cache
+_MASK = (1 << 64) - 1
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """`dtype[shape]:sum:weighted`. Equal bytes in equal order give equal text, on any device.
+    """`dtype[shape]:checksum`. Equal bytes in equal order give equal text, on any device.
 
-    The plain sum catches changed values, the position-weighted sum catches moved ones (a transposed or shifted part).
-    Not cryptographic: it detects mistakes, not forgery.
+    The checksum weighs every 64-bit word by its place with an odd number: one changed word always changes it, and moved
+    words (a transposed or shifted part) do. Not cryptographic: it detects mistakes, not forgery.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
-    if padded.data_ptr() % 8:
-        padded = padded.clone()
-    words = padded.view(torch.int64)
-    places = position_weights(words.device)
-    plain, weighted = torch.zeros(2, dtype=torch.int64, device=words.device).unbind()
-    for number, chunk in enumerate(words.split(_CHUNK)):
-        plain = plain + chunk.sum()
-        weighted = weighted + (chunk * places[: len(chunk)]).sum() * (2 * number + 1)
+    whole = tensor.detach().contiguous().view(-1)
+    if tensor.nbytes % 8 or whole.data_ptr() % 8 or whole.storage_offset() * whole.element_size() % 8:
+        whole = torch.nn.functional.pad(whole.view(torch.uint8), (0, -tensor.nbytes % 8)).clone()
+    words = whole.view(torch.int64)
+    places, chunks = position_weights(words.device), [words]
+    if len(words) > _CHUNK:
+        chunks = [words[start : start + _CHUNK] for start in range(0, len(words), _CHUNK)]
+    if words.is_cpu:
+        sums = [int(chunk.dot(places[: len(chunk)])) for chunk in chunks]
+    else:
+        sums = torch.stack([(chunk * places[: len(chunk)]).sum() for chunk in chunks]).tolist()
+    total = sum(value * (2 * number + 1) for number, value in enumerate(sums)) & _MASK
     kind = str(tensor.dtype).removeprefix("torch.")
-    shape = ",".join(map(str, tensor.shape))
-    return f"{kind}[{shape}]:{int(plain) & (2**64 - 1):016x}:{int(weighted) & (2**64 - 1):016x}"
+    return f"{kind}[{','.join(map(str, tensor.shape))}]:{total:016x}"
 
 
+@functools.cache
 def position_weights(device: torch.device) -> Tensor:
     """Odd numbers without a pattern, one per place of a chunk; sums wrap around at 2**64."""
-    places = torch.arange(_CHUNK, dtype=torch.int64, device=device)
-    return (places * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
+    places = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB  # splitmix64
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        places = (places ^ ((places >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return places | 1

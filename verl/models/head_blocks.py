@@ -2,10 +2,12 @@
 
 Shapes: M rows go through the head, R of them in one block, V vocabulary, C columns of it in one block, D hidden.
 A block is many rows by few columns, so that matmuls run at their full rate in a few megabytes. Logits are forgotten
-after the sweep that sums their exponentials, and the gradient computes them again, unless there is room for them:
-in the block itself when it holds whole rows, or in the memory of the weight's gradient before that gradient exists.
+after the sweep that sums their exponentials, and the gradient computes them again, unless there is room for them, or
+for their exponentials: in the block itself when it holds whole rows, or in the memory of the weight's gradient before
+that gradient exists.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -14,8 +16,11 @@ import torch
 from torch import Tensor
 
 from verl.models.head_kernels import Kernels, Slopes, Sums, statistics_dtype
+from verl.models.placement import empty_in_large_pages
 
-NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost; narrow types round by more than this costs
+NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost
+LARGEST_TOTAL = 1e20  # of exponentials; beyond, they are taken again from the largest logit
+PRODUCTS = 4  # of blocks that are added up in a narrow type before they go to the sum over all
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,23 @@ class Rows:
     targets: Tensor
     inverse_temperature: Tensor | None
     source: Tensor
+    by_target: Tensor  # (R,) rows in the order of their targets
+    sorted_targets: list[int]
 
     def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """(R, 1) index of each target inside these columns (0 where it is elsewhere), and whether it is inside."""
-        inside = (self.targets >= columns.start) & (self.targets < columns.stop)
-        index = torch.where(inside, self.targets - columns.start, 0)
-        return index.unsqueeze(1), inside.unsqueeze(1)
+        """The rows whose target is inside these columns, and where in them each target is."""
+        first, last = (bisect_left(self.sorted_targets, column) for column in (columns.start, columns.stop))
+        rows = self.by_target[first:last]
+        return rows, self.targets[rows] - columns.start
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Logits of all columns that a sweep has left, or their exponentials."""
+
+    rows: Rows
+    spare_VD: Tensor | None  # memory they are in; None: the buffer of the block
+    total: Tensor | None  # (R, 1) sums of the exponentials; None for logits
 
 
 @dataclass
@@ -98,8 +114,7 @@ class Head:
         self.dtype = statistics_dtype(weight_VD)
         self.low_precision = self.dtype != weight_VD.dtype
         self._buffers: dict[str, Tensor] = {}
-        self._kept: Rows | None = None  # whose logits are all there
-        self._kept_in: Tensor | None = None  # (V, D) memory they are in; None: the buffer of the block
+        self._kept: Kept | None = None
 
     def rows(self, source: Tensor, targets: Tensor, temperature: Tensor | None) -> Rows:
         """The hidden states at `source`, ready for the matmul; they hold until the next call."""
@@ -108,41 +123,43 @@ class Head:
         inverse = None if temperature is None else temperature.to(self.dtype).reciprocal().unsqueeze(1)
         if inverse is not None and not self.low_precision:
             scaled.mul_(inverse)
-        return Rows(scaled, targets, inverse, source)
+        ordered, by_target = targets.sort(stable=True)
+        return Rows(scaled, targets, inverse, source, by_target, ordered.tolist())
 
     def statistics(self, rows: Rows, with_entropy: bool, spare_VD: Tensor | None = None) -> Statistics:
         """Sums over the vocabulary of e^(x-s) and (x-s) e^(x-s), s being the largest logit of the first block.
 
-        Where e^(x-s) overflows, sums are taken again with s the largest of all. `spare_VD` is memory without content
-        of the weight's shape and dtype: logits stay there for `add_gradients`, if R <= D, until somebody writes to it.
+        Where they are too large, sums are taken again with s the largest of all. `spare_VD` is memory without content
+        of the weight's shape and dtype: what `add_gradients` needs stays there, if R <= D, until somebody writes to it.
         """
-        sums = self._sums(rows, with_entropy, None, spare_VD)
-        if not bool(sums.total.isfinite().all()):
-            sums = self._sums(rows, with_entropy, self._largest(rows), spare_VD)
-        self._kept, self._kept_in = rows, spare_VD
-        if spare_VD is None and self.blocks.columns < self.vocab_size:
-            self._kept = None
+        self._kept = None
+        sums, exponentials = self._sums(rows, with_entropy, None, spare_VD)
+        if not bool((sums.total < LARGEST_TOTAL).all()):
+            sums, exponentials = self._sums(rows, with_entropy, self._largest(rows), spare_VD)
+        if spare_VD is not None or self.blocks.columns >= self.vocab_size:
+            self._kept = Kept(rows, spare_VD, sums.total if exponentials else None)
         log_total = sums.total.log()
         entropy = None if sums.weighted is None else (log_total - sums.weighted / sums.total).squeeze(1)
         logsumexp = sums.shift + log_total
         return Statistics(logsumexp.squeeze(1), (sums.target_logits - logsumexp).squeeze(1), entropy)
 
-    def _sums(self, rows: Rows, with_entropy: bool, shift: Tensor | None, spare_VD: Tensor | None) -> Sums:
-        sums, inverse = None, self._inverse(rows)
+    def _sums(self, rows: Rows, with_entropy: bool, shift: Tensor | None, spare_VD: Tensor | None) -> tuple[Sums, bool]:
+        """The sums, and whether blocks hold exponentials now."""
+        sums, inverse, exponentials = None, self._inverse(rows), False
+        keep = spare_VD is not None or self.blocks.columns >= self.vocab_size
         for columns in self.blocks.column_slices(self.vocab_size):
             logits = self._logits(rows, columns, spare_VD)
             if sums is None:
                 shift = self._largest_of(logits, inverse) if shift is None else shift
-                small = self.low_precision and bool((shift.abs() < NEEDS_NO_SHIFT).all())
+                small = bool((shift.abs() < NEEDS_NO_SHIFT).all())
                 sums = Sums.zeros(torch.zeros_like(shift) if small else shift, with_entropy, not small)
-            index, inside = rows.targets_within(columns)
-            target_logits = logits.gather(1, index).to(self.dtype)
-            if inverse is not None:
-                target_logits.mul_(inverse)
-            sums.target_logits = torch.where(inside, target_logits, sums.target_logits)
-            self.kernels.add_sums(logits, inverse, sums)
+            where, index = rows.targets_within(columns)
+            if len(where):
+                target_logits = logits[where, index].to(self.dtype).unsqueeze(1)
+                sums.target_logits[where] = target_logits if inverse is None else target_logits * inverse[where]
+            exponentials = self.kernels.add_sums(logits, inverse, sums, keep)
         assert sums is not None, "a vocabulary has tokens"
-        return sums
+        return sums, exponentials
 
     def _largest(self, rows: Rows) -> Tensor:
         parts = (self._logits(rows, columns) for columns in self.blocks.column_slices(self.vocab_size))
@@ -168,24 +185,58 @@ class Head:
 
         Computes the logits again unless `statistics` of the same rows has just left all of them.
         """
-        is_kept, self._kept = self._kept is rows, None
-        grad_rows = None
-        if out.hidden is not None:
-            grad_rows = self._buffer("grad_rows", *rows.scaled_RD.shape, self.dtype).zero_()
+        kept, self._kept = self._kept if self._kept and self._kept.rows is rows else None, None
         inverse = self._inverse(rows)
         slopes = Slopes.of(stats.logsumexp, stats.entropy, grad_logprobs, grad_entropy, inverse)
-        for columns in self.blocks.column_slices(self.vocab_size):
-            logits = self._kept_logits(rows, columns) if is_kept else self._logits(rows, columns)
-            self.kernels.to_gradient(logits, inverse, slopes)
-            if slopes.target is not None:
-                index, inside = rows.targets_within(columns)
-                logits.scatter_add_(1, index, torch.where(inside, slopes.target, 0).to(logits.dtype))
-            self._accumulate(logits, rows, columns, grad_rows, out)
+        factor, at_target = slopes.factor, slopes.at_target(stats.logprobs, stats.entropy)
+        if factor is not None and kept and kept.total is not None:
+            factor, at_target = factor / kept.total, at_target * kept.total
+        grad_rows, scaled = None, rows.scaled_RD
+        if out.hidden is not None:
+            grad_rows = self._buffer("grad_rows", *scaled.shape, self.dtype).zero_()
+        if factor is not None and out.weight is not None:
+            into = (
+                scaled if kept else self._buffer("scaled", *scaled.shape, scaled.dtype)
+            )  # logits need them as they are
+            scaled = torch.mul(scaled, factor, out=into)
+        blocks = list(self.blocks.column_slices(self.vocab_size))
+        for number, columns in enumerate(reversed(blocks) if kept else blocks):
+            block = self._place(rows, columns, kept.spare_VD) if kept else self._logits(rows, columns)
+            if kept is None or kept.total is None:
+                self.kernels.to_gradient(block, inverse, slopes)
+            where, index = rows.targets_within(columns)
+            if len(where):
+                block[where, index] = at_target[where].squeeze(1).to(block.dtype)
+            if out.bias is not None:
+                self._add_to_bias(out.bias[columns], block, rows, factor)
+            if grad_rows is not None:
+                self._add_to_rows(grad_rows, block, columns, number, is_last=number == len(blocks) - 1)
+            if out.weight is not None:
+                into = out.weight[columns]
+                torch.addmm(into, block.T, scaled, beta=0 if out.empty else 1, out=into)
         out.empty = False
         if grad_rows is not None:
             if rows.inverse_temperature is not None and not self.low_precision:
                 grad_rows.mul_(rows.inverse_temperature)
+            if factor is not None:
+                grad_rows.mul_(factor)
             out.hidden.index_copy_(0, rows.source, grad_rows.to(out.hidden.dtype))
+
+    def _add_to_rows(self, grad_rows: Tensor, block: Tensor, columns: slice, number: int, is_last: bool) -> None:
+        """grad_rows += block @ weight. Of narrow types a few products are added up before they go to the sum."""
+        if not self.low_precision:
+            grad_rows.addmm_(block, self.weight[columns])
+            return
+        product = self._buffer("product", *grad_rows.shape, self.weight.dtype)
+        torch.addmm(product, block, self.weight[columns], beta=1 if number % PRODUCTS else 0, out=product)
+        if is_last or number % PRODUCTS == PRODUCTS - 1:
+            grad_rows.add_(product)
+
+    def _add_to_bias(self, grad_bias: Tensor, block: Tensor, rows: Rows, factor: Tensor | None) -> None:
+        per_row = torch.ones_like(rows.targets, dtype=self.dtype) if factor is None else factor.squeeze(1)
+        if rows.inverse_temperature is not None and not self.low_precision:
+            per_row = per_row * rows.inverse_temperature.squeeze(1)
+        grad_bias.addmv_(block.T.to(self.dtype), per_row)
 
     def _logits(self, rows: Rows, columns: slice, spare_VD: Tensor | None = None) -> Tensor:
         """(R, C) in the weight's dtype, not yet divided by the temperature when that is a narrow one."""
@@ -197,32 +248,17 @@ class Head:
             logits.add_(bias if scaled else rows.inverse_temperature * bias)
         return logits
 
-    def _kept_logits(self, rows: Rows, columns: slice) -> Tensor:
-        block = self._place(rows, columns, None)
-        return block if self._kept_in is None else block.copy_(self._place(rows, columns, self._kept_in))
-
     def _place(self, rows: Rows, columns: slice, spare_VD: Tensor | None) -> Tensor:
-        """(R, C) memory of a block: the buffer that all blocks share, or the first R * C elements of its spare rows."""
-        shape = len(rows.targets), columns.stop - columns.start
-        if spare_VD is None:
-            return self._buffer("logits", *shape, self.weight.dtype)
-        return spare_VD[columns].view(-1)[: shape[0] * shape[1]].view(shape)
+        """(R, C) memory of a block: the buffer that all blocks share, or spare memory.
 
-    def _accumulate(
-        self, grad_logits: Tensor, rows: Rows, columns: slice, grad_rows: Tensor | None, out: Gradients
-    ) -> None:
-        if out.bias is not None:
-            scaled = self.low_precision or rows.inverse_temperature is None
-            per_column = grad_logits if scaled else grad_logits * rows.inverse_temperature
-            out.bias[columns] += per_column.sum(0, dtype=self.dtype)
-        if grad_rows is not None and self.low_precision:
-            product = self._buffer("product", *grad_rows.shape, self.weight.dtype)
-            grad_rows.add_(torch.mm(grad_logits, self.weight[columns], out=product))
-        elif grad_rows is not None:
-            grad_rows.addmm_(grad_logits, self.weight[columns])
-        if out.weight is not None:
-            into = out.weight[columns]
-            torch.addmm(into, grad_logits.T, rows.scaled_RD, beta=0 if out.empty else 1, out=into)
+        That is the first R * C elements of the rows of the block before, so that what is kept of a block is still there
+        when its rows are written to and the last block comes first. The first block stays in the buffer.
+        """
+        shape = len(rows.targets), columns.stop - columns.start
+        if spare_VD is None or columns.start == 0:
+            return self._buffer("logits", *shape, self.weight.dtype)
+        before = spare_VD[columns.start - self.blocks.columns : columns.start]
+        return before.view(-1)[: shape[0] * shape[1]].view(shape)
 
     def _buffer(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
         """A (num_rows, num_columns) tensor without content that reuses the memory of the last one of this name."""
@@ -235,6 +271,6 @@ class Head:
     def new_gradients(self, hidden: bool, weight: bool, bias: bool) -> Gradients:
         return Gradients(
             torch.zeros_like(self.hidden) if hidden else None,
-            torch.empty_like(self.weight) if weight else None,
+            empty_in_large_pages(self.weight) if weight else None,
             torch.zeros(self.vocab_size, dtype=self.dtype, device=self.hidden.device) if bias else None,
         )

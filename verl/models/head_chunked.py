@@ -105,7 +105,8 @@ class ChunkedHead(torch.autograd.Function):
         with_entropy: bool,
         kind: str = "torch",
     ) -> tuple[Tensor, Tensor | None]:
-        head = Head(hidden_TD, weight_VD, bias, narrow_blocks(weight_VD, len(targets), chunk_size), kernels(kind))
+        blocks = narrow_blocks(weight_VD, len(targets), chunk_size)
+        head = Head(hidden_TD, weight_VD, bias, blocks, kernels(kind))
         logsumexp = torch.empty(len(targets), dtype=head.dtype, device=hidden_TD.device)
         logprobs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
@@ -117,7 +118,7 @@ class ChunkedHead(torch.autograd.Function):
                 if entropy is not None:
                     entropy[part] = stats.entropy
         ctx.save_for_backward(hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy)
-        ctx.blocks, ctx.kind = head.blocks, kind
+        ctx.chunk_size, ctx.kind = chunk_size, kind
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -127,7 +128,8 @@ class ChunkedHead(torch.autograd.Function):
         hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 9
-        head = Head(hidden_TD, weight_VD, bias, ctx.blocks, kernels(ctx.kind))
+        blocks = narrow_blocks(weight_VD, len(targets), ctx.chunk_size)
+        head = Head(hidden_TD, weight_VD, bias, blocks, kernels(ctx.kind))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in head.blocks.row_slices(len(targets)):

@@ -42,12 +42,17 @@ class Sums:
 
 @dataclass(frozen=True)
 class Slopes:
-    """What turns a logit into its gradient: p (constant + linear log p), plus `target` at the target."""
+    """What turns a logit into its gradient where it is not the target's: `factor` p (constant + linear log p).
+
+    A kernel leaves `factor` out: it scales rows, which is cheaper done to the hidden states and their gradient.
+    `logprob` is the gradient of the target's log-prob, if it has one.
+    """
 
     logsumexp: Tensor
     constant: Tensor
     linear: Tensor | None
-    target: Tensor | None
+    factor: Tensor | None
+    logprob: Tensor | None
 
     @classmethod
     def of(
@@ -59,24 +64,38 @@ class Slopes:
         inverse: Tensor | None,
     ) -> "Slopes":
         """From (R,) statistics and gradients a of the log-prob, b of the entropy: a (onehot - p) - b p (log p + H)."""
-        constant = torch.zeros_like(logsumexp) if grad_logprobs is None else -grad_logprobs
-        if grad_entropy is not None:
-            assert entropy is not None, "no entropy was taken"
-            constant = constant - grad_entropy * entropy
-        linear = None if grad_entropy is None else -grad_entropy
         scale = 1.0 if inverse is None else inverse
-        per_row = (None if x is None else x.unsqueeze(1) * scale for x in (constant, linear, grad_logprobs))
-        return cls(logsumexp.unsqueeze(1), *per_row)
+        a = None if grad_logprobs is None else grad_logprobs.unsqueeze(1) * scale
+        logsumexp = logsumexp.unsqueeze(1)
+        if grad_entropy is None:
+            assert a is not None, "neither output has a gradient"
+            return cls(logsumexp, torch.ones_like(a), None, -a, a)
+        assert entropy is not None, "no entropy was taken"
+        linear = -grad_entropy.unsqueeze(1) * scale
+        constant = linear * entropy.unsqueeze(1)
+        return cls(logsumexp, constant if a is None else constant - a, linear, None, a)
+
+    def at_target(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        """(R, 1) gradient of the target's logit, but for `factor`: exact where its probability is close to 1."""
+        logprobs, minus = logprobs.unsqueeze(1), logprobs.expm1().unsqueeze(1)
+        if self.linear is None:
+            return minus
+        assert entropy is not None, "no entropy was taken"
+        out = self.linear * (logprobs + entropy.unsqueeze(1)) * logprobs.exp()
+        return out if self.logprob is None else out - self.logprob * minus
 
 
 class Kernels(Protocol):
     """One implementation of the two passes over a block."""
 
-    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
-        """Adds this block to `sums.total` and `sums.weighted`."""
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums, keep: bool) -> bool:
+        """Adds this block to `sums.total` and `sums.weighted`. True: the block now holds e^(x-shift), not x.
+
+        With `keep` it holds either afterwards; without, it may hold anything.
+        """
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
-        """In place: logits -> their gradient, but for `slopes.target` at the targets."""
+        """In place: logits -> their gradient, but for `slopes.factor` and the targets."""
 
 
 class PieceKernels:
@@ -85,17 +104,26 @@ class PieceKernels:
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums, keep: bool) -> bool:
+        same = logits.dtype == sums.total.dtype
+        exponentials = sums.weighted is None and logits.dtype != torch.float16  # whose range is too small for them
         for rows, columns in _pieces(logits):
             piece = logits[rows, columns]
             shift = sums.shift if sums.is_shifted else None
-            y = self._shifted(piece, self._memory(0, piece, sums.total), inverse, shift, rows)
             if sums.weighted is None:
-                sums.total[rows] += y.exp_().sum(1, keepdim=True)
+                into = piece if same else self._memory(0, piece, sums.total)
+                p = self._shifted(piece, into, inverse, shift, rows).exp_()
+                sums.total[rows] += p.sum(1, keepdim=True)
+                if keep and exponentials and not same:
+                    piece.copy_(p)
             else:
+                whole = same and shift is None
+                y = piece if whole else self._memory(0, piece, sums.total)
+                y = y if whole else self._shifted(piece, y, inverse, shift, rows)
                 p = torch.exp(y, out=self._memory(1, piece, sums.total))
                 sums.total[rows] += p.sum(1, keepdim=True)
-                sums.weighted[rows] += y.mul_(p).sum(1, keepdim=True)
+                sums.weighted[rows] += p.mul_(y).sum(1, keepdim=True)
+        return exponentials
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
         same = logits.dtype == slopes.constant.dtype
@@ -104,7 +132,7 @@ class PieceKernels:
             into = piece if same else self._memory(0, piece, slopes.constant)
             y = self._shifted(piece, into, inverse, slopes.logsumexp, rows)
             if slopes.linear is None:
-                y.exp_().mul_(slopes.constant[rows])
+                y.exp_()
             else:
                 p = torch.exp(y, out=self._memory(1, piece, slopes.constant))
                 y.mul_(slopes.linear[rows]).add_(slopes.constant[rows]).mul_(p)
@@ -114,7 +142,9 @@ class PieceKernels:
     @staticmethod
     def _shifted(piece: Tensor, into: Tensor, inverse: Tensor | None, shift: Tensor | None, rows: slice) -> Tensor:
         """x / temperature - shift."""
-        if shift is not None and piece.dtype == into.dtype:
+        if piece.dtype == into.dtype:
+            if shift is None:
+                return piece
             return torch.sub(piece, shift[rows], out=into).clamp_(min=SMALLEST_EXPONENT[into.dtype])
         into.copy_(piece)
         if inverse is not None:
@@ -144,11 +174,12 @@ def _pieces(logits: Tensor) -> Iterator[tuple[slice, slice]]:
 class CompiledKernels:
     """The same formulas through torch.compile: one pass over the block each (`use_torch_compile`)."""
 
-    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums, keep: bool) -> bool:
         total, weighted = compiled(exponential_sums)(logits, inverse, sums.shift, sums.weighted is not None)
         sums.total += total
         if sums.weighted is not None:
             sums.weighted += weighted
+        return False
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
         compiled(gradient_in_place)(logits, inverse, slopes.logsumexp, slopes.constant, slopes.linear)

@@ -20,11 +20,11 @@ WIDTH = 4096  # columns that a program takes at a time
 class TritonKernels:
     """The two passes over a block as Triton kernels."""
 
-    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums) -> None:
-        """Adds this block to `sums.total` and `sums.weighted`."""
+    def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums, keep: bool) -> bool:
+        """Adds this block to `sums.total` and `sums.weighted`, and leaves it as it is."""
         rows, columns = logits.shape
         if rows == 0:
-            return
+            return False
         with _on(logits.device):
             _add_sums[(rows,)](
                 logits,
@@ -39,9 +39,10 @@ class TritonKernels:
                 _width(columns),
                 num_warps=8,
             )
+        return False
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
-        """In place: logits -> their gradient, but for `slopes.target` at the targets."""
+        """In place: logits -> their gradient, but for `slopes.factor` and the targets."""
         rows, columns = logits.shape
         if rows == 0:
             return

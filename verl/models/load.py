@@ -92,16 +92,21 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
 
 def model_folder(path: str | Path | None) -> Path:
     """`path` as a folder with a config.json, or an error that says what is missing."""
+    folder = _existing(path, "path")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={path} has no config.json; found: {', '.join(_listing(folder)) or 'nothing'}")
+    return folder
+
+
+def _existing(path: str | Path | None, key: str) -> Path:
     if path is None:
         raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path={path} is not a folder; models are read from disk only: download it first, for example "
+            f"model.{key}={path} is not a folder; models are read from disk only: download it first, for example "
             f"`hf download {path} --local-dir DIR`, and give DIR"
         )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={path} has no config.json; found: {', '.join(_listing(folder)) or 'nothing'}")
     return folder
 
 
@@ -228,10 +233,7 @@ def _read_weights(
 
 def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; without a padding token the end-of-sequence one stands in."""
-    source = model.tokenizer_path or model.path
-    folder = Path(source).expanduser() if source is not None else None
-    if folder is None or not folder.is_dir():
-        raise ConfigError(f"no tokenizer folder at {source}; set model.path or model.tokenizer_path to a folder")
+    folder = _existing(model.tokenizer_path or model.path, "tokenizer_path" if model.tokenizer_path else "path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ Shapes: H query heads, K key/value heads, P tokens of all prefixes, S of all suf
 """
 
 import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from verl.data.batch import Batch
 from verl.data.prefixes import common_prefix, prompt_groups
 from verl.models.attention_kernels import Manner, Packing, attend, attend_sequences
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def attend_shared(query: Tensor, key: Tensor, value: Tensor, packing: SharedPack
     out = [attend_sequences(*prefixes, packing.prefixes, manner)]
     if packing.suffixes.lengths:
         merged = _merging_applies(query, value, packing, manner)
-        attend_suffixes = _attend_merging if merged else _attend_suffix_rows
+        attend_suffixes = _MergedAttention.apply if merged else _attend_suffix_rows
         out.append(attend_suffixes(*suffixes, *prefixes[1:], packing, manner))
     if packing.others.lengths:
         out.append(attend_sequences(*others, packing.others, manner))
@@ -158,28 +161,16 @@ def _merging_tried(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     packing, manner = SharedPacking(*packings, longest=5), Manner(None, 0.0, None, None, None)
     values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device, dtype)
     found = []
-    for attend_suffixes in (_attend_merging, _attend_suffix_rows):
+    for attend_suffixes in (_MergedAttention.apply, _attend_suffix_rows):
         query, key = torch.cat([values, -values], 1)[:, :, 3:].requires_grad_(), values.clone().requires_grad_()
         try:
             out = attend_suffixes(query, key[:, :, 3:], key[:, :, 3:], key[:, :, :3], key[:, :, :3], packing, manner)
             (out * out.detach().cos()).sum().backward()
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            logger.info("flash kernels cannot be merged on %s in %s, copies instead: %s", device_type, dtype, error)
             return False
         found.append((out, query.grad, key.grad))
     return all(torch.allclose(a, b, atol=0.02) for a, b in zip(*found, strict=True))
-
-
-def _attend_merging(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    packing: SharedPacking,
-    manner: Manner,
-) -> Tensor:
-    """(1, S, H, D) without copies of the prefixes."""
-    return _MergedAttention.apply(query, key, value, prefix_key, prefix_value, packing, manner.scaling)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -198,8 +189,10 @@ class _MergedAttention(torch.autograd.Function):
         prefix_key: Tensor,
         prefix_value: Tensor,
         packing: SharedPacking,
-        scale: float | None,
+        manner: Manner,
     ) -> Tensor:
+        """(1, S, H, D) without copies of the prefixes."""
+        scale = manner.scaling
         across = _flash(query, prefix_key, prefix_value, packing.groups, packing.prefixes, False, scale)
         within = _flash(query, key, value, packing.suffixes, packing.suffixes, True, scale)
         lse = torch.logaddexp(across[1], within[1])  # (1, H, S)

@@ -81,6 +81,38 @@ def _heads_for_tokens(out: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+class PeerRanOut(RuntimeError):
+    """Another rank that shares the sequences has no memory left."""
+
+
+_given_up: set[dist.ProcessGroup] = set()
+
+
+def ask(group: dist.ProcessGroup) -> None:
+    """Whether every rank of the group is still there to exchange something; PeerRanOut where one gave up.
+
+    On the CPU, so that nothing waits for a device. Once the answer was no, it is for the rest of the pass.
+    """
+    if group not in _given_up:
+        lost = torch.zeros((), dtype=torch.int32)
+        dist.all_reduce(lost, dist.ReduceOp.MAX, group)
+        if lost:
+            _given_up.add(group)
+    if group in _given_up:
+        raise PeerRanOut("out of memory on a rank that shares the sequences")
+
+
+def give_up(group: dist.ProcessGroup) -> dist.Work:
+    """What the others hear when they `ask` next."""
+    _given_up.add(group)
+    return dist.all_reduce(torch.ones((), dtype=torch.int32), dist.ReduceOp.MAX, group, async_op=True)
+
+
+def go_on(group: dist.ProcessGroup) -> None:
+    """A new pass begins."""
+    _given_up.discard(group)
+
+
 class _Exchange(torch.autograd.Function):
     """Row s of (S, ...) goes to rank s; row s of the result came from it. Its own transpose, so its own gradient."""
 
@@ -89,6 +121,7 @@ class _Exchange(torch.autograd.Function):
         ctx.group = group
         rows = rows.contiguous()
         received = torch.empty_like(rows)
+        ask(group)
         dist.all_to_all_single(received, rows, group=group)
         return received
 
@@ -107,15 +140,20 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slice_CD: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        whole = slice_CD.new_empty(group.size() * slice_CD.shape[0], *slice_CD.shape[1:])
-        dist.all_gather_into_tensor(whole, slice_CD.contiguous(), group=group)
+        whole, mine = slice_CD.new_empty(group.size() * slice_CD.shape[0], *slice_CD.shape[1:]), slice_CD.contiguous()
+        ask(group)
+        dist.all_gather_into_tensor(whole, mine, group=group)
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        part = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        part, whole = (
+            gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:]),
+            gradient.contiguous(),
+        )
+        ask(ctx.group)
+        dist.reduce_scatter_tensor(part, whole, group=ctx.group)
         return part, None
 
 
@@ -131,6 +169,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = values.clone()
+        ask(group)
         dist.all_reduce(total, group=group)
         return total
 

@@ -44,12 +44,6 @@ def dump_rollouts(
     return path
 
 
-def read_dump(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of one dump."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
-
-
 def remove_dumps_after(folder: Path | str, step: int) -> None:
     """A run resumed after `step`: delete dumps of later steps."""
     for path in Path(folder).glob("*.jsonl"):

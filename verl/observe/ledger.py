@@ -3,8 +3,8 @@
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,11 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class LedgerStep:
-    """One recorded step: the batch as it was, why each sequence ended, and the extra columns."""
+    """One recorded step: the batch as it was, and why each sequence ended."""
 
     step: int
     batch: Batch
     stop_reasons: list[str]
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Ledger:
@@ -52,29 +50,19 @@ class Ledger:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._unsynced: list[Path] = []
 
-    def append(
-        self,
-        step: int,
-        batch: Batch,
-        stop_reasons: Sequence[str] | None = None,
-        extra: Mapping[str, Sequence[Any]] | None = None,
-        meta: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Record `batch` as step `step`; an older file of the step is replaced.
-
-        `extra` has one value per trajectory under each name; `meta` is JSON about the step as a whole.
-        """
+    def append(self, step: int, batch: Batch, stop_reasons: Sequence[str] | None = None) -> Path:
+        """Record `batch` as step `step`; an older file of the step is replaced."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns = sequence_columns(step, batch, stop_reasons, extra or {})
+        columns = sequence_columns(step, batch, stop_reasons)
         offsets = pa.array(batch.cu_seqlens.cpu().numpy().astype(np.int32))
         for name, dtype in TOKEN_COLUMNS.items():
             if name in batch:
                 values = batch[name].detach().cpu().to(torch_dtype(dtype)).numpy()
                 columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values))
         table = pa.table(columns)
-        head = json.dumps({"version": FORMAT_VERSION, "step": step, "meta": dict(meta or {})})
+        head = json.dumps({"version": FORMAT_VERSION, "step": step})
         table = table.replace_schema_metadata({"verl.ledger": head})
         path = ledger_path(self.folder, step)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -101,9 +89,7 @@ class Ledger:
         self._unsynced = []
 
 
-def sequence_columns(
-    step: int, batch: Batch, stop_reasons: Sequence[str] | None, extra: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
+def sequence_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | None) -> dict[str, Any]:
     """The per-trajectory columns of the file; every length is checked."""
     count = batch.num_sequences
     columns: dict[str, Any] = {"step": np.full(count, step, dtype=np.int32)}
@@ -114,10 +100,6 @@ def sequence_columns(
         if source in batch:
             columns[name] = batch[source].detach().cpu().numpy()
     columns["stop_reason"] = list(stop_reasons) if stop_reasons is not None else [""] * count
-    for name, values in extra.items():
-        if name in columns or name in TOKEN_COLUMNS:
-            raise DataError(f"ledger of step {step}: extra column {name!r} has the name of a standard one; rename it")
-        columns[name] = values.detach().cpu().numpy() if isinstance(values, Tensor) else list(values)
     for name, values in columns.items():
         if len(values) != count:
             raise DataError(f"ledger of step {step}: {name!r} has {len(values)} values for {count} trajectories")
@@ -148,14 +130,11 @@ def read_ledger(folder: Path | str, step: int) -> LedgerStep:
     offsets = torch.tensor(table["tokens"].combine_chunks().offsets.to_numpy(), dtype=torch.int64)
     names = {"reward": "rewards", "group": "group_ids", "row": "rows"}
     sequences = {ours: torch.tensor(table[n].to_numpy()) for n, ours in names.items() if n in table.column_names}
-    standard = {"step", "stop_reason", *names, *TOKEN_COLUMNS}
     if "policy_version_min" in table.column_names:
         bounds = [torch.tensor(table[f"policy_version_{side}"].to_numpy()) for side in ("min", "max")]
         sequences["policy_versions"] = torch.stack(bounds, dim=1)
-        standard |= {"policy_version_min", "policy_version_max"}
-    extra = {name: table[name].to_pylist() for name in table.column_names if name not in standard}
     batch = Batch(offsets - offsets[0], tokens, sequences)
-    return LedgerStep(step, batch, table["stop_reason"].to_pylist(), extra, head["meta"])
+    return LedgerStep(step, batch, table["stop_reason"].to_pylist())
 
 
 def flat(column: Any) -> Tensor:

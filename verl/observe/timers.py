@@ -61,7 +61,7 @@ PER_TOKEN_STAGES = ("gen", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 def throughput_metrics(
-    timing_s: Mapping[str, float], num_tokens: int, num_response_tokens: int, num_devices: int = 1
+    timing_s: Mapping[str, float], num_tokens: int, num_response_tokens: int, num_devices: int
 ) -> dict[str, float]:
     """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens/s/device) and timing_per_token_ms/<stage>.
 

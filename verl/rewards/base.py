@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.data.metrics import Metrics
-
 if TYPE_CHECKING:
     from verl.data.prompts import PromptRow
 
@@ -57,15 +55,11 @@ class Score:
         return self.value is None and self.error is None
 
 
+class NoJudgeError(NotImplementedError):
+    """No built-in scorer knows the data source; the message names those there are, and what to do."""
+
+
 class Reward(Protocol):
     """Judges answers; the scores come in the order of the inputs."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]: ...
-
-
-def reward_metrics(scores: Sequence[Score]) -> Metrics:
-    """reward/errors and reward/abstained: how many answers have no value, and why."""
-    metrics = Metrics()
-    metrics.sum("reward/errors", sum(score.error is not None for score in scores))
-    metrics.sum("reward/abstained", sum(score.abstained for score in scores))
-    return metrics

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.rewards.base import NoJudgeError
 from verl.rewards.scorers import gsm8k
 from verl.utils.suggest import closest
 
@@ -39,7 +40,7 @@ STILL_TO_COME = {
 def judge_row(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """The built-in verdict {score, acc, pred}; NotImplementedError when no scorer knows the data source."""
+    """The built-in verdict {score, acc, pred}; NoJudgeError when no scorer knows the data source."""
     return find_judge(data_source)(solution_str, ground_truth, **kwargs)
 
 
@@ -61,22 +62,20 @@ def default_compute_score(
 
 
 def find_judge(data_source: str) -> Judge:
-    """The judge of a data source; NotImplementedError names what there is."""
+    """The judge of a data source; NoJudgeError names what there is."""
     if data_source in JUDGES:
         return JUDGES[data_source]
     known = ", ".join(sorted(JUDGES))
     own = "set reward.custom_reward_function.path to a function of your own"
     for scorer, sources in STILL_TO_COME.items():
         if any(_matches(data_source, source) for source in sources):
-            raise NotImplementedError(
+            raise NoJudgeError(
                 f"data_source {data_source!r}: its scorer {scorer} is still to come; built in so far: {known}. "
                 f"Until then {own}"
             )
     near = closest(data_source, JUDGES)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise NotImplementedError(
-        f"no reward is known for data_source {data_source!r}{hint}; built in: {known}. Else {own}"
-    )
+    raise NoJudgeError(f"no reward is known for data_source {data_source!r}{hint}; built in: {known}. Else {own}")
 
 
 def _matches(data_source: str, pattern: str) -> bool:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.rewards.base import RewardInput, Score
+from verl.rewards.base import NoJudgeError, RewardInput, Score
 from verl.rewards.calls import Calls, Outcome, RewardTimeoutError, TooManyHangingCallsError
 from verl.rewards.verdict import read_verdict
 from verl.utils.errors import ConfigError, RewardError
@@ -71,7 +71,7 @@ class FunctionReward:
         what = f"{type(error).__name__}: {error}"
         place = f"{item.where or 'a row'} (data_source {item.data_source!r})"
         # The traceback of our own check or clock would say nothing about the user's function.
-        own = isinstance(error, RewardTimeoutError) or error.__traceback__ is None
+        own = isinstance(error, RewardTimeoutError | NoJudgeError) or error.__traceback__ is None
         details = f"{what}" if own else user_traceback(error).strip()
         message = f"reward function {self.name} failed on {place}: {details}"
         if self._on_error == "stop":

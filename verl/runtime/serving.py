@@ -49,7 +49,10 @@ def serve(
 
 
 class _Server:
-    """Answers calls one after the other; coroutine methods run beside each other, between the others."""
+    """Answers calls one after the other; coroutine methods run beside each other, between the others.
+
+    Whatever a call raises goes to the driver as its traceback, and is raised there.
+    """
 
     def __init__(self, connection: Connection):
         self.connection = connection

@@ -22,7 +22,8 @@ from verl.data.chat import read_messages
 from verl.data.rows import FileRows
 from verl.rewards.base import RewardInput, Score
 from verl.rewards.build import built_in_reward, custom_reward
-from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.utils.command import command
+from verl.utils.errors import ConfigError, DataError
 
 HELP = f"""{__doc__}
 usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.path=FILE] key=value ...
@@ -36,16 +37,7 @@ RIGHT = 0.5  # a score above it counts as right where no `acc` is given
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: scored; 2: a mistake the message explains."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(HELP)
-        return 0
-    try:
-        evaluate(load_config(arguments, config_name="evaluation"))
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command(argv, HELP, lambda words: evaluate(load_config(words, config_name="evaluation")))
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from verl.config import RunConfig, load_config
 from verl.data.prompts import PromptDataset, train_prompts
 from verl.data.rows import FileRows
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.command import command
+from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text
 from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 
@@ -36,17 +37,7 @@ PART = 256  # prompts whose answers are written together
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every prompt is answered; 2: a mistake the message explains."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(HELP)
-        return 0
-    try:
-        path = generate(load_config(arguments))
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"answers: {path}")
-    return 0
+    return command(argv, HELP, lambda words: print(f"answers: {generate(load_config(words))}"))
 
 
 def generate(config: RunConfig) -> Path:
@@ -65,7 +56,10 @@ def generate(config: RunConfig) -> Path:
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     check_same_run(parts, fingerprint(config, prompts))
     engine = load_engine(config, tokenizer)
-    asyncio.run(answer_parts(engine, prompts, sampling, tokenizer, parts))
+    try:
+        asyncio.run(answer_parts(engine, prompts, sampling, tokenizer, parts))
+    finally:
+        engine.close()
     merge(config, prompts, parts, output)
     return output
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import RunConfig, load_config
-from verl.utils.errors import VerlError
+from verl.utils.command import command
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -21,16 +21,7 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(HELP)
-        return 0
-    try:
-        run_ppo(load_config(arguments))
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command(argv, HELP, lambda words: run_ppo(load_config(words)))
 
 
 def run_ppo(config: RunConfig) -> dict[str, float]:

@@ -27,7 +27,8 @@ ADAPTER = "lora_adapter"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when the folder was written, or the comparison found no difference."""
     words = list(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(["merge", *words] if words and words[0].startswith("--") else words)
+    named = not words or words[0] in ("merge", "test", "-h", "--help")
+    options = _parser().parse_args(words if named else ["merge", *words])
     if options.backend != "fsdp":
         raise ConfigError(f"--backend {options.backend} is still to come; --backend fsdp reads FSDP shards")
     if options.trust_remote_code:
@@ -179,8 +180,16 @@ def _told(tensor: Tensor) -> str:
 
 def _upload(folder: Path, repository: str, private: bool) -> None:
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     api = HfApi()
-    api.create_repo(repo_id=repository, private=private, exist_ok=True)
-    api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
+    try:
+        api.create_repo(repo_id=repository, private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
+    except (OSError, HTTPError, HFValidationError) as error:  # offline, no answer, no permission, no such name
+        raise ConfigError(
+            f"--hf_upload_path {repository}: nothing was uploaded to {api.endpoint} ({str(error).splitlines()[0]}). "
+            f"The model is whole in {folder}; once online and logged in (HF_TOKEN set, HF_HUB_OFFLINE not), "
+            f"`hf upload {repository} {folder}` sends it"
+        ) from error
     print(f"uploaded {folder} to {repository}")

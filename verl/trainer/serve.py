@@ -1,25 +1,33 @@
 """`verl serve model=DIR`: an OpenAI-compatible server over a rollout engine, on loopback unless told otherwise.
 
-POST /v1/chat/completions and /v1/completions (n, max_tokens, temperature, top_p, seed, stop, logprobs; `stream` sends
-the whole answer as one piece), GET /v1/models, GET /health.
+POST /v1/chat/completions and /v1/completions (n, max_tokens, temperature, top_p, top_k, seed, stop, logprobs, stream,
+stream_options.include_usage), GET /v1/models, GET /health. A client that goes away ends its request.
 """
 
 import argparse
+import asyncio
+import contextlib
 import json
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import load_config
 from verl.data.chat import PromptTemplate, read_messages
-from verl.utils.errors import ConfigError, VerlError
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from verl.trainer.text_stream import TextStream, cut
+from verl.utils.errors import ConfigError, VerlError, WorkerError
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
 
+T = TypeVar("T")
+WITHOUT: dict[str, Any] = {  # parts of the protocol that would change the answer, and the value that asks for nothing
+    "tools": [], "functions": [], "response_format": {"type": "text"}, "frequency_penalty": 0, "presence_penalty": 0,
+    "logit_bias": {}, "top_logprobs": 0, "echo": False, "suffix": "", "best_of": 1,
+}  # fmt: skip
 MODEL = "actor_rollout_ref.model.path"
 
 
@@ -55,8 +63,12 @@ class OpenAIServer:
         async def wake(_: Any) -> None:
             await self.engine.wake()
 
+        async def close(_: Any) -> None:
+            self.engine.close()
+
         app = web.Application(client_max_size=64 << 20)
         app.on_startup.append(wake)
+        app.on_cleanup.append(close)
         app.add_routes(
             [
                 web.get("/health", health),
@@ -74,20 +86,68 @@ class OpenAIServer:
             body = await request.json()
             if not isinstance(body, dict):
                 raise RequestError("the body must be a JSON object")
+            for name, nothing in WITHOUT.items():
+                if body.get(name) not in (None, nothing):
+                    raise RequestError(f"{name} is not supported here; leave it out (found {body[name]!r})")
             prompts = [self._chat_ids(body)] if chat else self._prompt_ids(body)
-            answers = [await self.engine.generate(self._request(body, ids)) for ids in prompts]
-        except (RequestError, VerlError, ValueError) as error:
-            failure = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-            return web.json_response({"error": failure}, status=400)
-        choices = [c for group in answers for c in group]
-        if not body.get("stream"):
-            return web.json_response(self._reply(body, prompts, choices, chat))
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        for piece in self._pieces(body, choices, chat):
-            await stream.write(f"data: {json.dumps(piece)}\n\n".encode())
-        await stream.write(b"data: [DONE]\n\n")
+            requests = [self._request(body, ids) for ids in prompts]
+            if body.get("stream"):
+                return await self._send_stream(request, body, requests, chat)
+            answers = await _together([self.engine.generate(r) for r in requests])
+        except (VerlError, RequestError, ValueError) as error:
+            return web.json_response(_failure(error), status=500 if isinstance(error, WorkerError) else 400)
+        return web.json_response(self._reply(body, prompts, [c for group in answers for c in group], chat))
+
+    async def _send_stream(
+        self, request: Any, body: dict[str, Any], requests: list[GenerationRequest], chat: bool
+    ) -> Any:
+        """Server-sent events. The first token decides about the status: what fails before it is an ordinary error."""
+        from aiohttp import web
+
+        async with contextlib.aclosing(self._pieces(body, requests, chat)) as pieces:
+            piece = await anext(pieces)
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await stream.prepare(request)
+            try:
+                await stream.write(_event(piece))
+                async for piece in pieces:
+                    await stream.write(_event(piece))
+                await stream.write(b"data: [DONE]\n\n")
+            except VerlError as error:
+                await stream.write(_event(_failure(error)))
+            except ConnectionResetError:
+                pass  # the client has gone, and nobody is left to tell
         return stream
+
+    async def _pieces(
+        self, body: dict[str, Any], requests: list[GenerationRequest], chat: bool
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of an answer, each as soon as its text is certain. Closing the iterator aborts the requests."""
+        head, news = self._head(chat, ".chunk" if chat else ""), asyncio.Queue[dict[str, Any] | None]()
+
+        async def follow(number: int, request: GenerationRequest) -> int:
+            n = request.sampling.n
+            choices = [ChoiceStream(self, body, number * n + sample, chat) for sample in range(n)]
+
+            def receive(sample: int, token_ids: list[int], logprobs: list[float]) -> None:
+                for chunk in choices[sample].add(token_ids, logprobs):
+                    news.put_nowait(chunk)
+
+            completions = await self.engine.stream(request, receive)
+            for choice, completion in zip(choices, completions, strict=True):
+                news.put_nowait(choice.end(completion))
+            return sum(len(c.token_ids) for c in completions)
+
+        everything = asyncio.ensure_future(_together([follow(i, r) for i, r in enumerate(requests)]))
+        everything.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            while (chunk := await news.get()) is not None:
+                yield {**head, "choices": [chunk]}
+            made = sum(await everything)
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield {**head, "choices": [], "usage": _usage([r.prompt_ids for r in requests], made)}
+        finally:
+            everything.cancel()
 
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
         text = self.template.render(read_messages(body.get("messages")))
@@ -109,7 +169,6 @@ class OpenAIServer:
 
     def _request(self, body: dict[str, Any], ids: list[int]) -> GenerationRequest:
         self._next += 1
-        stop = body.get("stop") or ()
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or max(1, self.longest - len(ids))
         seed = body.get("seed")
         sampling = SamplingParams(
@@ -118,38 +177,25 @@ class OpenAIServer:
             top_k=int(_number(body, "top_k", -1)),
             n=int(_number(body, "n", 1)),
             max_tokens=int(limit),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=_ends(body),
             seed=self._next if seed is None else int(seed),
         )
-        return GenerationRequest(self._next, ids, sampling)
+        request = GenerationRequest(self._next, ids, sampling)
+        check_request(request, self.longest, (), has_tokenizer=True)  # all of them, before one begins
+        return request
 
-    def _text(self, completion: Completion, stop: Any) -> str:
-        """The answer without what ended it, as OpenAI gives it."""
-        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        ends = [stop] if isinstance(stop, str) else list(stop or ())
-        places = [text.index(end) for end in ends if end in text]
-        return text[: min(places)] if places else text
+    def text_of(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _reply(self, body: dict[str, Any], prompts: list[list[int]], answers: list[Completion], chat: bool) -> Any:
         choices = []
         for number, answer in enumerate(answers):
-            text = self._text(answer, body.get("stop"))
+            text = cut(self.text_of(answer.token_ids), _ends(body))
             content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            logprobs = self._logprobs(body, answer, chat)
+            logprobs = self.logprobs(body, answer.token_ids, answer.logprobs, chat)
             choices.append({"index": number, **content, "finish_reason": _reason(answer), "logprobs": logprobs})
-        made, given = sum(len(a.token_ids) for a in answers), sum(map(len, prompts))
-        usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        usage = _usage(prompts, sum(len(a.token_ids) for a in answers))
         return {**self._head(chat, ""), "choices": choices, "usage": usage}
-
-    def _pieces(self, body: dict[str, Any], answers: list[Completion], chat: bool) -> list[dict[str, Any]]:
-        head, out = self._head(chat, ".chunk" if chat else ""), []
-        for number, answer in enumerate(answers):
-            text = self._text(answer, body.get("stop"))
-            content = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
-            empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-            out.append({**head, "choices": [{"index": number, **content, "finish_reason": None}]})
-            out.append({**head, "choices": [{"index": number, **empty, "finish_reason": _reason(answer)}]})
-        return out
 
     def _head(self, chat: bool, suffix: str) -> dict[str, Any]:
         kind = "chat.completion" if chat else "text_completion"
@@ -160,17 +206,79 @@ class OpenAIServer:
             "model": self.name,
         }
 
-    def _logprobs(self, body: dict[str, Any], answer: Completion, chat: bool) -> dict[str, Any] | None:
+    def logprobs(
+        self, body: dict[str, Any], token_ids: list[int], logprobs: list[float], chat: bool
+    ) -> dict[str, Any] | None:
         if body.get("logprobs") in (None, False):
             return None
-        tokens = [str(self.tokenizer.decode([i])) for i in answer.token_ids]
+        tokens = [str(self.tokenizer.decode([i])) for i in token_ids]
         if not chat:
-            return {"tokens": tokens, "token_logprobs": answer.logprobs, "top_logprobs": None, "text_offset": []}
+            return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": []}
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in zip(tokens, answer.logprobs, strict=True)
+            for token, value in zip(tokens, logprobs, strict=True)
         ]
         return {"content": content}
+
+
+class ChoiceStream:
+    """The chunks of one choice: whole characters, never a part of a stop string, log-probs with their text."""
+
+    def __init__(self, server: OpenAIServer, body: dict[str, Any], index: int, chat: bool):
+        self.server, self.body, self.index, self.chat = server, body, index, chat
+        self.text = TextStream(server.text_of, _ends(body))
+        self.token_ids: list[int] = []  # not yet sent
+        self.logprobs: list[float] = []
+        self.content: dict[str, Any] = {"role": "assistant"} if chat else {}  # goes with the first chunk
+
+    def add(self, token_ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+        """The chunk that new tokens complete, if any."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        text = self.text.add(token_ids)
+        return [self._chunk(text, None)] if text else []
+
+    def end(self, completion: Completion) -> dict[str, Any]:
+        """What is left, and why it ended."""
+        return self._chunk(self.text.add([], last=True), _reason(completion))
+
+    def _chunk(self, text: str, reason: str | None) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": {**self.content, "content": text}} if self.chat else {"text": text}
+        logprobs = self.server.logprobs(self.body, self.token_ids, self.logprobs, self.chat)
+        self.content, self.token_ids, self.logprobs = {}, [], []
+        return {"index": self.index, **content, "finish_reason": reason, "logprobs": logprobs}
+
+
+async def _together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order; when one fails or the caller is cancelled, the others are cancelled too."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    kind = "server_error" if isinstance(error, WorkerError) else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+
+
+def _usage(prompts: Sequence[Sequence[int]], made: int) -> dict[str, int]:
+    given = sum(map(len, prompts))
+    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+
+def _ends(body: dict[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop") or ()
+    ends = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(end, str) and end for end in ends):
+        raise RequestError(f"stop must be a text or a list of texts, found {stop!r}")
+    return ends
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:
@@ -193,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000, help="port (default: %(default)s)")
     parser.add_argument("--name", help="model name clients ask for (default: the name of its folder)")
     parser.add_argument("overrides", nargs="*", help=f"model=DIR ({MODEL}) and rollout.* keys")
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     short = {"model": MODEL}
     overrides = [f"{short.get(k, k)}{eq}{v}" for k, eq, v in (o.partition("=") for o in options.overrides)]
     overrides = [f"actor_rollout_ref.{o}" if o.startswith("rollout.") else o for o in overrides]
@@ -219,7 +327,7 @@ def run(overrides: list[str], host: str, port: int, name: str | None) -> int:
     name = name or Path(str(path)).name
     server = OpenAIServer(load_engine(config, tokenizer), tokenizer, name, longest)
     print(f"serving {server.name} on http://{host}:{port}/v1 (at most {longest} tokens a conversation)", flush=True)
-    web.run_app(server.application(), host=host, port=port, print=None)
+    web.run_app(server.application(), host=host, port=port, print=None, handler_cancellation=True)
     return 0
 
 

@@ -27,6 +27,7 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
+from verl.plugin.platform import get_platform
 from verl.runtime.peers import Peers
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
@@ -97,7 +98,7 @@ class SFTTrainer:
 
     def one_step(self, progress: Progress) -> dict[str, float]:
         """One optimiser step, with validation and a checkpoint when they are due."""
-        timer = StageTimer(on_enter=progress.stage)
+        timer = StageTimer(get_platform().synchronize, on_enter=progress.stage)
         with timer("step"):
             batch = self.next_batch()
             with timer("update"):
@@ -175,7 +176,7 @@ class SFTTrainer:
         total, count = 0.0, 0
         for batch in batches(rows, self.config.data.train_batch_size):
             shard, micro = self.share(batch)
-            logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)["logprobs"]
+            logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)[1]["logprobs"]
             total -= float(logprobs[shard["loss_mask"]].double().sum())
             count += int(shard["loss_mask"].sum())
         totals, counts = zip(*self.replicas((total, count)), strict=True)

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import SFTConfig, load_config
-from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.utils.command import command
+from verl.utils.errors import ConfigError, DataError
 
 HELP = """Fine-tune a model on conversations.
 
@@ -22,10 +23,10 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(HELP)
-        return 0
+    return command(argv, HELP, _run)
+
+
+def _run(arguments: list[str]) -> int:
     from verl.trainer.launch import missing_ranks, start_ranks
 
     try:
@@ -33,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if count := missing_ranks(config):
             return start_ranks(count, arguments)
         run_sft(config)
-    except VerlError as error:
-        if os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError | DataError):
-            print(f"error: {error}", file=sys.stderr)  # what is wrong with a command is the same on every rank
-        return 2
+    except (ConfigError, DataError):
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        return 2  # what is wrong with a command is the same on every rank, and said once
     return 0
 
 

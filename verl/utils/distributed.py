@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.checkpoint_engine.broadcast import process_group
 from verl.plugin.platform import get_platform
 
 _TIMEOUT = timedelta(minutes=10)
@@ -50,15 +51,11 @@ def stateless_init_process_group(
 ) -> StatelessGroup:
     """A group of `world_size` ranks that meet at `master_address:master_port`, where rank 0 listens.
 
-    Tensors must lie on `device`: gloo for the CPU, NCCL for CUDA; other devices bring their own transport.
+    Tensors must lie on `device`: gloo for the CPU, the platform's own library for its device.
     """
     store = dist.TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=_TIMEOUT)
-    # A bare number is an index of the platform's device.
-    kind = torch.device(device).type
-    if kind == "cpu":
-        backend: Any = dist.ProcessGroupGloo(dist.PrefixStore("stateless", store), rank, world_size, _TIMEOUT)
-    elif dist.is_nccl_available() and kind == get_platform().device_name == "cuda":
-        backend = dist.ProcessGroupNCCL(dist.PrefixStore("stateless", store), rank, world_size)  # type: ignore[call-arg]
-    else:
-        raise NotImplementedError(f"no stateless group for device {kind!r}; known: cpu (gloo), cuda (nccl)")
+    kind = torch.device(device).type  # a bare number is an index of the platform's device
+    library = "gloo" if kind == "cpu" else get_platform().communication_backend_name()
+    named = dist.PrefixStore("stateless", store)
+    backend = process_group(library, named, rank, world_size, _TIMEOUT, master_address)
     return StatelessGroup(backend, store, rank, world_size)

@@ -25,6 +25,10 @@ class CheckpointError(VerlError):
     """A checkpoint that is missing, incomplete or does not match the run."""
 
 
+class TransportError(VerlError):
+    """The other end of a transport of weights failed, went away or did not answer in time."""
+
+
 class WorkerError(VerlError):
     """A failed call on one rank of a worker group, with the remote traceback."""
 

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+SHOWN = 24  # names that an error lists
+
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like `name`, best first; may be empty."""
@@ -10,9 +12,10 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence for the end of an error message: the closest names, or all of them when none is close."""
+    """A sentence for the end of an error message: the closest names, or the known ones when none is close."""
     names = sorted(known)
     near = closest(name, names)
     if near:
         return "did you mean " + " or ".join(repr(n) for n in near) + "?"
-    return "known: " + (", ".join(names) if names else "none")
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"known: {', '.join(names[:SHOWN]) or 'none'}{more}"

@@ -5,18 +5,21 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from verl.checkpoint_engine.buckets import buckets
+from verl.checkpoint_engine.ends import Manifest
 from verl.models.fingerprint import fingerprint
 from verl.weight_sync.base import Receipt
+from verl.weight_sync.courier import Courier
 from verl.weight_sync.probe import Probe, Verdict
 from verl.workers.rollout.base import CopyingEngine, StaleWeightsError
-from verl.workers.rollout.buckets import buckets
 
 
 class ByCopy:
     """Sends all of `weights()` to every replica and proves that they arrived and are used.
 
-    `weights` gives (HF name, whole tensor) pairs, one at a time. `probe_every`: publishes between two probes (0: only
-    the first of this process, which is also the first after every restart).
+    `weights` gives (HF name, whole tensor) pairs, one at a time, to an engine of this process; with `courier` they come
+    from a trainer, or go to an engine, in another. `probe_every`: publishes between two probes (0: only the first of
+    this process, which is also the first after every restart).
     """
 
     def __init__(
@@ -25,23 +28,18 @@ class ByCopy:
         engine: CopyingEngine,
         probe: Probe | None = None,
         probe_every: int = 10,
+        courier: Courier | None = None,
     ):
         self.weights, self.engine, self.probe, self.probe_every = weights, engine, probe, probe_every
+        self.courier = courier
         self._published = 0
 
     async def publish(self, version: int) -> Receipt:
         """Every replica samples from the trainer's present values as `version`, or StaleWeightsError says which not."""
         start = time.perf_counter()
         await self.engine.wake()
-        await self.engine.begin_update()
-        manifest: dict[str, str] = {}
-        arrived: list[dict[str, str]] = [{} for _ in self.engine.replicas]
-        num_bytes = 0
-        for bucket in buckets(self.weights(), self.engine.bucket_bytes, self.engine.dtype):
-            manifest |= {name: fingerprint(tensor) for name, tensor in bucket}
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            for everything, some in zip(arrived, await self.engine.load_bucket(bucket), strict=True):
-                everything |= some
+        carry = self._hand_over if self.courier is None else self.courier.carry
+        manifest, num_bytes, arrived = await carry(version)
         for number, received in enumerate(arrived):
             compare(manifest, received, number, version)
         await self.engine.finish_update(version)
@@ -59,6 +57,19 @@ class ByCopy:
             num_tensors=len(manifest),
             probes=verdicts,
         )
+
+    async def _hand_over(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
+        """Fingerprints of what left and its bytes, and of what arrived at each replica."""
+        await self.engine.begin_update()
+        manifest: Manifest = {}
+        arrived: list[Manifest] = [{} for _ in self.engine.replicas]
+        num_bytes = 0
+        for bucket in buckets(self.weights(), self.engine.bucket_bytes, self.engine.dtype):
+            manifest |= {name: fingerprint(tensor) for name, tensor in bucket}
+            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            for everything, some in zip(arrived, await self.engine.load_bucket(bucket), strict=True):
+                everything |= some
+        return manifest, num_bytes, arrived
 
     async def _probe(self, version: int) -> tuple[Verdict, ...]:
         number, self._published = self._published, self._published + 1

@@ -1,4 +1,7 @@
-"""The native engine shares the trainer's process and tensors: publishing is a version number, nothing is moved."""
+"""The native engine shares the trainer's process and tensors: publishing is a version number.
+
+Copies that the engine holds (another type, a packed layout) it takes again and compares with the trainer's tensors.
+"""
 
 import time
 
@@ -15,7 +18,7 @@ class ByReference:
         self.model, self.engine = model, engine
 
     async def publish(self, version: int) -> Receipt:
-        """Make the engine sample from the module's present values as `version`."""
+        """Make the engine sample from the module's present values as `version`; names a copy that differs."""
         start = time.perf_counter()
         await self.engine.wake()
         await self.engine.update_weights(self.model, version)
@@ -23,4 +26,6 @@ class ByReference:
             raise StaleWeightsError(
                 f"published version {version}, but the rollout engine says it samples from {self.engine.version}"
             )
-        return Receipt(version, num_replicas=1, seconds=time.perf_counter() - start, bytes_moved=0)
+        return Receipt(
+            version, num_replicas=1, seconds=time.perf_counter() - start, bytes_moved=self.engine.copied_bytes
+        )

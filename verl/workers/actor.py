@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from verl.algorithms.losses import make_actor_loss
@@ -15,7 +14,6 @@ from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.rollout.buckets import shared_folder
 from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
 
@@ -30,9 +28,7 @@ class Actor:
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
-        shared = (
-            actor.fsdp_config.ulysses_sequence_parallel_size
-        )  # ranks that hold the tokens of a micro-batch together
+        shared = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
         self.train_micro = micro_batching(
             actor.use_dynamic_bsz,
             actor.ppo_max_token_len_per_gpu * shared,
@@ -62,16 +58,8 @@ class Actor:
         return self.ranks.forward(shard, ("logprobs",), self.infer_micro, at)["logprobs"]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, tied ones once; from several ranks through shared memory."""
-        here = getattr(self.group, "worker", None)
-        if here is not None:
-            yield from here.engine.export_weights()
-            return
-        max_bytes = self.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        with shared_folder() as folder:
-            for name in self.group.broadcast("export_files", folder, max_bytes)[0]:
-                yield from load_file(folder / name).items()
-                (folder / name).unlink()
+        """(HF name, whole tensor) of every parameter, tied ones once; where the policy lives in this process."""
+        return self.group.worker.engine.export_weights()
 
     def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
         """All optimiser steps on one batch; metrics, and (T,) log-probs of the first pass over each token.

@@ -24,14 +24,18 @@ class Dispatch:
         facts = group.broadcast("facts")[0]
         self.has_dropout: bool = facts["has_dropout"]
         self.attention_length: float = facts["attention_length"]
+        self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, the highest of any rank
 
     def forward(
         self, batch: Batch, names: tuple[str, ...], micro: MicroBatching, temperature: float
     ) -> dict[str, Tensor]:
         """Columns (T,) without gradient."""
         shards = self.shards(batch, micro)
-        parts = self.group.scatter("forward", self.works(batch, shards), names, temperature)
-        return gathered(batch, shards, parts)
+        results = self.group.scatter("forward", self.works(batch, shards), names, temperature)
+        self.forward_memory = Metrics()
+        for memory, _ in results:
+            self.forward_memory.merge(memory)
+        return gathered(batch, shards, [columns for _, columns in results])
 
     def update(self, batch: Batch, micro: MicroBatching, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
         """One optimiser step on all ranks; metrics of the whole batch, and the loss's model outputs (T,)."""

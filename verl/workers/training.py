@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import TokenLoss
+from verl.checkpoint_engine.ends import End
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
@@ -19,7 +19,6 @@ from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
-from verl.workers.rollout.buckets import buckets
 
 DEFAULT_MAX_TOKENS = 16384
 Work = tuple[Batch, MicroBatching]  # what a rank computes on, and in which micro-batches
@@ -29,7 +28,7 @@ class EngineWorker:
     """One rank's engine behind the calls that a driver makes, and the loss it trains with."""
 
     def __init__(self, engine: BaseEngine, loss: TokenLoss | None = None):
-        self.engine, self.loss = engine, loss
+        self.engine, self.loss, self.end = engine, loss, End()
         engine.initialize()
 
     def facts(self) -> dict[str, Any]:
@@ -39,11 +38,13 @@ class EngineWorker:
         dropout = dropout or (getattr(model.config, "attention_dropout", 0.0) or 0.0) > 0
         return {"has_dropout": dropout, "attention_length": self.attention_length()}
 
-    def forward(self, work: Work, outputs: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
-        """Columns (T,) of the shard, without gradient."""
+    def forward(self, work: Work, outputs: tuple[str, ...], temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
+        """Peak memory, and columns (T,) of the shard, without gradient."""
         shard, micro = work
+        get_platform().reset_peak_memory()
         with self.engine.eval_mode():
-            return self.engine.forward(shard, outputs, micro, temperature)
+            columns = self.engine.forward(shard, outputs, micro, temperature)
+            return with_memory(Metrics()), columns
 
     def update(self, work: Work, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
         """One optimiser step on the shard; metrics, and the outputs (T,) of the forward pass that was trained on."""
@@ -67,14 +68,12 @@ class EngineWorker:
         """One training step is done: the learning rate moves on."""
         self.engine.lr_scheduler_step()
 
-    def export_files(self, folder: Path, max_bytes: int) -> list[str]:
-        """The whole weights as safetensors files of about `max_bytes`, written by rank 0; a collective."""
-        names = []
-        for number, bucket in enumerate(buckets(self.engine.export_weights(), max_bytes)):
-            if self.engine.rank == 0:
-                names.append(f"{number:05d}.safetensors")
-                save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, folder / names[-1])
-        return names
+    def join(self, step: str, argument: Any) -> Any:
+        """A step of this rank's end of a weight transport. "connect" takes the arguments of all ranks; "send" the
+        version and the dtype, and is a collective."""
+        if step == "send":
+            return self.end.send(self.engine.export_weights(), *argument)
+        return getattr(self.end, step)(argument[self.engine.rank] if step == "connect" else argument)
 
     def save(self, folder: Path, contents: list[str]) -> None:
         self.engine.save(folder, contents)
@@ -92,7 +91,7 @@ class WithoutAdapters(EngineWorker):
     def __init__(self, worker: EngineWorker):
         self.engine, self.loss = worker.engine, None
 
-    def forward(self, *args: Any) -> dict:
+    def forward(self, *args: Any) -> tuple[Metrics, dict[str, Tensor]]:
         with self.engine.disable_adapter():
             return super().forward(*args)
 

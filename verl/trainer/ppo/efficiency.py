@@ -1,8 +1,9 @@
-"""Model FLOPs utilisation: the operations that a stage needs, as a share of what its devices can do in its time."""
+"""What stages cost: operations needed, as a share of what the devices can do in the time; and peak memory."""
 
 from collections.abc import Mapping
 
 from verl.data.batch import Batch
+from verl.data.prefixes import repeated_prompts
 from verl.models.flops import Speed
 from verl.runtime.group import WorkerGroup
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -11,15 +12,17 @@ from verl.trainer.ppo.trainer import PPOTrainer
 def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
     """perf/mfu/{actor,actor_infer,critic} of the stages that ran; nothing for an engine that does not count.
 
-    Each sequence is counted at its own length, as if no prompt were shared, and each epoch of the update once.
+    Each sequence is counted at its own length, without a prompt that the actor shares with an earlier one
+    (`actor.use_prefix_grouper`), and each epoch of the update once.
     """
     lengths, rows = batch.lengths.tolist(), int(batch["loss_mask"].sum())
+    shared = repeated_prompts(batch) if trainer.actor.train_micro.share_prefixes else []
     needed: dict[str, tuple[str, Speed, float]] = {}
     actor = speed_of(trainer.actor.group)
     if actor is not None:
-        epochs = trainer.actor.mini_batches.epochs
-        needed["update_actor"] = "actor", actor, actor.counts.update(lengths, rows) * epochs
-        needed["old_log_prob"] = "actor_infer", actor, actor.counts.forward(lengths, rows)
+        epochs, count = trainer.actor.mini_batches.epochs, actor.counts
+        needed["update_actor"] = "actor", actor, (count.update(lengths, rows) - count.update(shared, 0)) * epochs
+        needed["old_log_prob"] = "actor_infer", actor, count.forward(lengths, rows) - count.forward(shared, 0)
     critic = speed_of(trainer.critic.group) if trainer.critic is not None else None
     if critic is not None and trainer.critic is not None:
         epochs = trainer.critic.mini_batches.epochs
@@ -29,6 +32,16 @@ def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float])
         for stage, (name, speed, flops) in needed.items()
         if stage in seconds
     }
+
+
+def memory_of_forwards(trainer: PPOTrainer, seconds: Mapping[str, float]) -> dict[str, float]:
+    """<stage>/perf/*memory*_gb of the forward-only stages that ran, named as in timing_s: the highest of any rank."""
+    stages = {"old_log_prob": trainer.actor, "ref": trainer.reference, "values": trainer.critic}
+    out = {}
+    for stage, role in stages.items():
+        if role is not None and stage in seconds:
+            out.update(role.ranks.forward_memory.prefixed(f"{stage}/").values())
+    return out
 
 
 def speed_of(group: WorkerGroup) -> Speed | None:

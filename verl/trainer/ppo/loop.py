@@ -16,10 +16,11 @@ from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
+from verl.plugin.platform import get_platform
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
 from verl.trainer.metrics import prompt_and_response_lengths
-from verl.trainer.ppo.efficiency import mfu_metrics
+from verl.trainer.ppo.efficiency import memory_of_forwards, mfu_metrics
 from verl.trainer.ppo.sources import Collected, Sampler
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.resume import find_resume, read_state
@@ -117,7 +118,8 @@ class Run:
 
     def one_step(self, progress: Progress) -> None:
         """One training step with everything that is recorded about it."""
-        timer = StageTimer(on_enter=progress.stage)
+        devices = 1 if self.trainer.group is None else self.trainer.group.layout.world_size
+        timer = StageTimer(get_platform().synchronize if devices == 1 else None, on_enter=progress.stage)
         with timer("step"):
             record = self.trainer.step(timer)
             self.record(record, timer)
@@ -131,8 +133,9 @@ class Run:
                     self.save()
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
-        metrics.update(throughput_metrics(timer.seconds, record.batch.num_tokens, int(response.sum())))
+        metrics.update(throughput_metrics(timer.seconds, record.batch.num_tokens, int(response.sum()), devices))
         metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
+        metrics.update(memory_of_forwards(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
         self.tracking.log(metrics, record.step)
         progress.step(record.step, metrics)

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from verl.checkpoint_engine.ends import TransportSettings
 from verl.config import RolloutConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
@@ -16,6 +18,7 @@ from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.by_copy import ByCopy
 from verl.weight_sync.by_reference import ByReference
+from verl.weight_sync.courier import Courier
 from verl.weight_sync.probe import ROUNDING, Probe, probe_sequences
 from verl.workers.actor import Actor
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
@@ -79,9 +82,20 @@ def start_engines(
 
 def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
     """By reference to the native engine, by copy with a receipt to every other."""
+    rollout = config.actor_rollout_ref.rollout
+    transport, courier = rollout.checkpoint_engine, None
+    here = getattr(actor.group, "worker", None) is not None
+    if here and not (isinstance(engine, CopyingEngine) and engine.receivers[0].elsewhere):
+        if transport.backend != "naive":
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.checkpoint_engine.backend={transport.backend} has nothing to carry: with "
+                f"rollout.name={rollout.name} the weights stay in this process; leave it at naive, or give vllm "
+                "servers of their own (rollout.data_parallel_size, rollout.server.python)"
+            )
+    else:
+        courier = Courier(transport_settings(rollout), actor.group, cast(CopyingEngine, engine))
     if not isinstance(engine, CopyingEngine):
         return ByReference(actor.model, engine)
-    rollout = config.actor_rollout_ref.rollout
     rounding = ROUNDING[engine.dtype or torch.float32]
 
     async def scores(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -91,7 +105,18 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
     vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
     sequences = probe_sequences(vocab_size, min(24, longest - 1))
     probe = Probe(sequences, scores, rounding)
-    return ByCopy(actor.export_weights, engine, probe, rollout.checkpoint_engine.probe_every)
+    return ByCopy(actor.export_weights, engine, probe, transport.probe_every, courier)
+
+
+def transport_settings(rollout: RolloutConfig) -> TransportSettings:
+    """`rollout.checkpoint_engine`, as every end of the transport is told."""
+    settings = rollout.checkpoint_engine
+    return TransportSettings(
+        settings.backend,
+        settings.update_weights_bucket_megabytes << 20,
+        dict(settings.engine_kwargs.get(settings.backend) or {}),
+        settings.custom_backend_module,
+    )
 
 
 def actor_scores(actor: Actor, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -26,6 +26,16 @@ def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def make_model(folder: Path, characters: str, seed: int, hidden: int = 128, layers: int = 2) -> int:
     """Write model and tokenizer to `folder`; returns the number of parameters."""
     tokenizer = make_tokenizer(characters)
+    model = small_qwen3(tokenizer, seed, hidden, layers)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def small_qwen3(
+    tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int = 128, layers: int = 2, positions: int = 128
+) -> Qwen3ForCausalLM:
+    """A Qwen3 with random weights, four query heads and a tied head, for the tokens of `tokenizer`."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -34,14 +44,11 @@ def make_model(folder: Path, characters: str, seed: int, hidden: int = 128, laye
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=hidden // 4,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
+    return Qwen3ForCausalLM(config)

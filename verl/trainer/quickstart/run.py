@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return quickstart(Path(options.out), options.seed, options.steps, options.overrides)
     except VerlError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 
@@ -39,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="seed of model, task and sampling (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=None, help="GRPO steps (default: what the preset says)")
     parser.add_argument("overrides", nargs="*", help="further key=value overrides for the GRPO run")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) -> int:
@@ -172,7 +173,7 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list
         f"{arr}.rollout.dtype=float32",
         "reward.custom_reward_function.path=pkg://verl.trainer.quickstart.task",
         "reward.custom_reward_function.name=compute_score",
-        f"trainer.total_training_steps={steps or 230}",
+        f"trainer.total_training_steps={steps or 185}",
         "trainer.test_freq=30",
         "trainer.save_freq=1000000",
         "trainer.logger=[file]",

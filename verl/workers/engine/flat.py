@@ -17,7 +17,8 @@ from verl.models.placement import move
 from verl.utils.errors import ConfigError
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.precision import Precision
-from verl.workers.engine.sharding import META, broadcast, hold_in, swapping, values_of
+from verl.workers.engine.rescue import FlatRescue
+from verl.workers.engine.sharding import META, broadcast, swapping, values_of
 from verl.workers.engine.shards import Held, boxes_of_range
 from verl.workers.engine.units import sharding_units
 from verl.workers.engine.weights import Weights
@@ -42,7 +43,6 @@ class FlatWeights(Weights):
         # Unsummed gradients add up in the type they were computed in, which must not be less than that of the sum.
         self._defers = precision.compute == precision.reduce
         self._postponed = contextlib.ExitStack()
-        hold_in(model, precision.held)
         if len({parameter.dtype for parameter in model.parameters()}) > 1:
             raise ConfigError(
                 "strategy=fsdp holds frozen weights and LoRA adapters in one type, and adapters are float32; use "
@@ -68,6 +68,9 @@ class FlatWeights(Weights):
             use_orig_params=True,
         )
         self._modules = [m for m in FullyShardedDataParallel.fsdp_modules(self._root) if m._handle is not None]
+        self._rescue = FlatRescue(
+            self._root, [module for module in self._modules if module is not self._root], ranks.sequence_group
+        )
         _call_through(model, self._root)
         self.named = [(self.plain_name(name), parameter) for name, parameter in model.named_parameters()]
         self._shapes = dict(zip((name for name, _ in self.named), shapes, strict=True))
@@ -80,7 +83,15 @@ class FlatWeights(Weights):
         return dict(zip((name for name, _ in self.named), sizes.T.tolist(), strict=True))
 
     def run(self, function: Callable[[], T]) -> T:
-        return self._root(function)
+        return self._rescue.run(function)
+
+    def backward(self, loss_sum: Tensor) -> None:
+        self._rescue.backward(loss_sum * self.gradient_scale)
+
+    def forget_gradient(self) -> None:
+        super().forget_gradient()
+        for module in self._modules:
+            module._handle.flat_param.grad = None
 
     def synchronize(self, last: bool) -> None:
         self._postponed.close()

@@ -19,6 +19,7 @@ from verl.models.heads import needed_positions
 from verl.models.prefix_sharing import SharedLayout, SharedPacking, order_for_sharing, share_prefixes
 from verl.models.sequence_parallel import SplitPacking, sum_parts
 
+CPU_TOKENS = 4096  # of a micro-batch on a CPU where the budget is larger: its activations stay near the caches
 ROWS = "_rows"  # column: where each token of a micro-batch was in the batch it is from
 
 
@@ -84,9 +85,10 @@ class MicroBatch:
         return cls(whole, packing, ids.to(device), positions.to(device), targets, dummy)
 
     @property
-    def is_split(self) -> bool:
-        """Whether other ranks compute the rest of its tokens, and wait for this one to do its part."""
-        return isinstance(self.packing, SplitPacking)
+    def num_computed(self) -> int:
+        """Tokens that go through the model, on all ranks that share them."""
+        sharers = self.packing.group.size() if isinstance(self.packing, SplitPacking) else 1
+        return len(self.input_ids) * sharers
 
     def dummy(self) -> "MicroBatch":
         """A forward of two tokens that adds nothing, in the place of this one."""
@@ -108,7 +110,7 @@ def micro_batches(
     for name in columns:
         batch.require(name, "the stage that fills it")
     slim = batch.keep(columns).with_columns(**{ROWS: torch.arange(batch.num_tokens, device=batch.device)})
-    parts = split_micro_batches(batch, micro)
+    parts = split_micro_batches(batch, within_caches(batch, micro) if device.type == "cpu" else micro)
     if micro.plan is None:
         sampled = batch.sum_per_sequence(batch["loss_mask"].int()).tolist()
         parts = [indices for indices in parts if any(sampled[i] for i in indices)]
@@ -116,6 +118,14 @@ def micro_batches(
     for number, indices in enumerate(parts, 1):
         part = MicroBatch.of(slim, indices, device, micro.share_prefixes, sequence_group)
         yield replace(part, is_last=number == len(parts))
+
+
+def within_caches(batch: Batch, micro: MicroBatching) -> MicroBatching:
+    """`micro` with a token budget that is no larger than a CPU works well with, or than the longest sequence."""
+    if micro.plan is not None or micro.share_prefixes or micro.max_tokens is None:
+        return micro
+    longest = int(batch.lengths.max()) if batch.num_sequences else 0
+    return replace(micro, max_tokens=min(micro.max_tokens, max(CPU_TOKENS, longest)))
 
 
 def _two_tokens(batch: Batch) -> Batch:

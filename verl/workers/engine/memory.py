@@ -37,11 +37,11 @@ class Overflow:
     message: str  # the allocator's; the error itself would keep the tensors of its frames alive
 
     @classmethod
-    def of(cls, error: RuntimeError, part: MicroBatch, can_restart: bool) -> "Overflow":
+    def of(cls, error: RuntimeError, part: MicroBatch) -> "Overflow":
         """Raises `error` where it is about something else, or nothing can be done about it."""
-        if part.is_dummy or part.is_split or not can_restart or not ran_out(error):
+        if part.is_dummy or not ran_out(error):
             raise error
-        return cls(len(part.input_ids), part.batch.num_sequences, str(error).split("\n")[0])
+        return cls(part.num_computed, part.batch.num_sequences, str(error).split("\n")[0])
 
     @property
     def allowed(self) -> int:

@@ -39,7 +39,10 @@ class Ranks:
         data_group, sequence_group = dist.group.WORLD, None
         if sequence > 1:
             grid = init_device_mesh(kind, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
-            data_group, sequence_group = grid.get_group("data"), grid.get_group("sequence")
+            data_group = grid.get_group("data")
+            # one of its own, even over all ranks: what they exchange may not wait behind a gathering of parameters
+            groups = [dist.new_group(list(range(first, first + sequence))) for first in range(0, world, sequence)]
+            sequence_group = groups[dist.get_rank() // sequence]
         return cls(dist.get_rank(), world, sequence, mesh, data_group, sequence_group)
 
     @property

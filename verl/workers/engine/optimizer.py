@@ -62,6 +62,7 @@ def warmup_steps(config: FSDPOptimizerConfig) -> int:
 def learning_rate_factor(step: int, config: FSDPOptimizerConfig) -> float:
     """Learning rate at schedule index `step` as a share of `optim.lr`: linear warm-up from 0, then flat or cosine."""
     warmup = warmup_steps(config)
+    floor = config.min_lr_ratio if config.lr_scheduler_type == "cosine" else 1.0
     if step < warmup:
         return step / warmup
     if config.lr_scheduler_type == "constant":
@@ -69,7 +70,7 @@ def learning_rate_factor(step: int, config: FSDPOptimizerConfig) -> float:
     total = _total_steps(config, "lr_scheduler_type=cosine")
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * wave
+    return floor + (1.0 - floor) * wave
 
 
 def _total_steps(config: FSDPOptimizerConfig, needed_by: str) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from verl.config import FSDPEngineConfig
 from verl.models.load import dtype_of
+from verl.models.lora import has_adapters
 from verl.models.placement import move
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
@@ -19,13 +20,13 @@ PARTS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 class Precision:
     """The types of one engine."""
 
-    held: torch.dtype  # of the trained parameters
+    held: torch.dtype  # of the parameters between passes; those that are not trained are held as they are computed with
     compute: torch.dtype  # of forward and backward
     reduce: torch.dtype  # in which gradients are summed over ranks
     buffers: torch.dtype | None  # of the model's buffers; None leaves them as they are
 
     @classmethod
-    def of(cls, config: FSDPEngineConfig, device: torch.device) -> "Precision":
+    def of(cls, config: FSDPEngineConfig, device: torch.device, trains: bool = True) -> "Precision":
         """`mixed_precision` where it is set, otherwise `dtype`; sums are in float32 or better."""
         chosen = dict(config.mixed_precision or {})
         for name in chosen:
@@ -39,7 +40,7 @@ class Precision:
             compute = dtype_of(computed, "mixed_precision.param_dtype" if "param_dtype" in chosen else "dtype")
         summed, buffers = chosen.get("reduce_dtype"), chosen.get("buffer_dtype")
         return cls(
-            held,
+            held if trains else compute,
             compute,
             dtype_of(summed, "mixed_precision.reduce_dtype") if summed else torch.promote_types(held, torch.float32),
             dtype_of(buffers, "mixed_precision.buffer_dtype") if buffers else None,
@@ -51,6 +52,17 @@ class Precision:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     module._buffers[name] = buffer.to(self.buffers)
+
+
+def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every floating-point parameter in the type it is trained in: the trained ones of a unit must agree.
+
+    Adapters keep theirs, which is float32 where the frozen weights are narrower.
+    """
+    adapted = has_adapters(model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not (adapted and parameter.requires_grad):
+            parameter.data = parameter.data.to(dtype)
 
 
 class MasterWeights(Weights):

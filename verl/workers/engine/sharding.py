@@ -12,11 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config import FSDPEngineConfig
-from verl.models.lora import has_adapters
 from verl.models.placement import move
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.precision import Precision
-from verl.workers.engine.rescue import Rescue, without_frames
+from verl.workers.engine.rescue import ShardedRescue
+from verl.workers.engine.shared_memory import SharedAllGather, SharedReduceScatter, SharedSlots
 from verl.workers.engine.units import sharding_units
 from verl.workers.engine.weights import Weights
 
@@ -36,12 +36,11 @@ class ShardedWeights(Weights):
     ):
         self.model, self.ranks, self.device = model, ranks, device
         self.stays = config.offload_policy  # FSDP moves the shards itself
-        hold_in(model, precision.held)
         source = values_of(model) if ranks.rank == 0 else {}
         move(model, META)
         run_inside_forward(model)
         self._modules = self._shard(config, precision)
-        self._rescue = Rescue(model, self._modules[1:])
+        self._rescue = ShardedRescue(model, self._modules[1:], ranks.sequence_group)
         on_meta = torch.device("cpu") if self.stays else device
         swapping(lambda: model.to_empty(device=on_meta))
         if self.stays:
@@ -68,6 +67,10 @@ class ShardedWeights(Weights):
         for module in modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        slots = SharedSlots.over(self.ranks.shard_group) if self.device.type == "cpu" else None
+        for module in modules if slots is not None else ():
+            module.set_custom_all_gather(SharedAllGather(slots))
+            module.set_custom_reduce_scatter(SharedReduceScatter(slots))
         if config.forward_prefetch:
             for module, following in itertools.pairwise(modules):
                 module.set_modules_to_forward_prefetch([following])
@@ -85,24 +88,10 @@ class ShardedWeights(Weights):
                 tensor.copy_(whole)
 
     def run(self, function: Callable[[], T]) -> T:
-        result = self.model(run=functools.partial(self._rescue.run, function))
-        if self._rescue.lost is not None:
-            if torch.is_grad_enabled():
-                self._rescue.finish_backward()
-            raise self._rescue.lost
-        return result
-
-    @property
-    def can_restart(self) -> bool:
-        return self.ranks.sequence_size == 1  # ranks that share sequences exchange them inside a layer
+        return self._rescue.run(function)
 
     def backward(self, loss_sum: Tensor) -> None:
-        try:
-            return super().backward(loss_sum)
-        except RuntimeError as error:
-            lost = without_frames(error)
-        self._rescue.finish_backward()
-        raise lost
+        self._rescue.backward(loss_sum)
 
     def synchronize(self, last: bool) -> None:
         self._modules[0].set_requires_gradient_sync(last)
@@ -129,17 +118,6 @@ class ShardedWeights(Weights):
 
     def own_gradients(self) -> list[tuple[str, Tensor]]:
         return [(name, gradient.to_local()) for name, gradient in super().own_gradients()]
-
-
-def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating-point parameter in the type it is trained in: the trained ones of a unit must agree.
-
-    Adapters keep theirs, which is float32 where the frozen weights are narrower.
-    """
-    adapted = has_adapters(model)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and not (adapted and parameter.requires_grad):
-            parameter.data = parameter.data.to(dtype)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from verl.workers.engine.memory import Overflow, TokenLimit
 from verl.workers.engine.mesh import Ranks
 from verl.workers.engine.offload import move_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
-from verl.workers.engine.precision import MasterWeights, Precision
+from verl.workers.engine.precision import MasterWeights, Precision, hold_in
 from verl.workers.engine.saving import Saving
 from verl.workers.engine.totals import Totals
 from verl.workers.engine.weights import Weights
@@ -72,7 +72,7 @@ class TorchEngine(BaseEngine):
         self.ranks = Ranks.of(self.engine_config, self.device)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.data_group, self.sequence_group = self.ranks.data_group, self.ranks.sequence_group
-        self.precision = Precision.of(self.engine_config, self.device)
+        self.precision = Precision.of(self.engine_config, self.device, self.trains)
         self.compute_dtype = self.precision.compute
         self.output_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         if self.engine_config.full_determinism:
@@ -88,6 +88,7 @@ class TorchEngine(BaseEngine):
             self.model.requires_grad_(False)
         self.precision.cast_buffers(self.model)
         self.flops = FlopCounts.of(self.model)
+        hold_in(self.model, self.precision.held)
         self.weights = self._hold()
         self.forward_limit = TokenLimit(self.ranks, self.device, "the forward pass")
         self.train_limit = TokenLimit(self.ranks, self.device, "training")
@@ -158,7 +159,7 @@ class TorchEngine(BaseEngine):
                 columns = self.weights.run(partial(self._outputs, part, outputs, temperature))
                 place(out, columns, part)
             except RuntimeError as error:
-                overflow = Overflow.of(error, part, self.weights.can_restart)
+                overflow = Overflow.of(error, part)
         self.weights.rest()
         return {name: column.to(batch.device) for name, column in out.items()}, overflow
 
@@ -197,7 +198,7 @@ class TorchEngine(BaseEngine):
                 totals.add(loss_sum, token_metrics, part)
                 place(out, columns, part)
             except RuntimeError as error:
-                overflow = Overflow.of(error, part, self.weights.can_restart)
+                overflow = Overflow.of(error, part)
         metrics = totals.metrics(int(batch["loss_mask"].sum()), updates=1 if self.ranks.data_rank == 0 else 0)
         return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()}), overflow
 

@@ -29,11 +29,6 @@ class Weights:
         """`function()` while the parameters outside the layers are whole; layers become whole as they are called."""
         return function()
 
-    @property
-    def can_restart(self) -> bool:
-        """Whether a pass that ran out of memory can be given up without leaving other ranks waiting for this one."""
-        return self.ranks.world_size == 1
-
     def backward(self, loss_sum: Tensor) -> None:
         """Add the gradient of the loss that `run` returned to the trained parameters.
 

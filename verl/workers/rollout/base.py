@@ -1,16 +1,19 @@
 """The rollout engine's contract: token ids in; token ids, log-probs and the policy version out."""
 
+import functools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.checkpoint_engine.buckets import buckets
+from verl.checkpoint_engine.ends import End, Manifest
 from verl.utils.errors import ConfigError, DataError, VerlError
-from verl.workers.rollout.buckets import buckets, shared_file
 
 _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
@@ -58,12 +61,46 @@ class Completion:
     policy_version: tuple[int, int]  # oldest and newest weights that sampled a token of it
 
 
+Receive = Callable[[int, list[int], list[float]], None]  # sample, its new token ids, their log-probs
+
+
+class Follower:
+    """Tells `receive` what is new of each sample of one request."""
+
+    def __init__(self, receive: Receive):
+        self.receive = receive
+        self.told: Counter[int] = Counter()  # tokens, by sample
+
+    def tell(self, sample: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """`token_ids` and `logprobs` begin after those told before."""
+        if token_ids:
+            self.told[sample] += len(token_ids)
+            self.receive(sample, token_ids, logprobs)
+
+
 class RolloutEngine(ABC):
     """Samples from the newest published policy. All methods are coroutines; many `generate` calls run at once."""
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """`request.sampling.n` completions, in sample order. An aborted request returns what was produced."""
+
+    @functools.cached_property
+    def followers(self) -> dict[int, Follower]:
+        """Whom to tell of new tokens while they are sampled, by request id."""
+        return {}
+
+    async def stream(self, request: GenerationRequest, receive: Receive) -> list[Completion]:
+        """`generate`, and every token goes to `receive` once: as it is sampled, by engines that look at `followers`."""
+        follower = self.followers[request.request_id] = Follower(receive)
+        try:
+            completions = await self.generate(request)
+        finally:
+            del self.followers[request.request_id]
+        for sample, made in enumerate(completions):
+            told = follower.told[sample]
+            follower.tell(sample, made.token_ids[told:], made.logprobs[told:])
+        return completions
 
     @abstractmethod
     async def update_weights(self, weights: Any, version: int) -> None:
@@ -96,34 +133,60 @@ class RolloutEngine(ABC):
     def version(self) -> int:
         """The weights in use."""
 
+    @property
+    def copied_bytes(self) -> int:
+        """Weights held besides the trainer's own tensors, proved at each publish."""
+        return 0
+
     def stats(self) -> dict[str, float]:
         """Counters since the last call (tokens, batch occupancy, cache use, time in model and sampling)."""
         return {}
 
 
 class CopyingEngine(RolloutEngine):
-    """An engine with a copy of the weights of its own: they arrive in buckets, between `begin_update` and
-    `finish_update`. `replicas` are the engines behind it, or itself."""
+    """An engine with a copy of the weights of its own: they arrive between `begin_update` and `finish_update`, handed
+    over by `load_bucket` or through a transport whose ends `join`. `replicas` are the engines behind it, or itself."""
 
     bucket_bytes: int
     dtype: torch.dtype | None = None  # what floating-point weights are cast to before they travel
+    elsewhere = False  # whether its workers are other processes, which only a transport reaches
+    end: End | None = None
 
     @property
     def replicas(self) -> "Sequence[CopyingEngine]":
+        return [self]
+
+    @property
+    def receivers(self) -> "Sequence[CopyingEngine]":
+        """Who takes part in a transport."""
         return [self]
 
     @abstractmethod
     async def begin_update(self) -> None:
         """Make ready for a whole set of weights; nothing is sampled until `finish_update`."""
 
-    @abstractmethod
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
-        """Take over the tensors of a safetensors file; per replica, the fingerprint of each as it arrived."""
-
-    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[Manifest]:
         """Take over some tensors; per replica, the fingerprint of each as it arrived."""
-        with shared_file(bucket) as path:
-            return await self.load_file(path)
+        raise NotImplementedError(f"{type(self).__name__} takes weights through a transport only")
+
+    async def join(self, step: str, argument: Any) -> list[Any]:
+        """A step of `checkpoint_engine.ends.End` on every worker of this receiver; what each answers.
+
+        "connect" takes the arguments of each worker. "receive" begins an update, loads all weights of a version and
+        answers, per replica, the fingerprint of each as it arrived.
+        """
+        self.end = self.end or End()
+        if step == "connect":
+            [argument] = argument
+        if step != "receive":
+            return [getattr(self.end, step)(argument)]
+        await self.begin_update()
+        arrived: list[Manifest] = [{} for _ in self.replicas]
+        with closing(self.end.receive(argument)) as pieces:
+            for piece in pieces:
+                for everything, some in zip(arrived, await self.load_bucket(piece), strict=True):
+                    everything |= some
+        return arrived
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:

@@ -7,11 +7,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from verl.models.decoder import Decoder, Window
+from verl.models.decoder import Decoder, Where, Window
+from verl.models.decoder_shared import Sharing
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, check_request, completes_stop_text, stop_tail
 from verl.workers.rollout.sampling import sample, uniforms
-from verl.workers.rollout.scheduler import Admission, RequestState, RowTable, WaitingQueue
+from verl.workers.rollout.scheduler import Admission, HeldPrompt, Part, RequestState, RowTable, WaitingQueue
+
+_REFILL_SHARE = 16  # where prompts need a pass of their own: refill once 1/16 of the rows is free
+_SHARE_FROM = 128  # tokens of a prompt that make a second product per layer cheaper than a copy per row
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class NativeCore:
         self.column = self.low = 0
         self.ragged = False
         self.table: RowTable | None = None
+        self.held: list[HeldPrompt] = []  # by the decoder's slot
+        self.sharing: Sharing | None = None
 
     @property
     def busy(self) -> bool:
@@ -88,9 +94,14 @@ class NativeCore:
         """Admit what fits, then give every running row one token. Returns the requests that are now complete."""
         before = time.perf_counter()
         busy_s = self.counters.model_s + self.counters.sampling_s
-        finished = self._admit()
+        finished: list[RequestState] = []
+        parts = self._admit()
+        joins = parts and self.decoder.mixes and self.table is not None and self.table.count
+        entering = parts.pop() if joins else None
+        for part in parts:
+            finished += self._prefill(part)
         if self.table is not None and self.table.count:
-            finished += self._decode()
+            finished += self._decode(entering)
         other = self.counters.model_s + self.counters.sampling_s - busy_s
         self.counters.scheduling_s += time.perf_counter() - before - other
         for state in finished:
@@ -126,22 +137,35 @@ class NativeCore:
 
     def reset(self) -> None:
         """Forget everything in flight and free the cache."""
-        self.queue, self.states, self.table = WaitingQueue(), {}, None
+        self.queue, self.states, self.table, self.held, self.sharing = WaitingQueue(), {}, None, [], None
         self.decoder.free_cache()
 
-    def _admit(self) -> list[RequestState]:
+    def _admit(self) -> list[Part]:
+        """What enters now, with room made for it, in parts that are prefilled at once."""
         running = self.table.count if self.table is not None else 0
         if running and not self.decoder.joins:
             return []
-        batch = self.queue.take(self.limits.rows - running, running, self.limits.rows, not self.decoder.pads)
+        rows = self.limits.rows
+        least = 1 if self.decoder.mixes or not running else -(-rows // _REFILL_SHARE)
+        batch = self.queue.take(rows - running, least, not self.decoder.pads)
         if not batch:
             return []
         self._make_room(running + sum(len(a.rows) for a in batch))
-        self._place(max(len(a.prompt) for a in batch))
-        finished = []
-        for part in self._prefill_parts(batch):
-            finished += self._prefill(part)
-        return finished
+        held: list[Admission] = []
+        shared: list[Admission] = []
+        apart: list[Admission] = []
+        for admission in batch:
+            admission.held = self._find(admission.prompt)
+            long_group = self.decoder.shares and admission.is_group and len(admission.prompt) >= _SHARE_FROM
+            (held if admission.held else shared if long_group else apart).append(admission)
+        self._place(max((len(a.prompt) for a in apart), default=0))
+        parts = [Part(held, shared=True)] if held else []
+        parts += [Part(part, shared=True) for part in self._prefill_parts(shared)]
+        return parts + [Part(part, shared=False) for part in self._prefill_parts(apart)]
+
+    def _find(self, prompt: list[int]) -> HeldPrompt | None:
+        """Its slot's content, if it was computed by the weights in use."""
+        return next((p for p in self.held if p.version == self.version and p.tokens == prompt), None)
 
     def _make_room(self, rows: int) -> None:
         if self.device.type != "cpu":
@@ -169,8 +193,8 @@ class NativeCore:
 
     def _prefill_parts(self, batch: list[Admission]) -> list[list[Admission]]:
         """Cut by padded tokens; a prompt over the budget goes alone. Decoders that cannot join take all at once."""
-        if not self.decoder.joins:
-            return [batch]
+        if not self.decoder.joins or not batch:
+            return [batch] if batch else []
         parts: list[list[Admission]] = [[]]
         for admission in batch:
             if parts[-1] and (len(parts[-1]) + 1) * len(admission.prompt) > self.limits.prefill_tokens:
@@ -178,35 +202,64 @@ class NativeCore:
             parts[-1].append(admission)
         return parts
 
-    def _prefill(self, part: list[Admission]) -> list[RequestState]:
+    def _prefill(self, part: Part) -> list[RequestState]:
         first = self.table.count
-        started = time.perf_counter()
-        prompts, repeats = [a.prompt for a in part], [len(a.rows) for a in part]
-        logits = self.decoder.prefill(prompts, repeats, first, self.column)
-        self.counters.model_s += time.perf_counter() - started
-        self.counters.prefill_tokens += sum(map(len, prompts))
-        self.counters.prompts_computed += len(prompts)
-        for admission in part:
+        logits = None
+        if not part.is_held:
+            started = time.perf_counter()
+            logits = self.decoder.prefill(part.prompts, self._where(part, self.column))
+            self.counters.model_s += time.perf_counter() - started
+        return self._sample(self._enter(part, logits), slice(first, self.table.count))
+
+    def _where(self, part: Part, column: int) -> Where:
+        slots = self.decoder.prompts.enter([len(p) for p in part.prompts]) if part.shared else None
+        return Where(column, self.table.count, part.repeats, slots)
+
+    def _enter(self, part: Part, logits_NV: Tensor | None) -> Tensor:
+        """New rows whose prompts end before the running column; logits (rows, V) for the first token of each.
+
+        `logits_NV` after the prompts just computed; None where they were held already.
+        """
+        if logits_NV is None:
+            logits_NV = torch.stack([a.held.logits_V for a in part.admissions])
+        else:
+            self.counters.prefill_tokens += sum(map(len, part.prompts))
+            self.counters.prompts_computed += len(part.prompts)
+            for admission, logits_V in zip(part.admissions, logits_NV, strict=True):
+                if part.shared:
+                    admission.held = HeldPrompt(admission.prompt, self.version, logits_V.clone())
+                    self.held.append(admission.held)
+        for admission in part.admissions:
             self.table.append(admission, self.column, self.version)
         self._measure()
-        if max(repeats) > 1:
-            logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), 0)
-        return self._sample(logits, slice(first, self.table.count))
+        if max(part.repeats) == 1:
+            return logits_NV
+        return logits_NV.repeat_interleave(torch.tensor(part.repeats, device=logits_NV.device), 0)
 
-    def _decode(self) -> list[RequestState]:
+    def _decode(self, entering: Part | None) -> list[RequestState]:
+        """One token for every row; prompts that enter go through the weights in the same pass."""
         table = self.table
         if self.column + 1 >= self.limits.columns:
-            self._shift(-self.low)
+            width = max(map(len, entering.prompts)) if entering and not entering.shared else 0
+            self._shift(-min(self.low, self.column + 1 - width))
         count, column = table.count, self.column
-        window = Window(column, self.low, table.starts[:count], self.ragged)
+        window = Window(column, self.low, table.starts[:count], self.ragged, table.owns[:count], self.sharing)
+        tokens = table.tokens[:count, column]
         started = time.perf_counter()
-        logits = self.decoder.decode(table.tokens[:count, column], window)
+        if entering and not entering.is_held:
+            where = self._where(entering, column + 1)
+            logits = self.decoder.decode_and_prefill(tokens, window, entering.prompts, where)
+        else:
+            logits = self.decoder.decode(tokens, window)
         self.counters.model_s += time.perf_counter() - started
         self.counters.decode_steps += 1
         self.counters.row_steps += count
         self.counters.cache_columns += count * (column + 1 - self.low)
         self.column += 1
-        return self._sample(logits, slice(0, count))
+        if entering:
+            firsts = self._enter(entering, None if entering.is_held else logits[count:])
+            logits = torch.cat((logits[:count], firsts))
+        return self._sample(logits, slice(0, table.count))
 
     def _sample(self, logits: Tensor, rows: slice) -> list[RequestState]:
         """One token for each of `rows` into the running column; retire the rows that end with it."""
@@ -271,13 +324,40 @@ class NativeCore:
         window = Window(self.column, self.low, table.starts, self.ragged)
         sources, targets = table.compact([row for row, _ in ended])
         self.decoder.move(sources, targets, table.count, window)
+        self._release()
         self._measure()
         return finished
 
+    def _release(self) -> None:
+        """Free the slots of prompts that no row continues and no request waits for."""
+        used = {id(row.prompt) for row in self.table.rows}
+        for slot in reversed(range(len(self.held))):
+            prompt = self.held[slot]
+            if id(prompt) in used or (prompt.version == self.version and self.queue.has(prompt.tokens)):
+                continue
+            self.decoder.prompts.drop(slot)
+            last = self.held.pop()
+            if last is not prompt:
+                self.held[slot] = last
+
     def _measure(self) -> None:
-        """Where the rows in use begin."""
+        """Where the rows' own columns begin, and which prompts they share."""
         count = self.table.count
         if count:
-            starts = self.table.starts[:count]
-            self.low, high = int(starts.min()), int(starts.max())
+            owns = self.table.owns[:count]
+            self.low, high = int(owns.min()), int(owns.max())
             self.ragged = high != self.low
+        self.sharing = self._places() if self.held else None
+
+    def _places(self) -> Sharing | None:
+        slots = {id(prompt): slot for slot, prompt in enumerate(self.held)}
+        counts = [0] * (len(slots) + 1)
+        places = []
+        for row in self.table.rows:
+            slot = slots.get(id(row.prompt), len(slots))
+            places.append((slot, counts[slot] if row.prompt else 0))
+            counts[slot] += 1
+        each = max(counts[:-1])
+        if not each:
+            return None
+        return Sharing(torch.tensor([slot * each + number for slot, number in places]), each, len(slots))

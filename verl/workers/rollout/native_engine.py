@@ -13,7 +13,13 @@ from verl.models.decoder_generic import GenericDecoder
 from verl.models.decoder_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
 from verl.models.decoder_weights import why_not_lean
 from verl.utils.errors import ConfigError, WorkerError
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, rollout_dtype
+from verl.workers.rollout.base import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    StaleWeightsError,
+    rollout_dtype,
+)
 from verl.workers.rollout.native_core import CacheLimits, NativeCore
 
 CPU_CACHE_BYTES = 1 << 30
@@ -57,6 +63,10 @@ class NativeEngine(RolloutEngine):
     def version(self) -> int:
         return self.core.version
 
+    @property
+    def copied_bytes(self) -> int:
+        return self.decoder.copied_bytes
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if self._asleep:
             raise WorkerError(0, "generate", "the native engine is asleep; call wake() first")
@@ -90,6 +100,7 @@ class NativeEngine(RolloutEngine):
         try:
             while self.core.busy:
                 self._settle(self.core.step())
+                self._tell_followers()
                 await asyncio.sleep(0)
         except Exception as error:
             self.core.reset()
@@ -97,6 +108,14 @@ class NativeEngine(RolloutEngine):
             for future in futures.values():
                 if not future.done():
                     future.set_exception(error)
+
+    def _tell_followers(self) -> None:
+        for row, entry in enumerate(self.core.table.rows if self.followers and self.core.table else ()):
+            follower = self.followers.get(entry.state.request.request_id)
+            if follower is not None:
+                new = slice(entry.first + follower.told[entry.sample], self.core.column + 1)
+                table = self.core.table
+                follower.tell(entry.sample, table.tokens[row, new].tolist(), table.logprobs[row, new].tolist())
 
     def _settle(self, states: list) -> None:
         for state in states:
@@ -115,7 +134,17 @@ class NativeEngine(RolloutEngine):
         self.core.version = version
         self._published = changes(weights)
         if not self._asleep:
-            self.decoder.refresh(weights, version)
+            self._take_weights()
+
+    def _take_weights(self) -> None:
+        """The decoder samples from the module's present values: read in place, or copied and the copies proved."""
+        self.decoder.refresh(self.model, self.version)
+        stale = self.decoder.stale(self.model)
+        if stale:
+            raise StaleWeightsError(
+                f"the native engine's copy of {stale} does not hold version {self.version} after it was published; "
+                f"nothing was sampled from it"
+            )
 
     async def sleep(self) -> None:
         if self.core.busy:
@@ -129,7 +158,7 @@ class NativeEngine(RolloutEngine):
     async def wake(self) -> None:
         """Ready again. Weights changed since they were published must be published before `generate`."""
         if self._asleep and self._published == changes(self.model):
-            self.decoder.refresh(self.model, self.core.version)
+            self._take_weights()
         self._asleep = False
 
     async def abort(self, request_id: int | None = None) -> None:
@@ -140,7 +169,7 @@ class NativeEngine(RolloutEngine):
         slots = max(c["decode_steps"], 1) * self.limits.rows
         c["occupancy"] = c.pop("row_steps") / slots
         c["cache_use"] = c.pop("cache_columns") / (slots * self.limits.columns)
-        c["copied_weight_bytes"] = self.decoder.copied_bytes
+        c["copied_weight_bytes"] = self.copied_bytes
         return c
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from verl.config.rollout import RolloutConfig
 from verl.runtime.wire import unpack
 from verl.utils import errors
 from verl.utils.errors import VerlError, WorkerError
-from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, rollout_dtype
+from verl.workers.rollout.base import (
+    Completion,
+    CopyingEngine,
+    GenerationRequest,
+    Receive,
+    StaleWeightsError,
+    rollout_dtype,
+)
 from verl.workers.rollout.server import HEADER, frame
 
 _SECONDS_TO_END = 10.0
@@ -29,14 +36,17 @@ _SECONDS_TO_END = 10.0
 class RemoteEngine(CopyingEngine):
     """One replica in a process of its own (and, with `rollout.server.python`, in an environment of its own)."""
 
+    elsewhere = True
+
     def __init__(
         self, config: RolloutConfig, model_path: str | Path, eos_token_ids: Sequence[int] = (), replica: int = 0
     ):
-        self.config, self.replica = config, replica
+        self.config, self.replica, self.model_path = config, replica, Path(model_path)
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.dtype = rollout_dtype(config.dtype)
-        self._version = 0
+        self._version, self._asleep = 0, False
         self._waiting: dict[int, Future[Any]] = {}
+        self._followers: dict[int, Callable[..., object]] = {}
         self._next = 0
         self._lock = threading.Lock()
         self._socket, self.process, self.log = start_server(config.server.python)
@@ -61,11 +71,15 @@ class RemoteEngine(CopyingEngine):
     def version(self) -> int:
         return self._version
 
-    def _call(self, method: str, **arguments: Any) -> "Future[Any]":
+    def _call(self, method: str, tell: Callable[..., object] | None = None, **arguments: Any) -> "Future[Any]":
+        """The answer to come; before it, `tell` hears its news in the reading thread."""
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # whoever gives up waiting cannot cancel what the reader will set
         with self._lock:
             self._next += 1
             self._waiting[self._next] = future
+            if tell is not None:
+                self._followers[self._next] = tell
             if self._ended:
                 self._fail_all()
                 return future
@@ -85,6 +99,10 @@ class RemoteEngine(CopyingEngine):
         with self._socket.makefile("rb") as replies:
             while len(size := replies.read(HEADER)) == HEADER:
                 number, well, result = unpack(replies.read(int.from_bytes(size, "little")))
+                if well is None:
+                    self._followers[number](*result)
+                    continue
+                self._followers.pop(number, None)
                 future = self._waiting.pop(number)
                 if well:
                     future.set_result(result)
@@ -119,8 +137,20 @@ class RemoteEngine(CopyingEngine):
         return f"its process ended with {how}; its last lines:\n  " + "\n  ".join(words or ["(none)"])
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
+        return await self._answered(request, self._call("generate", request=request))
+
+    async def stream(self, request: GenerationRequest, receive: Receive) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+
+        def tell(*news: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(receive, *news)
+
+        return await self._answered(request, self._call("stream", tell, request=request))
+
+    async def _answered(self, request: GenerationRequest, answer: "Future[Any]") -> list[Completion]:
         try:
-            return await self._ask("generate", request=request)
+            return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             self._call("abort", request_id=request.request_id)
             raise
@@ -131,8 +161,8 @@ class RemoteEngine(CopyingEngine):
     async def begin_update(self) -> None:
         await self._ask("begin_update")
 
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
-        return await self._ask("load_file", path=path)
+    async def join(self, step: str, argument: Any) -> list[Any]:
+        return await self._ask("join", step=step, argument=argument)
 
     async def finish_update(self, version: int) -> None:
         await self._ask("finish_update", version=version)
@@ -143,9 +173,12 @@ class RemoteEngine(CopyingEngine):
 
     async def sleep(self) -> None:
         await self._ask("sleep")
+        self._asleep = True
 
     async def wake(self) -> None:
-        await self._ask("wake")
+        if self._asleep:
+            await self._ask("wake")
+        self._asleep = False
 
     def stats(self) -> dict[str, float]:
         return self._call("stats").result(self.config.server.timeout)

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
-from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError
+from torch import Tensor
+
+from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, Receive, StaleWeightsError
 
 _REMEMBERED = 100_000  # requests whose replica is kept in mind
 
@@ -25,6 +26,10 @@ class Router(CopyingEngine):
         return self.engines
 
     @property
+    def receivers(self) -> Sequence[CopyingEngine]:
+        return self.engines if self.engines[0].elsewhere else [self]
+
+    @property
     def version(self) -> int:
         versions = {engine.version for engine in self.engines}
         if len(versions) > 1:
@@ -40,12 +45,20 @@ class Router(CopyingEngine):
         return self.homes[conversation]
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
+        return await self._send(request, lambda engine: engine.generate(request))
+
+    async def stream(self, request: GenerationRequest, receive: Receive) -> list[Completion]:
+        return await self._send(request, lambda engine: engine.stream(request, receive))
+
+    async def _send(
+        self, request: GenerationRequest, ask: Callable[[CopyingEngine], Awaitable[list[Completion]]]
+    ) -> list[Completion]:
         index = self.choose(request.request_id if request.conversation is None else request.conversation)
         self.running[request.request_id] = index
         cost = request.sampling.n * (len(request.prompt_ids) + request.sampling.max_tokens)
         self.load[index] += cost
         try:
-            return await self.engines[index].generate(request)
+            return await ask(self.engines[index])
         finally:
             self.load[index] -= cost
             del self.running[request.request_id]
@@ -59,8 +72,8 @@ class Router(CopyingEngine):
     async def begin_update(self) -> None:
         await asyncio.gather(*(engine.begin_update() for engine in self.engines))
 
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
-        arrived = await asyncio.gather(*(engine.load_file(path) for engine in self.engines))
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        arrived = await asyncio.gather(*(engine.load_bucket(bucket) for engine in self.engines))
         return [replica for engine in arrived for replica in engine]
 
     async def finish_update(self, version: int) -> None:

@@ -3,7 +3,7 @@
 Shapes: B rows sampled at once, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BLOCK = 512  # columns summed first when the vocabulary is large
+_BLOCK = 128  # columns summed first when the vocabulary is large; divides most of them
+_CHUNK = 1 << 19  # weights worked on at once on a CPU: they stay in its cache
 _TOP = 1024  # candidates looked at before a whole row is sorted for top-p
 
 
@@ -55,18 +56,36 @@ class Sharpening:
     top_p_B: Tensor | None = None  # float32; 1 where off
     forbidden_BK: Tensor | None = None  # int64 token ids that may not be sampled, -1 for none
 
+    def rows(self, some: slice) -> "Sharpening":
+        columns = (getattr(self, f.name) for f in fields(self))
+        return Sharpening(*(None if column is None else column[some] for column in columns))
+
 
 def sample(logits_BV: Tensor, uniforms_B: Tensor, how: Sharpening) -> tuple[Tensor, Tensor]:
-    """Token ids (B,) and their log-probs (B,) float32 nats; `logits_BV` float32 is overwritten.
+    """Token ids (B,) and their log-probs (B,) float32 nats; `logits_BV` (any float type) may be overwritten.
 
     Log-probs are of the full softmax at the temperature (at 1 where greedy): the trainer's. top-k, top-p and
     forbidden tokens only narrow the choice. Tokens whose probability ties with the last one kept are kept too.
     A row whose logits are not finite gives a log-prob of nan.
     """
+    rows, size = logits_BV.shape
+    step = max(1, _CHUNK // size) if logits_BV.device.type == "cpu" else rows
+    if rows <= step:
+        return _sample(logits_BV, uniforms_B, how)
+    parts = []
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        parts.append(_sample(logits_BV[some], uniforms_B[some], how.rows(some)))
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _sample(logits_BV: Tensor, uniforms_B: Tensor, how: Sharpening) -> tuple[Tensor, Tensor]:
+    logits_BV = logits_BV.float()
     if how.temperature_B is not None:
         logits_BV.div_(how.temperature_B.unsqueeze(1))
     peak_B1 = logits_BV.amax(-1, keepdim=True)
-    weights_BV = torch.exp(logits_BV - peak_B1)
+    weights_BV = (logits_BV - peak_B1).exp_()
     if how.top_k_B is None and how.top_p_B is None and how.forbidden_BK is None:
         tokens_B, total_B = _inverse_cdf(weights_BV, uniforms_B)
     else:
@@ -119,17 +138,17 @@ def _forbid(values_BV: Tensor, forbidden_BK: Tensor, filler: float) -> Tensor:
 def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """The first token whose cumulative weight exceeds uniform x total, and the totals (float64).
 
-    Sums are float64, so the choice moves only where two probabilities touch. Large vocabularies search in two levels:
-    the block of columns first, then the column.
+    Running sums are float64, so the choice moves only where two probabilities touch. Large vocabularies search in two
+    levels: the block of columns first (a float32 sum each), then the column.
     """
     size = weights_BV.shape[1]
-    if size <= 4 * _BLOCK:
+    if size <= 16 * _BLOCK:
         return _search(weights_BV, uniforms_B)
     padding = -size % _BLOCK
     if padding:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, padding))
     blocks = weights_BV.view(weights_BV.shape[0], -1, _BLOCK)
-    mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     total = mass[:, -1]
     target = (uniforms_B * total).unsqueeze(1)
     block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)

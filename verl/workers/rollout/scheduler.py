@@ -9,8 +9,6 @@ from torch import Tensor
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.sampling import Sharpening, stream_key
 
-_REFILL_SHARE = 16  # refill once 1/16 of the rows is free: one prefill then serves several rows
-
 
 @dataclass
 class RequestState:
@@ -38,6 +36,15 @@ class RequestState:
         return [self.completions[i] for i in range(self.request.sampling.n)]
 
 
+@dataclass(eq=False)
+class HeldPrompt:
+    """A prompt whose keys and values lie in a slot of the decoder for all its rows, present and to come."""
+
+    tokens: list[int]
+    version: int
+    logits_V: Tensor  # after its last token
+
+
 @dataclass
 class Row:
     """One running completion. Columns are those of the decoder's cache."""
@@ -46,14 +53,40 @@ class Row:
     sample: int
     first: int  # column of its first generated token
     first_version: int
+    prompt: HeldPrompt | None  # where its prompt is shared
 
 
-@dataclass(frozen=True)
+@dataclass
 class Admission:
-    """One prompt to prefill and the (state, sample) pairs that continue it."""
+    """One prompt and the (state, sample) pairs that continue it."""
 
     prompt: list[int]
     rows: list[tuple[RequestState, int]]
+    held: HeldPrompt | None = None  # it needs no prefill
+
+    @property
+    def is_group(self) -> bool:
+        return len(self.rows) > 1 or self.rows[0][0].request.sampling.n > 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """Admissions that enter in one pass."""
+
+    admissions: list[Admission]
+    shared: bool  # their prompts lie in slots, or will
+
+    @property
+    def is_held(self) -> bool:
+        return self.admissions[0].held is not None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [a.prompt for a in self.admissions]
+
+    @property
+    def repeats(self) -> list[int]:
+        return [len(a.rows) for a in self.admissions]
 
 
 class WaitingQueue:
@@ -74,13 +107,15 @@ class WaitingQueue:
         self._states = deque(s for s in self._states if s not in gone)
         return gone
 
+    def has(self, prompt: list[int]) -> bool:
+        return any(state.request.prompt_ids == prompt for state in self._states)
+
     def longest_prompt(self) -> int:
         return max((len(s.request.prompt_ids) for s in self._states), default=0)
 
-    def take(self, free: int, running: int, total: int, same_length: bool) -> list[Admission]:
-        """What enters now; nothing while too few rows are free to be worth a prefill."""
-        waiting = len(self)
-        if not waiting or not free or (running and free < waiting and free * _REFILL_SHARE < total):
+    def take(self, free: int, least: int, same_length: bool) -> list[Admission]:
+        """What enters now; nothing while fewer than `least` rows are free and more than that wait."""
+        if free < min(least, len(self)) or not self._states:
             return []
         groups: dict[tuple[int, ...], Admission] = {}
         length = len(self._states[0].request.prompt_ids)
@@ -123,7 +158,8 @@ class RowTable:
 
         self.vocab, self.device = vocab, device
         self._needs: Needs | None = None
-        self.starts, self.firsts, self.limits, self.earliest, self.keys = ints(5, rows).unbind(0)
+        # A row's positions count from `starts`; its own columns begin at `owns`, later where its prompt is shared.
+        self.starts, self.owns, self.firsts, self.limits, self.earliest, self.keys = ints(6, rows).unbind(0)
         self.top_k = ints(rows)
         self.temperature, self.top_p = torch.ones(2, rows, device=device).unbind(0)
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -138,8 +174,8 @@ class RowTable:
 
     def _columns(self) -> list[Tensor]:
         return [
-            self.starts, self.firsts, self.limits, self.earliest, self.keys, self.top_k, self.temperature, self.top_p,
-            self.greedy, self.stop_ids, self.tokens, self.logprobs,
+            self.starts, self.owns, self.firsts, self.limits, self.earliest, self.keys, self.top_k, self.temperature,
+            self.top_p, self.greedy, self.stop_ids, self.tokens, self.logprobs,
         ]  # fmt: skip
 
     def grow(self, rows: int) -> None:
@@ -162,6 +198,7 @@ class RowTable:
         for state, sample in admission.rows:
             params, row = state.request.sampling, self.count
             self.starts[row] = column - len(admission.prompt)
+            self.owns[row] = column if admission.held else self.starts[row]
             self.firsts[row] = column
             self.limits[row] = column + params.max_tokens - 1
             self.earliest[row] = column + params.min_tokens
@@ -175,7 +212,7 @@ class RowTable:
             if state.stop_ids:
                 self.stop_ids[row, : len(state.stop_ids)] = torch.tensor(state.stop_ids)
             state.running += 1
-            self.rows.append(Row(state, sample, column, version))
+            self.rows.append(Row(state, sample, column, version, admission.held))
 
     def compact(self, dead: list[int]) -> tuple[list[int], list[int]]:
         """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
@@ -194,7 +231,7 @@ class RowTable:
     def shift(self, low: int, column: int, by: int) -> None:
         """Columns low..column move by `by`."""
         count, old, new = self.count, slice(low, column + 1), slice(low + by, column + 1 + by)
-        for tensor in (self.starts, self.firsts, self.limits, self.earliest):
+        for tensor in (self.starts, self.owns, self.firsts, self.limits, self.earliest):
             tensor[:count] += by
         for tensor in (self.tokens, self.logprobs):
             tensor[:count, new] = tensor[:count, old].clone()

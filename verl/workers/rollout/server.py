@@ -55,7 +55,12 @@ class Server:
             call.add_done_callback(self.calls.discard)
 
     async def answer(self, number: int, method: str, arguments: dict[str, Any]) -> None:
+        def tell(*news: Any) -> None:
+            self.writer.write(frame([number, None, news]))
+
         try:
+            if method == "stream":
+                arguments["receive"] = tell
             reply = [number, True, await self.carry_out(method, arguments)]
         except Exception as error:  # the trainer raises it where it called
             known = type(error).__name__ if isinstance(error, VerlError) else ""
@@ -71,10 +76,12 @@ class Server:
         match method:
             case "generate":
                 return await self.engine.generate(arguments["request"])
+            case "stream":
+                return await self.engine.stream(**arguments)
             case "abort":
                 return await self.engine.abort(arguments["request_id"])
-            case "load_file":
-                return await self.engine.load_file(arguments["path"])
+            case "join":
+                return await self.engine.join(arguments["step"], arguments["argument"])
             case "finish_update":
                 return await self.engine.finish_update(arguments["version"])
             case "score":

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from verl.checkpoint_engine.buckets import SHARED_MEMORY
 from verl.config.rollout import RolloutConfig
 from verl.models.fingerprint import fingerprint
 from verl.utils.errors import ConfigError, WorkerError
@@ -31,7 +33,6 @@ from verl.workers.rollout.base import (
     check_request,
     rollout_dtype,
 )
-from verl.workers.rollout.buckets import SHARED_MEMORY
 from verl.workers.rollout.http import HTTPClient
 
 OURS = ("model_path", "host", "port")
@@ -191,10 +192,11 @@ class SGLangEngine(CopyingEngine):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, self._update)
 
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
         assert self._update is not None, "begin_update comes first"
         number = len(list(self._update.glob("*.safetensors")))
-        target = Path(shutil.copy(path, self._update / f"model-{number:05d}.safetensors"))
+        target = self._update / f"model-{number:05d}.safetensors"
+        save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, target)
         return [{name: fingerprint(tensor) for name, tensor in load_file(target).items()}]
 
     async def finish_update(self, version: int) -> None:

@@ -205,6 +205,10 @@ class VLLMEngine(CopyingEngine):
             if completes_stop_text(params, len(sample.tokens), sample.tokens[-tail:], self.decode_text):
                 self.llm.abort_request([output.request_id])
                 return self._finish(output.request_id, "stop")
+        follower = self.followers.get(pending.request.request_id)
+        if follower is not None:
+            told = follower.told[number]
+            follower.tell(number, sample.tokens[told:], sample.logprobs[told:])
         if output.finished:
             self._finish(output.request_id, new.finish_reason)
 
@@ -237,12 +241,13 @@ class VLLMEngine(CopyingEngine):
         self.llm.collective_rpc("verl_begin")
 
     async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        if self.config.tensor_model_parallel_size > 1:  # workers in processes of their own
-            return await super().load_bucket(bucket)
         return self.llm.collective_rpc("verl_load", args=(bucket,))
 
-    async def load_file(self, path: Path) -> list[dict[str, str]]:
-        first, *others = self.llm.collective_rpc("verl_load_file", args=(str(path),))
+    async def join(self, step: str, argument: Any) -> list[Any]:
+        answers = self.llm.collective_rpc("verl_join", args=(step, argument))
+        if step != "receive":
+            return answers
+        first, *others = answers
         for rank, arrived in enumerate(others, 1):
             differs = [name for name in first if arrived.get(name) != first[name]]
             if differs:

@@ -6,26 +6,35 @@ embedding keeps a packed copy of its own on some platforms, which nothing refres
 are not errors to it.
 """
 
+import logging
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from verl.checkpoint_engine.ends import End
 from verl.models.fingerprint import fingerprint
+
+# It warns at each publish of layers that get nothing, as tied heads and tables do. `verl_finish` tells what is missing.
+logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 
 class WeightReceiver:
     """Methods for `collective_rpc`; `self` is vLLM's worker."""
 
     model_runner: Any
+    rank: int
     vllm_config: Any
 
     def verl_begin(self) -> None:
-        """Take the layers apart, ready for a whole set of weights."""
+        """Take the layers apart, ready for a whole set of weights; what an update that failed left is thrown away."""
+        if getattr(self, "_verl_loading", False):
+            self.verl_finish()
+        self._verl_loading = True
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
         self._verl_loaded: set[str] = set()
@@ -39,9 +48,18 @@ class WeightReceiver:
         self._verl_loaded |= set(loaded or ())
         return arrived
 
-    def verl_load_file(self, path: str) -> dict[str, str]:
-        """`verl_load` of a safetensors file."""
-        return self.verl_load(load_file(path).items())
+    def verl_join(self, step: str, argument: Any) -> Any:
+        """A step of this worker's end of a transport; of "receive", the fingerprint of each tensor as it arrived."""
+        if not hasattr(self, "_verl_end"):
+            self._verl_end = End()
+        if step != "receive":
+            return getattr(self._verl_end, step)(argument[self.rank] if step == "connect" else argument)
+        self.verl_begin()
+        arrived: dict[str, str] = {}
+        with closing(self._verl_end.receive(argument)) as pieces:
+            for piece in pieces:
+                arrived |= self.verl_load(piece)
+        return arrived
 
     def verl_finish(self) -> list[str]:
         """Put the layers together again. Returns the parameters that no tensor reached (empty when all is well)."""
@@ -49,6 +67,7 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.model_runner.model_config)
             pack_shared_weights_again(model)
+        self._verl_loading = False
         self.model_runner.reset_encoder_cache()
         return sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)
 

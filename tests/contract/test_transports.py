@@ -1,0 +1,407 @@
+"""Weights between processes: every transport carries them exactly, and says who failed when somebody does."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import rollout_server
+from tests.contract.test_weight_sync import VOCAB, scores, small_model
+from tests.engine_cases import build_engine
+from verl.checkpoint_engine import broadcast, shared_memory
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.checkpoint_engine.buckets import buckets
+from verl.checkpoint_engine.ends import End, TransportSettings
+from verl.config import load_config
+from verl.config.rollout import RolloutConfig, ServerConfig
+from verl.models import lora
+from verl.models.fingerprint import fingerprint
+from verl.runtime.group import Layout
+from verl.runtime.inline import InlineGroup
+from verl.runtime.processes import ProcessGroup
+from verl.trainer.ppo.rollout import build_weight_sync
+from verl.utils.errors import ConfigError, PluginError, TransportError
+from verl.weight_sync.by_copy import ByCopy
+from verl.weight_sync.courier import Courier
+from verl.weight_sync.probe import Probe, probe_sequences
+from verl.workers.rollout.base import StaleWeightsError
+from verl.workers.rollout.remote import RemoteEngine
+from verl.workers.rollout.router import Router
+from verl.workers.training import EngineWorker
+
+BACKENDS = ["naive", "nccl", "file"]
+BUCKET = 60_000  # bytes: the small model takes several pieces
+SEQUENCES = [[1, 2, 3, 4]]
+
+
+class Rank(EngineWorker):
+    """A trainer's rank that sends what `weights` gives."""
+
+    def __init__(self, weights: Callable[[], Any]):
+        self.end, self.engine = End(), SimpleNamespace(rank=0, export_weights=weights)
+
+
+def settings(backend: str, folder: Path, timeout: float = 20.0, bucket: int = BUCKET) -> TransportSettings:
+    more = {"folder": str(folder / "shared")} if backend == "file" else {}
+    return TransportSettings(backend, bucket, {"timeout": timeout, **more})
+
+
+def start(folder: Path, count: int) -> list[RemoteEngine]:
+    small_model().save_pretrained(folder)
+    python = ServerConfig(python=rollout_server.as_python(folder))
+    servers = [RemoteEngine(RolloutConfig(dtype="float32", server=python), folder, (), n) for n in range(count)]
+    for server in servers:
+        server.ready()
+    return servers
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    router = Router(start(tmp_path_factory.mktemp("model"), 2))
+    yield router
+    router.close()
+
+
+class Publishing:
+    """A model of this process and its way to the replicas."""
+
+    def __init__(self, engine: Any, how: TransportSettings):
+        self.model, self.extra = small_model(), {}
+        rank = Rank(lambda: [*self.model.named_parameters(), *self.extra.items()])
+        self.courier = Courier(how, InlineGroup(rank), engine)
+        self.sync = ByCopy(lambda: [], engine, None, 0, self.courier)
+        self.engine = engine
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 1e-2)
+
+    def publish(self, version: int) -> Any:
+        return asyncio.run(self.sync.publish(version))
+
+    def close(self) -> None:
+        asyncio.run(self.courier._close())
+
+
+@pytest.fixture
+def publishing(servers: Router, tmp_path: Path) -> Iterator[Callable[..., Publishing]]:
+    made: list[Publishing] = []
+
+    def make(backend: str, **how: Any) -> Publishing:
+        made.append(Publishing(servers, settings(backend, tmp_path, **how)))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+def leftovers() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("verl-weights-*")}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_replicas_compute_with_what_was_published(backend: str, publishing: Any, servers: Router, tmp_path: Path):
+    before, publisher = leftovers(), publishing(backend)
+    for version in range(4):
+        publisher.step()
+        publisher.extra = {"more": torch.arange(100_000.0 * version)} if version else {}  # beyond the buffer
+        receipt = publisher.publish(version)
+        assert receipt.num_replicas == 2
+        numbers = sum(p.numel() for p in publisher.model.parameters()) + sum(
+            t.numel() for t in publisher.extra.values()
+        )
+        assert receipt.bytes_moved == 2 * 4 * numbers
+        for replica in servers.engines:
+            assert replica.version == version
+            assert asyncio.run(replica.score(SEQUENCES))[0] == pytest.approx(
+                scores(publisher.model, SEQUENCES)[0], abs=1e-6
+            )
+    assert leftovers() == before
+    assert len(list(tmp_path.glob("shared/*/*"))) == (backend == "file")  # only the newest version is kept
+    publisher.close()
+    assert not list(tmp_path.glob("shared/*"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(backend: str, publishing: Any):
+    publisher = publishing(backend)
+    publisher.publish(0)
+    publisher.extra = {"fail 1": torch.ones(3), **{f"after {n}": torch.ones(20_000) for n in range(8)}}
+    begin = time.monotonic()
+    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*: replica 1: .*no room for a tensor"):
+        publisher.publish(1)
+    assert time.monotonic() - begin < 5
+    publisher.extra = {}
+    assert publisher.publish(2).num_replicas == 2
+
+
+@pytest.mark.parametrize("backend", ["naive", "nccl"])
+def test_a_replica_that_stops_is_given_up_after_the_timeout(backend: str, publishing: Any):
+    publisher = publishing(backend, timeout=1.0)
+    publisher.publish(0)
+    publisher.extra = {"stall 1": torch.ones(3), **{f"after {n}": torch.ones(20_000) for n in range(8)}}
+    begin = time.monotonic()
+    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*trainer: "):
+        publisher.publish(1)
+    assert time.monotonic() - begin < 10
+    publisher.extra = {}
+    publisher.publish(2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_replica_that_is_silent_is_given_up_and_may_come_back(backend: str, publishing: Any, servers: Router):
+    publisher = publishing(backend, timeout=1.0)
+    publisher.publish(0)
+    publisher.extra = {f"after {n}": torch.ones(20_000) for n in range(8)}
+    process = servers.engines[1].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*replica 1: no answer for 1.0 s"):
+            publisher.publish(1)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    publisher.publish(2)
+    assert servers.version == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_trainer_that_fails_half_way_leaves_nobody_waiting(backend: str, publishing: Any):
+    publisher = publishing(backend)
+    publisher.publish(0)
+    weights, rank = list(publisher.model.named_parameters()), publisher.courier.trainer.worker
+
+    def half() -> Iterator[tuple[str, Tensor]]:
+        yield from weights[: len(weights) // 2]
+        raise ValueError("a shard is gone")
+
+    rank.engine.export_weights = half
+    begin = time.monotonic()
+    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*: trainer: a shard is gone"):
+        publisher.publish(1)
+    assert time.monotonic() - begin < 5
+    rank.engine.export_weights = lambda: weights
+    publisher.publish(2)
+
+
+@pytest.mark.parametrize("backend", ["naive", "nccl"])
+def test_a_replica_that_dies_is_named(backend: str, tmp_path: Path):
+    (server,) = start(tmp_path, 1)
+    publisher = Publishing(Router([server]), settings(backend, tmp_path))
+    publisher.publish(0)
+    publisher.extra = {"die 0": torch.ones(3), **{f"after {n}": torch.ones(20_000) for n in range(8)}}
+    with pytest.raises(StaleWeightsError, match=r"replica 0: .*ended with signal SIGKILL"):
+        publisher.publish(1)
+    server.close()
+
+
+class ShardedTrainer(EngineWorker):
+    """A rank of a sharded trainer with adapters, which may forget them when it publishes."""
+
+    def __init__(self, folder: Path):
+        self.end = End()
+        self.engine = build_engine(
+            folder, "fp32", strategy="fsdp2", model={"lora_rank": 4, "target_modules": "all-linear"}
+        )
+        self.export = self.engine.export_weights
+
+    def move(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.engine.weights.named:
+                if ".lora_" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        self.engine.weights.publish()
+
+    def whole(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.export()}
+
+    def forget_adapters(self, forget: bool) -> None:
+        self.engine.export_weights = self.without_adapters if forget else self.export
+
+    def without_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        scales = {self.engine.weights.plain_name(name): 0.0 for name in lora.scales_of(self.engine.model)}
+        return lora.merged(self.engine.weights.full_tensors(), scales)
+
+
+def sharded_trainer(folder: Path) -> ShardedTrainer:
+    return ShardedTrainer(folder)
+
+
+@pytest.fixture(scope="module")
+def shards(servers: Router) -> Iterator[ProcessGroup]:
+    group = ProcessGroup(partial(sharded_trainer, servers.engines[0].model_path), Layout(dp=2))
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_and_adapters_arrive_and_forgotten_adapters_are_noticed(
+    backend: str, shards: ProcessGroup, servers: Router, tmp_path: Path
+):
+    async def trainer_scores(sequences: Any) -> Any:
+        model = small_model()
+        model.load_state_dict(shards.broadcast("whole")[0], strict=False)
+        return scores(model, sequences)
+
+    shards.broadcast("forget_adapters", False)
+    courier = Courier(settings(backend, tmp_path), shards, servers)
+    sync = ByCopy(lambda: [], servers, Probe(probe_sequences(VOCAB), trainer_scores), 1, courier)
+    for version in range(3):
+        shards.broadcast("move", version)
+        receipt = asyncio.run(sync.publish(version))
+    assert all(verdict.differs < 1e-5 and verdict.moved > 1e-3 for verdict in receipt.probes)
+    shards.broadcast("forget_adapters", True)
+    shards.broadcast("move", 4)
+    with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 3"):
+        asyncio.run(sync.publish(3))
+    asyncio.run(courier._close())
+
+
+@CheckpointEngineRegistry.register("a plug-in's")
+class PluginTransport(CheckpointEngine):
+    """As a vendor writes one: truly asynchronous, built and freed for every publish. Through a folder."""
+
+    def __init__(self, bucket_size: int, place: str):
+        self.place = Path(place)
+
+    def prepare(self) -> dict[str, Any]:
+        return {"process": os.getpid()}
+
+    @classmethod
+    def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
+        assert len({fact["process"] for fact in metadata}) == actor_world_size + rollout_world_size == 3
+        return {"rank": [0]}, {"rank": [1, 2]}
+
+    def init_process_group(self, rank: int) -> None:
+        self.place.mkdir(exist_ok=True)
+
+    def finalize(self) -> None:
+        (self.place / f"freed by {os.getpid()}").touch()
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+        for number, (name, tensor) in enumerate(weights):
+            await asyncio.sleep(0)
+            torch.save([name, tensor.detach().clone()], self.place / "partial")
+            (self.place / "partial").rename(self.place / f"{global_steps}-{number}")
+        (self.place / f"{global_steps}-{number + 1}").touch()
+
+    async def receive_weights(self, global_steps: int | None = None) -> Any:
+        number = 0
+        while True:
+            file = self.place / f"{global_steps}-{number}"
+            while not file.exists():
+                await asyncio.sleep(0.001)
+            if not file.stat().st_size:
+                return
+            name, tensor = torch.load(file, weights_only=True)
+            yield name, tensor
+            number += 1
+
+
+def test_a_transport_of_a_plug_in_carries_weights(servers: Router, tmp_path: Path):
+    place = tmp_path / "place"
+    how = TransportSettings("a plug-in's", 1 << 20, {"place": str(place)}, "tests.contract.test_transports")
+    publisher = Publishing(servers, how)
+    for version in range(2):
+        publisher.step()
+        assert publisher.publish(version).num_replicas == 2
+        assert servers.engines[1].version == version and len(list(place.glob("freed by *"))) == 3
+        assert asyncio.run(servers.score(SEQUENCES))[0] == pytest.approx(
+            scores(publisher.model, SEQUENCES)[0], abs=1e-6
+        )
+
+
+def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.MonkeyPatch):
+    """The device is played by this process: what CUDA's handles would name is looked up in a table."""
+    table: list[Tensor] = []
+
+    def device_half(size: int) -> shared_memory.Half:
+        table.append(torch.zeros(size, dtype=torch.uint8))
+        return shared_memory.Half(table[-1], handle=[len(table) - 1])
+
+    monkeypatch.setattr(shared_memory, "device_identity", lambda: "the one device")
+    monkeypatch.setattr(shared_memory, "device_half", device_half)
+    monkeypatch.setattr(shared_memory, "opened", lambda handle: table[handle[0]])
+    sent = [(f"{n}", torch.randn(50 + n)) for n in range(40)]
+    ends = [shared_memory.SharedMemory(4000, timeout=5) for _ in range(3)]
+    arguments = shared_memory.SharedMemory.build_topology(1, 2, [])
+    place = arguments[0]["place"][0]
+    assert os.stat(place).st_mode & 0o077 == 0
+    arrived: dict[int, list[tuple[str, Tensor]]] = {}
+
+    def receive(number: int) -> None:
+        ends[number].init_process_group(number, place, 2)
+        arrived[number] = [named for piece in ends[number].receive_pieces(0) for named in piece]
+
+    threads = [threading.Thread(target=receive, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    ends[0].init_process_group(0, place, 2)
+    assert ends[0].piece_bytes() == 2000 and not os.path.exists(place)
+    for _ in ends[0].send_pieces(buckets(sent, 2000), torch.bfloat16, 0):
+        pass
+    for thread in threads:
+        thread.join()
+    for number in (1, 2):
+        assert [name for name, _ in arrived[number]] == [name for name, _ in sent]
+        assert all(torch.equal(a, b.bfloat16()) for (_, a), (_, b) in zip(arrived[number], sent, strict=True))
+    assert len(table) == 2  # one per half, used again and again
+    for end in ends:
+        end.finalize()
+
+
+def test_a_library_that_a_plug_in_brings_to_torch_is_used():
+    made = []
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append((rank, size))
+        return broadcast.process_group("gloo", store, rank, size, timeout, broadcast.LOOPBACK)
+
+    dist.Backend.register_backend("acmeccl", create, devices=["cpu"])
+    store = dist.HashStore()
+    group = broadcast.process_group("acmeccl", store, 0, 1, broadcast.timedelta(seconds=5))
+    assert made == [(0, 1)] and group.size() == 1
+    with pytest.raises(ConfigError, match=r"no process groups of 'nobodyccl' in this torch"):
+        broadcast.process_group("nobodyccl", store, 0, 1, broadcast.timedelta(seconds=5))
+
+
+def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(PluginError, match=r"unknown checkpoint engine 'nixl'; known: .*naive"):
+        settings("nixl", tmp_path).transport()
+    with pytest.raises(ConfigError, match=r"engine_kwargs.file.folder=DIR"):
+        End().open(TransportSettings("file", 1, {}))
+    nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
+    with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: rollout.name=native samples where"):
+        load_config([nccl])
+    config = load_config([nccl, "actor_rollout_ref.rollout.name=vllm"])
+    here = SimpleNamespace(group=SimpleNamespace(worker=nn.Identity()), model=None)
+    with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: with rollout.name=vllm"):
+        build_weight_sync(config, here, SimpleNamespace())
+    with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):
+        shared_memory.SharedMemory(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)
+
+
+def test_a_fingerprint_tells_four_words_that_change_places():
+    words = torch.arange(1 << 17, dtype=torch.float64)
+    for step in (1, 2, 64, 1 << 16):
+        cycled = words.clone()
+        cycled[[8, 8 + step, 300, 300 + step]] = words[[8 + step, 8, 300 + step, 300]]
+        flipped = words.clone()
+        flipped[[8, 8 + step]], flipped[[300, 300 + step]] = words[8], words[8 + step]
+        flipped_back = flipped.clone()
+        flipped_back[[8, 300 + step]], flipped_back[[8 + step, 300]] = words[8 + step], words[8]
+        assert len({fingerprint(t) for t in (words, cycled, flipped, flipped_back)}) == 4
+    assert fingerprint(torch.empty(0)) != fingerprint(torch.empty(0, 2))

@@ -1,0 +1,58 @@
+"""A rollout server whose engine is a transformers module: the real process, socket and transports without an engine.
+
+Tensors of certain names make it misbehave: "fail 1" raises in replica 1, "stall 1" makes it stop, "die 1" ends it.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.contract.test_weight_sync import ModuleEngine
+from verl.models.fingerprint import fingerprint
+from verl.workers.rollout import server
+
+
+class StandIn(ModuleEngine):
+    """`ModuleEngine` that knows which replica it is."""
+
+    def __init__(self, replica: int, *args: Any):
+        super().__init__(*args)
+        self.replica = replica
+
+    async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
+        for name, _ in bucket:
+            match name.split():
+                case ["fail", number] if int(number) == self.replica:
+                    raise RuntimeError("no room for a tensor")
+                case ["stall", number] if int(number) == self.replica:
+                    time.sleep(4)
+                case ["die", number] if int(number) == self.replica:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        [arrived] = await super().load_bucket([named for named in bucket if named[0] in self.params])
+        return [arrived | {name: fingerprint(tensor) for name, tensor in bucket if name not in arrived}]
+
+
+def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) -> StandIn:
+    import torch
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+    return StandIn(replica, model.eval(), getattr(torch, config.dtype))
+
+
+def as_python(folder: Path) -> str:
+    """A program to give as `rollout.server.python`: it runs this module whatever module it is asked to run."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -m tests.rollout_server "$@"\n')
+    script.chmod(0o700)
+    return str(script)
+
+
+if __name__ == "__main__":
+    server.build = build
+    server.main()

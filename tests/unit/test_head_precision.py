@@ -1,0 +1,112 @@
+"""How exact the head is in float32 and bfloat16: its error beside that of the eager path, against float64."""
+
+import pytest
+import torch
+
+from tests.head_cases import V, columns_for, gradients_of, packed, weighted
+from verl.models.head_blocks import Blocks
+from verl.models.heads import token_logprobs, token_loss_one_pass
+from verl.models.placement import empty_in_large_pages
+
+
+def relative(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+@pytest.mark.parametrize("mode", ["chunked", "one-pass"])
+def test_float32_error_is_that_of_the_eager_path(mode):
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
+    columns = columns_for(len(tokens), torch.float32)
+    double = {name: column.double() for name, column in columns.items()}
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = token_logprobs(h, w, tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    want = gradients_of(weighted(exact, double)[0][needed].sum(), h, w)
+    eager = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    plain = gradients_of(weighted(eager, columns)[0].sum(), hidden, weight)
+    if mode == "chunked":
+        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, chunk_size=4, with_entropy=True)
+        ours = gradients_of(weighted(out, columns)[0].sum(), hidden, weight)
+    else:
+        loss, out, _ = token_loss_one_pass(
+            hidden, weight, tokens, cu_seqlens, needed, weighted, columns, with_entropy=True
+        )
+        ours = gradients_of(loss, hidden, weight)
+    assert out["logprobs"].dtype == torch.float32
+    for name in ("logprobs", "entropy"):
+        assert relative(out[name], exact[name]) <= max(2 * relative(eager[name], exact[name]), 1e-6)
+    for got, reference, exactly in zip(ours, plain, want, strict=True):
+        assert relative(got, exactly) <= max(2 * relative(reference, exactly), 1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_bfloat16_keeps_float32_statistics_and_bfloat16_gradients(temperature):
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.bfloat16)
+    columns = columns_for(len(tokens), torch.float32)
+    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, temperature, chunk_size=4, with_entropy=True)
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = token_logprobs(h, w, tokens, cu_seqlens, needed, temperature, mode="eager", with_entropy=True)
+    double = {name: column.double() for name, column in columns.items()}
+    want = gradients_of(weighted(exact, double)[0].sum(), h, w)
+    ours = gradients_of(weighted(out, columns)[0].sum(), hidden, weight)
+    loss, outputs, _ = token_loss_one_pass(
+        hidden, weight, tokens, cu_seqlens, needed, weighted, columns, temperature, True, chunk_size=4
+    )
+    assert out["logprobs"].dtype == out["entropy"].dtype == torch.float32
+    for name in ("logprobs", "entropy"):
+        assert relative(out[name], exact[name]) < 5e-3
+        torch.testing.assert_close(outputs[name], out[name].detach(), rtol=1e-2, atol=1e-2)
+    for got, other, exactly in zip(ours, gradients_of(loss, hidden, weight), want, strict=True):
+        assert got.dtype == other.dtype == torch.bfloat16
+        assert relative(got, exactly) < 2e-2 and relative(other, exactly) < 2e-2
+
+
+def test_large_logits_neither_overflow_nor_lose_the_entropy():
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
+    big = 200 * hidden.detach()
+    out = token_logprobs(big, weight, tokens, cu_seqlens, needed, chunk_size=3, with_entropy=True)
+    exact = token_logprobs(big.double(), weight.double(), tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    torch.testing.assert_close(out["logprobs"].double(), exact["logprobs"], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(out["entropy"].double(), exact["entropy"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_peaked_distributions_are_as_good_as_eager(dtype, with_entropy, monkeypatch):
+    """Logits of some tens, the largest not in the first block, which alone gives the first shift."""
+    hidden, weight, tokens, cu_seqlens, needed = packed(dtype)
+    hidden, weight = hidden.detach(), weight.detach() * (1 + 2 * (torch.arange(V) >= 5))[:, None]
+    needed[:] = True
+    columns = {name: column.to(torch.float32) for name, column in columns_for(len(tokens)).items()}
+
+    def loss(outputs, columns, cu_seqlens=None):
+        entropy = 0.1 * outputs["entropy"] if with_entropy else 0.0
+        return -columns["w"] * (outputs["logprobs"] + entropy), {}
+
+    def gradients(one_pass, *inputs, mode="chunked"):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        rest = (tokens, cu_seqlens, needed)
+        if one_pass:
+            total = token_loss_one_pass(*inputs, *rest, loss, columns, with_entropy=with_entropy)[0]
+        else:
+            total = loss(token_logprobs(*inputs, *rest, mode=mode, with_entropy=with_entropy), columns)[0].sum()
+        return gradients_of(total, *inputs)
+
+    want = gradients(False, hidden.double(), weight.double(), mode="eager")
+    plain = gradients(False, hidden, weight, mode="eager")
+    monkeypatch.setattr("verl.models.head_blocks.NEEDS_NO_SHIFT", 0.5)
+    monkeypatch.setattr("verl.models.head_blocks.LARGEST_TOTAL", 1e3)
+    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: Blocks(rows=6, columns=5))
+    for columns_at_once in (5, V):  # logits kept in the gradient's memory, and in their own
+        blocks = Blocks(rows=6, columns=columns_at_once)
+        monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_, blocks=blocks: blocks)
+        for one_pass in (True, False):
+            for got, eager, exactly in zip(gradients(one_pass, hidden, weight), plain, want, strict=True):
+                assert relative(got, exactly) < 2 * relative(eager, exactly) + max(torch.finfo(dtype).eps, 5e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 1200])
+def test_memory_in_large_pages_is_like_any_other(rows):
+    like = torch.empty(rows, 7001)
+    memory = empty_in_large_pages(like)
+    assert memory.shape == like.shape and memory.stride() == like.stride() and memory.dtype == like.dtype
+    assert float(memory.fill_(2.0).sum(dtype=torch.float64)) == 2.0 * rows * 7001

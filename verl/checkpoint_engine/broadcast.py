@@ -1,0 +1,191 @@
+"""`checkpoint_engine.backend=nccl`: a collective broadcast by the platform's own library (NCCL, HCCL; gloo on a CPU).
+
+Rank 0 of the trainer and every worker of the rollout meet at a TCPStore, on loopback unless
+`engine_kwargs.nccl.address` names an address of the trainer's machine. The store carries JSON, where each tensor lies
+in a run of bytes; the broadcast carries the run. Neither has any authentication: use a network of your own.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.checkpoint_engine.base import Piece, PieceTransport
+from verl.checkpoint_engine.buckets import layout, read, write
+from verl.plugin.platform import get_platform
+from verl.utils.errors import ConfigError, TransportError
+
+LOOPBACK = "127.0.0.1"
+CPU_PIECE = 16 << 20  # bytes
+
+
+class Broadcast(PieceTransport):
+    """All workers of trainer and rollout in one process group of its own."""
+
+    library: str | None = None  # None: the platform's
+
+    def __init__(self, bucket_size: int, timeout: float = 300.0, address: str = LOOPBACK):
+        super().__init__(bucket_size, timeout)
+        self.address = address
+        self.library = self.library or get_platform().communication_backend_name()
+        self.device = "cpu" if self.library == "gloo" else get_platform().device_name
+        self.listener: socket.socket | None = None
+        self.store: dist.Store | None = None
+        self.group: Any = None
+        self.runs: dict[int, Tensor] = {}
+        self.sent = 0  # pieces, since the group was formed
+
+    def prepare(self) -> dict[str, Any]:
+        """A port that the first rank of the trainer will listen on; the others give theirs up."""
+        with contextlib.suppress(OSError):  # an engine on another machine does not have the trainer's address
+            self.listener = socket.create_server((self.address, 0))
+        return {"address": self.address, "port": self.listener.getsockname()[1] if self.listener else 0}
+
+    @classmethod
+    def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
+        address, port = metadata[0]["address"], metadata[0]["port"]
+        if not port:
+            raise ConfigError(f"engine_kwargs: the trainer's machine does not have the address {address}")
+        return cls.ranked(actor_world_size, rollout_world_size, address=address, port=port, size=1 + rollout_world_size)
+
+    def init_process_group(self, rank: int, address: str, port: int, size: int) -> None:
+        self.rank, listener, self.listener = rank, self.listener, None
+        descriptor = None
+        if rank == 0:
+            assert listener is not None, "prepare() comes first"
+            descriptor = listener.detach()
+        elif listener is not None:
+            listener.close()
+        if rank < 0:
+            return
+        with told("the workers did not meet"):
+            timeout = timedelta(seconds=self.timeout)
+            self.store = dist.TCPStore(
+                address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+            )
+            group_store = dist.PrefixStore("weights", self.store)
+            self.group = process_group(str(self.library), group_store, rank, size, timeout, address)
+
+    def piece_bytes(self) -> int:
+        return min(super().piece_bytes(), CPU_PIECE) if self.device == "cpu" else super().piece_bytes()
+
+    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
+        assert self.store is not None
+        works: dict[int, Callable[[], None]] = {}
+        for bucket in buckets:
+            half, (entries, size) = self.sent % 2, layout(bucket, dtype)
+            works.pop(half, lambda: None)()
+            if half not in self.runs or len(self.runs[half]) < size:
+                self.runs[half] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            piece = write(bucket, entries, self.runs[half])
+            self._tell({"entries": entries, "size": size})
+            works[half] = self._broadcast(self.runs[half][:size])
+            yield piece
+        for finish in works.values():
+            finish()
+        self._tell({"end": ""})
+        if self.device != "cpu":
+            self.runs.clear()  # the engine needs the memory
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self.store is not None
+        with told("the store of the weights' transport failed"):
+            self.store.set(f"piece {self.sent}", json.dumps(message))
+            if self.sent > 2:  # those before were read: their broadcasts are over
+                self.store.delete_key(f"piece {self.sent - 3}")
+        self.sent += 1
+
+    def _broadcast(self, run: Tensor) -> Callable[[], None]:
+        """Begin to send or receive `run`; call the result to wait until it is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=self.timeout)
+        with told("the broadcast of weights failed"):
+            work = self.group.broadcast([run], options)
+
+        def finish() -> None:
+            end = time.monotonic() + self.timeout
+            with told("the broadcast of weights failed"):
+                while self.device != "cpu" and not work.is_completed():  # where wait() waits for a stream only
+                    if time.monotonic() > end:
+                        raise RuntimeError(f"not done after {self.timeout} s")
+                    time.sleep(0.0002)
+                work.wait()
+
+        return finish
+
+    def receive_pieces(self, version: int) -> Iterator[Piece]:
+        assert self.store is not None
+        while True:
+            with told("the trainer sent no weights"):
+                message = json.loads(self.store.get(f"piece {self.sent}"))
+            self.sent += 1
+            if "end" in message:
+                break
+            run = torch.empty(message["size"], dtype=torch.uint8, device=self.device)
+            self._broadcast(run)()
+            yield read(message["entries"], run)
+        if message["end"]:
+            raise TransportError(f"the trainer could not send its weights: {message['end']}")
+
+    def fail(self, reason: str) -> None:
+        if self.rank == 0 and self.store is not None:
+            with contextlib.suppress(TransportError):
+                self._tell({"end": reason})
+
+    def finalize(self) -> None:
+        if self.group is not None and hasattr(self.group, "abort"):
+            with contextlib.suppress(RuntimeError):
+                self.group.abort()
+        if self.listener is not None:
+            self.listener.close()
+        self.group = self.store = self.listener = None
+        self.runs.clear()
+        self.sent = 0
+
+
+class Gloo(Broadcast):
+    """Through the memory of the hosts, whatever the platform."""
+
+    library = "gloo"
+
+
+def process_group(library: str, store: dist.Store, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
+    """A process group of `library` beside the default one, for tensors on its device."""
+    if library == "gloo":
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timeout
+        here = gloo.create_device(hostname=LOOPBACK) if address == LOOPBACK else gloo.create_default_device()
+        options._devices = [here]
+        return gloo(store, rank, size, options)
+    if library == "nccl":
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        return nccl(store, rank, size, options)
+    plugin = dist.Backend._plugins.get(library.upper())
+    if plugin is None:
+        raise ConfigError(f"no process groups of {library!r} in this torch; use checkpoint_engine.backend=gloo")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    settings: Any = dist.distributed_c10d._DistributedBackendOptions()
+    settings.store, settings.group_rank, settings.group_size, settings.timeout = store, rank, size, timeout
+    settings.group_id, settings.global_ranks_in_group = "weights", list(range(size))
+    return plugin.creator_fn(settings, None)
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """What torch.distributed raises, as TransportError."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise TransportError(f"{what}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error

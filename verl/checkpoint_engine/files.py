@@ -1,0 +1,77 @@
+"""`checkpoint_engine.backend=file`: safetensors files in a folder that trainer and rollout both see.
+
+For engines on other machines of a shared file system. A publish is a folder that gets its name when it is whole, and
+names are never used twice, so that no cache of the file system can answer for an older one.
+"""
+
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl.checkpoint_engine.base import Piece, PieceTransport
+from verl.utils.errors import ConfigError, TransportError
+
+
+class Files(PieceTransport):
+    """Rank 0 writes everything, then the others read it."""
+
+    sends_first = True
+
+    def __init__(self, bucket_size: int, timeout: float = 300.0, folder: str | None = None):
+        super().__init__(bucket_size, timeout)
+        if folder is None:
+            raise ConfigError(
+                "checkpoint_engine.backend=file needs the folder that trainer and rollout both see; set "
+                "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.file.folder=DIR"
+            )
+        self.root, self.folder = Path(folder).expanduser(), Path()
+        self.number = 0  # of the publish: every end counts
+
+    def prepare(self) -> dict[str, Any]:
+        return {"folder": str(self.root.absolute())}
+
+    @classmethod
+    def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
+        folder = Path(metadata[0]["folder"]) / f"weights-{uuid.uuid4().hex}"
+        return cls.ranked(actor_world_size, rollout_world_size, folder=str(folder))
+
+    def init_process_group(self, rank: int, folder: str) -> None:
+        self.rank, self.folder = rank, Path(folder)
+
+    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
+        whole = self._next(version)
+        partial = whole.with_suffix(".partial")
+        shutil.rmtree(self.folder, ignore_errors=True)  # every replica has read what is there
+        partial.mkdir(parents=True, mode=0o700)
+        for number, bucket in enumerate(buckets):
+            piece = [(name, cast(tensor, dtype)) for name, tensor in bucket]
+            save_file(dict(piece), partial / f"{number:05d}.safetensors")
+            yield piece
+        partial.rename(whole)
+
+    def receive_pieces(self, version: int) -> Iterator[Piece]:
+        folder = self._next(version)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise TransportError(f"no weights in {folder}; trainer and rollout must see one folder under that path")
+        for path in files:
+            yield list(load_file(path).items())
+
+    def _next(self, version: int) -> Path:
+        self.number += 1
+        return self.folder / f"{self.number:06d}-version-{version}"
+
+    def finalize(self) -> None:
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor as it is written: on the host, without gaps."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", kind).contiguous()
