@@ -7,6 +7,8 @@ import argparse
 import json
 from pathlib import Path
 
+from verl.trainer.quickstart.model import small_qwen3
+
 VOCABULARY = 1024
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = (
@@ -45,28 +47,6 @@ def train_tokenizer(rows):
     return fast
 
 
-def make_model(tokenizer, seed):
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -78,7 +58,7 @@ def rl_row(row, split, index):
         "prompt": [{"role": "user", "content": row["question"]}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": row["answer"].rpartition("####")[2].strip()},
-        "extra_info": {"split": split, "index": index},
+        "extra_info": {"split": split, "index": index, "question": row["question"]},
     }
 
 
@@ -91,7 +71,7 @@ def main():
     source, out = Path(options.local_dataset_path).expanduser(), Path(options.out)
     train, test = read(source / "train.jsonl"), read(source / "test.jsonl")
     tokenizer = train_tokenizer(train)
-    model = make_model(tokenizer, options.seed)
+    model = small_qwen3(tokenizer, options.seed, layers=4, positions=1024)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     chats = [

@@ -1,7 +1,7 @@
 """How well an answer calculates: the arithmetic inside every <<expression=value>>, and the final `#### answer` line.
 
-Score in [0, 1]: 0.8 x the share of right expressions + 0.2 if the final line repeats the last right value. Zero with
-fewer than two different non-trivial expressions, so that writing little, or the same sum again, earns nothing.
+Score in [0, 1]: 0.8 x the share of right expressions + 0.2 if the final line repeats the last value and it is right.
+Zero with fewer than two expressions that count. An expression counts once, and only if it says something: see `counts`.
 `acc` is 1 when the final answer is the true one. Model text is parsed here, never evaluated as code.
 """
 
@@ -11,20 +11,45 @@ from fractions import Fraction
 NOTE = re.compile(r"<<([^<>=]{1,60})=([^<>=]{1,30})>>")
 FINAL = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[-+*/()])")
+NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """The reward function's usual signature; see the module's text."""
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """The reward function's usual signature; `extra_info["question"]` is the text that the numbers come from."""
     notes = NOTE.findall(solution_str)
-    right = [verdict(expression, value) for expression, value in notes]
-    distinct = {expression.replace(" ", "") for expression, _ in notes if is_non_trivial(expression)}
+    known, judged = set(numbers_in(extra_info["question"])), {}
+    for expression, value in notes:
+        right = verdict(expression, value)
+        if counts(expression, known):
+            judged.setdefault(expression.replace(" ", ""), right)
+        if right:
+            known.add(number(value))
+    share = sum(judged.values()) / len(judged) if len(judged) >= 2 else 0.0
     final = FINAL.search(solution_str.strip())
     answer = number(final.group(1)) if final else None
-    result = {"arithmetic": sum(right) / len(right) if right else 0.0, "expressions": len(notes)}
-    result["acc"] = float(answer is not None and answer == number(str(ground_truth)))
-    agrees = bool(notes) and right[-1] and answer is not None and answer == number(notes[-1][1])
-    result["score"] = 0.8 * result["arithmetic"] + 0.2 * agrees if len(distinct) >= 2 else 0.0
-    return result
+    agrees = bool(notes) and verdict(*notes[-1]) and answer is not None and answer == number(notes[-1][1])
+    return {
+        "score": 0.8 * share + 0.2 * agrees if len(judged) >= 2 else 0.0,
+        "arithmetic": share,
+        "expressions": len(judged),
+        "acc": float(answer is not None and answer == number(str(ground_truth))),
+    }
+
+
+def counts(expression, known):
+    """Whether writing `expression` takes calculating with what is `known`: the question's numbers and earlier results.
+
+    Two numbers or more, one of them known, none of them 0 or 1; and a value that is not 0, 1 or one of them, which
+    leaves out 2/2, 7-7 and 5-3+3.
+    """
+    numbers, value = numbers_in(expression), evaluate(expression)
+    told = len(numbers) >= 2 and not known.isdisjoint(numbers)
+    return told and {0, 1}.isdisjoint(numbers) and value not in {0, 1, *numbers}
+
+
+def numbers_in(text):
+    """All numbers of a text, without their signs."""
+    return [Fraction(n) for n in NUMBER.findall(text.replace(",", ""))]
 
 
 def verdict(expression, value):
@@ -35,12 +60,6 @@ def verdict(expression, value):
     decimals = len(value.strip().partition(".")[2])
     tolerance = Fraction(1, 2 * 10**decimals) if decimals else Fraction(0)
     return abs(actual - written) <= tolerance
-
-
-def is_non_trivial(expression):
-    """Two numbers or more, and neither 0 nor 1 among them."""
-    numbers = [number(n) for n in re.findall(r"\d+\.?\d*|\.\d+", expression)]
-    return len(numbers) >= 2 and all(n not in (0, 1) for n in numbers)
 
 
 def number(text):

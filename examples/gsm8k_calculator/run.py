@@ -24,12 +24,13 @@ def sft(out, steps):
         f"model.path={out / 'model'}",
         "model.enable_gradient_checkpointing=False",
         f"data.train_files={out / 'data' / 'sft.jsonl'}",
-        "data.train_batch_size=32",
+        "data.train_batch_size=8",
         "data.max_length=512",
         "data.truncation=right",
         "data.ignore_input_ids_mismatch=True",  # its prompt ends in a space, which begins words in this tokenizer
         "data.max_token_len_per_gpu=4096",
         "optim.lr=3e-3",
+        "optim.betas=[0.9,0.98]",
         "optim.lr_warmup_steps=20",
         "optim.lr_scheduler_type=cosine",
         "engine.dtype=float32",
@@ -125,7 +126,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_dataset_path", required=True)
     parser.add_argument("--out", default="gsm8k_calculator_out")
-    parser.add_argument("--sft-steps", type=int, default=400)
+    parser.add_argument("--sft-steps", type=int, default=2200)
     parser.add_argument("--grpo-steps", type=int, default=50)
     options = parser.parse_args()
     start, out = time.time(), Path(options.out).resolve()

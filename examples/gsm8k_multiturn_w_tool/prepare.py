@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.agent.tools import load_tools
+from verl.trainer.quickstart.model import small_qwen3
 
 HERE = Path(__file__).resolve().parent
 END, PAD, USER, ASSISTANT, TOOL = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -94,28 +95,6 @@ def train_tokenizer(texts, size=400):
     return fast
 
 
-def make_model(tokenizer, seed, hidden=128, layers=2):
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def rl_row(problem, split, index):
     return {
         "data_source": "gsm8k_tool",
@@ -140,7 +119,7 @@ def prepare(out, seed=1, worked=600, tool_share=0.5, train=4000, test=200):
     texts = [p.question for p in problems[:worked]]
     texts += ['\n{"name": "calculator", "arguments": {"expression": "1"}}\n#### '] * worked
     tokenizer = train_tokenizer(texts)
-    model = make_model(tokenizer, seed)
+    model = small_qwen3(tokenizer, seed, positions=256)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     write(out / "data" / "sft.jsonl", [{"messages": chat, "tools": json.dumps(schemas)} for chat in chats])

@@ -144,7 +144,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="gsm8k_tool_out")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--sft-steps", type=int, default=400)
+    parser.add_argument("--sft-steps", type=int, default=700)
     parser.add_argument("--grpo-steps", type=int, default=40)
     options = parser.parse_args()
     start, out, steps = time.time(), Path(options.out).resolve(), options.grpo_steps
