@@ -38,20 +38,18 @@ SHAPE = {
 }
 
 
-def config_of(folder: Path) -> RunConfig:
+def overrides(folder: Path) -> list[str]:
     actor = "actor_rollout_ref.actor"
-    return load_config(
-        [
-            f"actor_rollout_ref.model.path={folder}",
-            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-            "algorithm.adv_estimator=grpo",
-            "data.train_batch_size=16",
-            f"{actor}.ppo_mini_batch_size=16",
-            f"{actor}.fsdp_config.dtype=float32",
-            f"{actor}.use_dynamic_bsz=True",
-            f"{actor}.ppo_max_token_len_per_gpu=2048",
-        ]
-    )
+    return [
+        f"actor_rollout_ref.model.path={folder}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=16",
+        f"{actor}.ppo_mini_batch_size=16",
+        f"{actor}.fsdp_config.dtype=float32",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu=2048",
+    ]
 
 
 def random_batch(count: int = 16) -> Batch:
@@ -86,7 +84,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE))
         parameters = sum(p.numel() for p in model.parameters())
         model.save_pretrained(name)
-        config, batch = config_of(Path(name)), random_batch()
+        config, batch = load_config(overrides(Path(name))), random_batch()
         actors = {"one rank, two threads": started(config, 1, 2), "two ranks, one thread each": started(config, 2, 1)}
         seconds: dict[str, list[float]] = {label: [] for label in actors}
         for turn in range(arguments.repeats + 1):

@@ -1,12 +1,14 @@
-"""TRL in a process of its own, asleep except while a block of steps is asked for."""
+"""A peer in a process and an environment of its own, asleep except while it is asked for something."""
 
 import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from support.jobs import GRPOCase
 
@@ -18,39 +20,53 @@ The peer was not run. An environment for it, on the torch and transformers of th
   python benchmarks/<name>.py --peer-python peer/bin/python"""
 
 
-class Peer:
-    """TRL in a process of its own; works only while a block is asked for."""
+class Asked:
+    """A script under another Python: a JSON line in, a JSON line out; works only between the two."""
 
-    def __init__(self, python: str, folder: Path, case: GRPOCase, threads: int):
-        script = Path(__file__).resolve().parent / "trl_steps.py"
-        settings = json.dumps({**dataclasses.asdict(case), "threads": threads})
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-        self.log = (folder / f"trl_{case.name}.log").open("w+")
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]):
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        self.log = log.open("w+")
         self.process = subprocess.Popen(
-            [python, str(script), str(folder), settings],
-            cwd=folder, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+            command, cwd=log.parent, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
         )  # fmt: skip
         self.read()
 
-    def read(self):
+    def read(self) -> Any:
         line = self.process.stdout.readline()
         if not line:
             self.log.seek(0)
             raise SystemExit(f"the peer ended early:\n{self.log.read()[-2000:]}")
         return json.loads(line)
 
-    def steps(self, count: int) -> list[tuple[float, int]]:
-        """(seconds, completion tokens) of each."""
-        self.process.stdin.write(json.dumps({"steps": count}) + "\n")
+    def ask(self, message: dict[str, Any]) -> Any:
+        os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
-        return [(seconds, tokens) for seconds, tokens in self.read()]
+        answer = self.read()
+        os.killpg(self.process.pid, signal.SIGSTOP)  # no thread of it spins while others work
+        return answer
 
     def close(self) -> None:
-        self.process.kill()
+        """End it and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
         self.log.close()
+
+
+class Peer(Asked):
+    """TRL, stepped."""
+
+    def __init__(self, python: str, folder: Path, case: GRPOCase, threads: int):
+        script = Path(__file__).resolve().parent / "trl_steps.py"
+        settings = json.dumps({**dataclasses.asdict(case), "threads": threads})
+        environment = {"OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
+        super().__init__([python, str(script), str(folder), settings], folder / f"trl_{case.name}.log", environment)
+
+    def steps(self, count: int) -> list[tuple[float, int]]:
+        """(seconds, completion tokens) of each."""
+        return [(seconds, tokens) for seconds, tokens in self.ask({"steps": count})]
 
 
 @contextlib.contextmanager

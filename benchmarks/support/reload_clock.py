@@ -1,0 +1,44 @@
+"""How long a server's engine takes for its own reload, apart from what the receipt does there.
+
+Imported by every end of a benchmark's transport (`custom_backend_module`). The server writes the seconds of each
+update to the file that VERL_BENCHMARK_RELOADS names.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verl.workers.rollout import vllm_worker
+from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm_worker import WeightReceiver
+
+VARIABLE = "VERL_BENCHMARK_RELOADS"
+seconds = {"engine": 0.0, "receipt": 0.0}
+
+
+def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            seconds[kind] += time.perf_counter() - begin
+
+    return call
+
+
+def flush_cache(engine: VLLMEngine) -> None:
+    """The last thing of an update."""
+    flush(engine)
+    Path(os.environ[VARIABLE]).write_text(str(seconds["engine"] - seconds["receipt"]))
+    seconds.update(engine=0.0, receipt=0.0)
+
+
+if VARIABLE in os.environ:
+    flush = timed("engine", VLLMEngine.flush_cache)
+    VLLMEngine.flush_cache = flush_cache  # type: ignore[method-assign]
+    vllm_worker.fingerprint = timed("receipt", vllm_worker.fingerprint)
+    for name in ("verl_begin", "verl_load", "verl_finish"):
+        setattr(WeightReceiver, name, timed("engine", getattr(WeightReceiver, name)))
