@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl.workers.rollout.native_engine import NativeEngine
 SECONDS_PER_TOKEN = 0.004  # slow enough to be interrupted half-way
 
 
-class StandIn:
+class StandIn(ABC):
     """A server in a thread of its own; `url` is where it listens."""
 
     def __init__(self, engine: NativeEngine, tokenizer: Any):
@@ -45,8 +46,9 @@ class StandIn:
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         return int(self.runner.addresses[0][1])
 
+    @abstractmethod
     def application(self) -> web.Application:
-        raise NotImplementedError
+        """The endpoints."""
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)

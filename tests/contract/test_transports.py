@@ -26,7 +26,6 @@ from verl.checkpoint_engine.ends import End, TransportSettings
 from verl.config import load_config
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.models import lora
-from verl.models.fingerprint import fingerprint
 from verl.runtime.group import Layout
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup
@@ -43,6 +42,7 @@ from verl.workers.training import EngineWorker
 BACKENDS = ["naive", "nccl", "file"]
 BUCKET = 60_000  # bytes: the small model takes several pieces
 SEQUENCES = [[1, 2, 3, 4]]
+MORE = {f"after {n}": torch.ones(20_000) for n in range(8)}  # pieces that follow what goes wrong
 
 
 class Rank(EngineWorker):
@@ -90,6 +90,14 @@ class Publishing:
 
     def publish(self, version: int) -> Any:
         return asyncio.run(self.sync.publish(version))
+
+    def loses(self, version: int, order: str, reason: str, within_s: float) -> None:
+        """A publish in which a replica follows an `order` such as "fail 1"; what is said of it."""
+        self.extra, begin = {order: torch.ones(3), **MORE}, time.monotonic()
+        with pytest.raises(StaleWeightsError, match=rf"version {version} did not arrive .*{reason}"):
+            self.publish(version)
+        assert time.monotonic() - begin < within_s
+        self.extra = {}
 
     def close(self) -> None:
         asyncio.run(self.courier._close())
@@ -139,12 +147,7 @@ def test_both_replicas_compute_with_what_was_published(backend: str, publishing:
 def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(backend: str, publishing: Any):
     publisher = publishing(backend)
     publisher.publish(0)
-    publisher.extra = {"fail 1": torch.ones(3), **{f"after {n}": torch.ones(20_000) for n in range(8)}}
-    begin = time.monotonic()
-    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*: replica 1: .*no room for a tensor"):
-        publisher.publish(1)
-    assert time.monotonic() - begin < 5
-    publisher.extra = {}
+    publisher.loses(1, "fail 1", r"replica 1: .*no room for a tensor", within_s=5)
     assert publisher.publish(2).num_replicas == 2
 
 
@@ -152,12 +155,7 @@ def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(bac
 def test_a_replica_that_stops_is_given_up_after_the_timeout(backend: str, publishing: Any):
     publisher = publishing(backend, timeout=1.0)
     publisher.publish(0)
-    publisher.extra = {"stall 1": torch.ones(3), **{f"after {n}": torch.ones(20_000) for n in range(8)}}
-    begin = time.monotonic()
-    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*trainer: "):
-        publisher.publish(1)
-    assert time.monotonic() - begin < 10
-    publisher.extra = {}
+    publisher.loses(1, "stall 1", "trainer: ", within_s=10)
     publisher.publish(2)
 
 
@@ -165,7 +163,7 @@ def test_a_replica_that_stops_is_given_up_after_the_timeout(backend: str, publis
 def test_a_replica_that_is_silent_is_given_up_and_may_come_back(backend: str, publishing: Any, servers: Router):
     publisher = publishing(backend, timeout=1.0)
     publisher.publish(0)
-    publisher.extra = {f"after {n}": torch.ones(20_000) for n in range(8)}
+    publisher.extra = dict(MORE)
     process = servers.engines[1].process
     process.send_signal(signal.SIGSTOP)
     try:
@@ -201,9 +199,7 @@ def test_a_replica_that_dies_is_named(backend: str, tmp_path: Path):
     (server,) = start(tmp_path, 1)
     publisher = Publishing(Router([server]), settings(backend, tmp_path))
     publisher.publish(0)
-    publisher.extra = {"die 0": torch.ones(3), **{f"after {n}": torch.ones(20_000) for n in range(8)}}
-    with pytest.raises(StaleWeightsError, match=r"replica 0: .*ended with signal SIGKILL"):
-        publisher.publish(1)
+    publisher.loses(1, "die 0", r"replica 0: .*ended with signal SIGKILL", within_s=20)
     server.close()
 
 
@@ -392,16 +388,3 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
         build_weight_sync(config, here, SimpleNamespace())
     with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):
         shared_memory.SharedMemory(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)
-
-
-def test_a_fingerprint_tells_four_words_that_change_places():
-    words = torch.arange(1 << 17, dtype=torch.float64)
-    for step in (1, 2, 64, 1 << 16):
-        cycled = words.clone()
-        cycled[[8, 8 + step, 300, 300 + step]] = words[[8 + step, 8, 300 + step, 300]]
-        flipped = words.clone()
-        flipped[[8, 8 + step]], flipped[[300, 300 + step]] = words[8], words[8 + step]
-        flipped_back = flipped.clone()
-        flipped_back[[8, 300 + step]], flipped_back[[8 + step, 300]] = words[8 + step], words[8]
-        assert len({fingerprint(t) for t in (words, cycled, flipped, flipped_back)}) == 4
-    assert fingerprint(torch.empty(0)) != fingerprint(torch.empty(0, 2))

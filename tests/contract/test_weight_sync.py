@@ -96,7 +96,7 @@ class ModuleEngine(CopyingEngine):
         return self.cache[key]
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        raise NotImplementedError
+        raise AssertionError("publishing scores, it does not sample")
 
     async def sleep(self) -> None:
         pass

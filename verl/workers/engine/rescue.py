@@ -7,6 +7,7 @@ raised when the ranks are level again. Ranks that share sequences stop together,
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from verl.workers.engine.memory import ran_out
 T = TypeVar("T")
 
 
-class Rescue:
+class Rescue(ABC):
     """Guards the passes of a model sharded by layers. `root(f)` calls f inside the hooks that gather the root."""
 
     def __init__(self, root: Callable[[Callable[[], Any]], Any], layers: Sequence[nn.Module], sharers: Any = None):
@@ -76,9 +77,9 @@ class Rescue:
         if self.sharers is not None:
             ask(self.sharers)
 
+    @abstractmethod
     def finish_backward(self) -> None:
         """The collectives of a backward pass that this rank did not come to, last layer first, the root at the end."""
-        raise NotImplementedError
 
     def _compute(self, function: Callable[[], T]) -> T | None:
         try:

@@ -1,5 +1,6 @@
 """What every way of holding a model's parameters offers to the engine."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from verl.workers.engine.shards import Held, held
 T = TypeVar("T")
 
 
-class Weights:
+class Weights(ABC):
     """The parameters of one model: whole on one rank, or in shards over many."""
 
     named: list[tuple[str, nn.Parameter]]  # what the optimiser trains, by the model's names; tied ones once
@@ -47,18 +48,18 @@ class Weights:
         for parameter in self.trainable:
             parameter.grad = None
 
-    def synchronize(self, last: bool) -> None:
+    def synchronize(self, last: bool) -> None:  # noqa: B027  (one rank has nobody to wait for)
         """Whether the next backward pass is the `last` before an optimiser step, the one that sums over the ranks."""
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027  (nor anything gathered)
         """Let go of everything that was gathered to run forward."""
 
-    def publish(self) -> None:
+    def publish(self) -> None:  # noqa: B027  (or computes with them already)
         """Let the model compute with the trained values."""
 
+    @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move model and trained parameters; every parameter stays the same object."""
-        raise NotImplementedError
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every trained parameter, one at a time. A collective where there are shards."""
