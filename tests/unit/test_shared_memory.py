@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file
 
 from tests.engine_cases import build_engine, save_tiny_model
 from tests.ranks import run_ranks
@@ -44,10 +46,10 @@ def test_ranks_exchange_what_gloo_would(ranks, total_bytes):
         assert len(same) == 6 * (4 + 2 * 3) and all(same)
 
 
-def engines(folder: Path, folder_of_memory: Path) -> tuple[list[str], dict]:
-    """The gathering used by a sharded model, and its gradient."""
+def engines(folder: Path, folder_of_memory: Path, fsdp_size: int = -1) -> tuple[list[str], dict]:
+    """The gathering used by a sharded model, and its weights."""
     shared_memory.FOLDER = folder_of_memory
-    engine = build_engine(folder)
+    engine = build_engine(folder, fsdp_size=fsdp_size)
     kinds = {type(group._all_gather_comm).__name__ for m in engine.weights._modules for group in groups(m)}
     return sorted(kinds), {name: tensor.numpy() for name, tensor in engine.export_weights()}
 
@@ -56,11 +58,13 @@ def groups(module) -> list:
     return module._get_fsdp_state()._fsdp_param_groups
 
 
-def test_ranks_of_one_machine_share_memory_and_leave_no_file(tmp_path):
+@pytest.mark.parametrize(("ranks", "fsdp_size"), [(2, -1), (4, 2)], ids=["shards", "copies of shards"])
+def test_ranks_of_one_machine_share_memory_and_leave_no_file(tmp_path, ranks, fsdp_size):
     folder = save_tiny_model(tmp_path / "model")
-    before = set(FOLDER.iterdir())
-    for kinds, weights in run_ranks(2, engines, folder, FOLDER):
-        assert kinds == ["SharedAllGather"] and len(weights) > 10
+    before, saved = set(FOLDER.iterdir()), load_file(folder / "model.safetensors")
+    for kinds, weights in run_ranks(ranks, engines, folder, FOLDER, fsdp_size):
+        assert kinds == ["SharedAllGather"]
+        assert all(np.array_equal(weights[name], tensor) for name, tensor in saved.items())
     assert not [path for path in set(FOLDER.iterdir()) - before if path.name.startswith("verl-")]
 
 

@@ -7,6 +7,7 @@ names are never used twice, so that no cache of the file system can answer for a
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,12 @@ class Files(PieceTransport):
         partial = whole.with_suffix(".partial")
         shutil.rmtree(self.folder, ignore_errors=True)  # every replica has read what is there
         partial.mkdir(parents=True, mode=0o700)
-        for number, bucket in enumerate(buckets):
-            piece = [(name, cast(tensor, dtype)) for name, tensor in bucket]
-            save_file(dict(piece), partial / f"{number:05d}.safetensors")
-            yield piece
+        with ThreadPoolExecutor(1) as writer:
+            for number, bucket in enumerate(buckets):
+                piece = [(name, cast(tensor, dtype)) for name, tensor in bucket]
+                written = writer.submit(save_file, dict(piece), partial / f"{number:05d}.safetensors")
+                yield piece  # its fingerprints are taken meanwhile
+                written.result()
         partial.rename(whole)
 
     def receive_pieces(self, version: int) -> Iterator[Piece]:
