@@ -197,6 +197,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as place:
+        os.environ["VERL_FILE_LOGGER_ROOT"] = place
         for name, make in (("1M", prepare_1m), ("30M", make_30m)):
             folder = Path(place) / name
             make(folder)
