@@ -20,7 +20,7 @@ from verl.data.balance import spread
 from verl.data.batch import Batch
 from verl.data.packing import MicroBatching, split_micro_batches
 from verl.data.trajectory import Trajectory
-from verl.models import prefix_sharing
+from verl.models import attention_kernels, prefix_sharing
 from verl.models.attention import packed_attention
 from verl.models.prefix_sharing import order_for_sharing, share_prefixes
 from verl.utils.errors import ConfigError
@@ -277,3 +277,21 @@ def test_kernels_are_tried_alike_without_gradients_and_inside_a_checkpointed_lay
         with context:
             answers.append(prefix_sharing._merging_works("cpu", torch.float32, SIZE))
     assert answers == [True, True, True] and not saved
+
+
+def test_kernels_that_fail_or_give_wrong_numbers_are_named_and_left(monkeypatch, caplog):
+    merged, varlen = prefix_sharing._MergedAttention, attention_kernels
+    trials = [
+        (merged, "apply", merged.apply, prefix_sharing._merging_tried),
+        (varlen, "_varlen", varlen._one_run_at_a_time, varlen._varlen_works.__wrapped__),
+    ]
+    for owner, name, right, tried in trials:
+        kernels = {
+            "instead: inconsistent": lambda *args: torch.zeros(2) @ torch.zeros(3),
+            "wrong numbers": lambda *args, right=right: right(*args) * 2,
+        }
+        for words, kernel in kernels.items():
+            monkeypatch.setattr(owner, name, kernel)
+            caplog.clear()
+            assert not tried("cpu", torch.float32, SIZE)
+            assert words in caplog.text

@@ -155,9 +155,12 @@ def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
         found = _varlen(query, key, key, packing, manner)
         found.sum().backward()
     except (ImportError, RuntimeError, NotImplementedError, TypeError) as error:
-        logger.info("no varlen attention on %s in %s, sequences one by one instead: %s", device_type, dtype, error)
+        logger.warning("no varlen attention on %s in %s, sequences one by one instead: %s", device_type, dtype, error)
         return False
-    return torch.allclose(found, _one_run_at_a_time(query, key, key, packing, manner), atol=0.02)
+    if torch.allclose(found, _one_run_at_a_time(query, key, key, packing, manner), atol=0.02):
+        return True
+    logger.warning("varlen attention on %s in %s gives wrong numbers; sequences one by one instead", device_type, dtype)
+    return False
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, manner: Manner) -> Tensor:

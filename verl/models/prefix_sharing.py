@@ -167,10 +167,13 @@ def _merging_tried(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
             out = attend_suffixes(query, key[:, :, 3:], key[:, :, 3:], key[:, :, :3], key[:, :, :3], packing, manner)
             (out * out.detach().cos()).sum().backward()
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            logger.info("flash kernels cannot be merged on %s in %s, copies instead: %s", device_type, dtype, error)
+            logger.warning("flash kernels cannot be merged on %s in %s, copies instead: %s", device_type, dtype, error)
             return False
         found.append((out, query.grad, key.grad))
-    return all(torch.allclose(a, b, atol=0.02) for a, b in zip(*found, strict=True))
+    if all(torch.allclose(a, b, atol=0.02) for a, b in zip(*found, strict=True)):
+        return True
+    logger.warning("merged flash kernels on %s in %s give wrong numbers; copies instead", device_type, dtype)
+    return False
 
 
 class _MergedAttention(torch.autograd.Function):
