@@ -40,7 +40,7 @@ def test_a_completion_is_sampled_after_its_prompt_only(parts):
 def test_response_ids_of_several_turns_hold_what_came_between():
     mask = torch.tensor([False, True, False, True])
     turns = Trajectory(torch.tensor([5, 6, 7, 8]), mask, torch.zeros(4), group_id=0)
-    assert turns.prompt_length == 1 and turns.response_ids == [6, 7, 8]
+    assert turns.prompt_length == 1 and turns.response_ids == [6, 7, 8] and turns.num_sampled == 2
 
 
 def test_a_trajectory_must_start_with_a_prompt_token_and_have_columns_of_one_length():

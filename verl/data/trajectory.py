@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,23 +41,28 @@ class Trajectory:
         num_prompt, num_response = len(prompt_ids), len(response_ids)
         if len(response_logprobs) != num_response:
             raise ValueError(f"{len(response_logprobs)} log-probs for {num_response} response tokens")
-        mask = torch.zeros(num_prompt + num_response, dtype=torch.bool)
-        mask[num_prompt:] = True
-        logprobs = torch.zeros(num_prompt + num_response, dtype=torch.float32)
-        logprobs[num_prompt:] = torch.tensor(response_logprobs, dtype=torch.float32)
-        tokens = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
-        return cls(tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs, **fields)
+        # numpy: hundreds of short answers a step, and each operation of torch would let other threads go first
+        tokens = np.array([*prompt_ids, *response_ids], dtype=np.int64)
+        mask = np.zeros(num_prompt + num_response, dtype=np.bool_)
+        logprobs = np.zeros(num_prompt + num_response, dtype=np.float32)
+        mask[num_prompt:], logprobs[num_prompt:] = True, response_logprobs
+        return cls(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), **fields)
 
     @property
     def prompt_length(self) -> int:
         """Tokens before the first sampled one (all of them when nothing was sampled)."""
-        sampled = torch.nonzero(self.loss_mask)
-        return int(sampled[0]) if len(sampled) else self.tokens.shape[0]
+        mask = self.loss_mask.tolist()
+        return mask.index(True) if True in mask else len(mask)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.loss_mask.tolist())
 
     @property
     def response_ids(self) -> list[int]:
         """Token ids from the first sampled one to the end."""
-        return self.tokens[self.prompt_length :].tolist()
+        return self.tokens.tolist()[self.prompt_length :]
 
     def with_reward(self, reward: float, **extra: Any) -> "Trajectory":
         """The same trajectory, judged."""

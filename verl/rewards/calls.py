@@ -10,8 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 MAX_ABANDONED = 64
@@ -59,9 +58,19 @@ def is_async(function: Callable[..., Any]) -> bool:
 @dataclass
 class _Job:
     kwargs: dict[str, Any]
-    done: Future[Outcome] = field(default_factory=Future)
+    round: "_Round"
     started: float | None = None  # monotonic
-    abandoned: bool = False
+    outcome: Outcome | None = None  # set once, by the thread that ran it or by whoever gave it up
+
+
+@dataclass
+class _Round:
+    """Jobs that somebody waits for together: one wake-up for all of them, which costs more than a short call."""
+
+    loop: asyncio.AbstractEventLoop
+    finished: asyncio.Future[None]
+    left: int
+    wanted: bool = True  # jobs nobody waits for any more are not begun
 
 
 class _Threads:
@@ -77,15 +86,19 @@ class _Threads:
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         self._start_missing()
-        jobs = [_Job(kwargs) for kwargs in all_kwargs]
-        waiting = [asyncio.wrap_future(job.done) for job in jobs]
+        loop = asyncio.get_running_loop()
+        together = _Round(loop, loop.create_future(), len(all_kwargs))
+        jobs = [_Job(kwargs, together) for kwargs in all_kwargs]
         for job in jobs:
             self._jobs.put(job)
         try:
-            return [await self._wait(job, future) for job, future in zip(jobs, waiting, strict=True)]
+            while any(job.outcome is None for job in jobs):
+                await asyncio.wait({together.finished}, timeout=self._patience(jobs))
+                self._give_up_late(jobs)
+            return [job.outcome for job in jobs if job.outcome is not None]
         finally:
-            for future in waiting:
-                future.cancel()  # no effect on those that are done; jobs nobody waits for any more are not begun
+            with self._lock:
+                together.wanted = False
 
     def _start_missing(self) -> None:
         with self._lock:
@@ -96,43 +109,42 @@ class _Threads:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            if not job.done.set_running_or_notify_cancel():
+            if not job.round.wanted:
                 continue
             job.started = time.monotonic()
             outcome = _call(self._function, job.kwargs)
             with self._lock:
-                if job.abandoned:
+                if job.outcome is not None:
                     self._num_abandoned -= 1
                     return  # a replacement is at work already
-                job.done.set_result(outcome)
+                job.outcome = outcome
+                job.round.left -= 1
+                if job.round.left == 0 and job.round.wanted:
+                    job.round.loop.call_soon_threadsafe(job.round.finished.set_result, None)
 
-    async def _wait(self, job: _Job, future: asyncio.Future[Outcome]) -> Outcome:
-        while not future.done():
-            await asyncio.wait({future}, timeout=self._patience(job))
-            self._give_up_if_late(job)
-        return future.result()
-
-    def _patience(self, job: _Job) -> float | None:
-        """Seconds until the job can be late; a queued one is looked at again shortly."""
+    def _patience(self, jobs: Sequence[_Job]) -> float | None:
+        """Seconds until a job can be late; queued ones are looked at again shortly."""
         if self._timeout_s is None:
             return None
-        if job.started is None:
-            return min(_SLICE_S, self._timeout_s)
-        return max(0.001, job.started + self._timeout_s - time.monotonic())
+        starts = [job.started for job in jobs if job.outcome is None]
+        now, queued = time.monotonic(), min(_SLICE_S, self._timeout_s)
+        waits = [queued if start is None else start + self._timeout_s - now for start in starts]
+        return max(0.001, min(waits, default=0.001))
 
-    def _give_up_if_late(self, job: _Job) -> None:
+    def _give_up_late(self, jobs: Sequence[_Job]) -> None:
         if self._timeout_s is None:
             return
         with self._lock:
-            late = job.started is not None and time.monotonic() - job.started >= self._timeout_s
-            if not late or job.done.done():
-                return
-            job.abandoned = True
-            self._num_abandoned += 1
-            self._missing += 1
-            if self._num_abandoned > MAX_ABANDONED:
-                raise TooManyHangingCallsError(f"{self._num_abandoned} calls have not returned and still run")
-            job.done.set_result(Outcome(error=_timeout(self._timeout_s)))
+            now = time.monotonic()
+            for job in jobs:
+                if job.outcome is not None or job.started is None or now - job.started < self._timeout_s:
+                    continue
+                job.outcome = Outcome(error=_timeout(self._timeout_s))
+                job.round.left -= 1
+                self._num_abandoned += 1
+                self._missing += 1
+                if self._num_abandoned > MAX_ABANDONED:
+                    raise TooManyHangingCallsError(f"{self._num_abandoned} calls have not returned and still run")
         self._start_missing()
 
 

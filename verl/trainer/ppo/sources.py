@@ -57,7 +57,7 @@ class Sampler:
             out.generate_s = time.perf_counter() - start
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
-                RewardInput.from_row(row, text, int(t.loss_mask.sum()), t.extra["num_turns"])
+                RewardInput.from_row(row, text, t.num_sampled, t.extra["num_turns"])
                 for t, text in zip(trajectories, texts, strict=True)
             ]
             if all(t.reward is not None for t in trajectories):  # the loop has judged them

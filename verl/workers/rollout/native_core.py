@@ -270,31 +270,26 @@ class NativeCore:
         table.tokens[rows, column] = tokens
         table.logprobs[rows, column] = logprobs
         stopped = (tokens.unsqueeze(1) == table.stop_ids[rows]).any(1) & (column >= table.earliest[rows])
-        ends = stopped | (column >= table.limits[rows]) | logprobs.isnan()
-        ended = [rows.start + i for i in ends.nonzero().squeeze(1).tolist()]
+        wrong = logprobs.isnan()
+        ended = (stopped | (column >= table.limits[rows]) | wrong).nonzero().squeeze(1)
+        by_token = zip((ended + rows.start).tolist(), stopped[ended].tolist(), strict=True)
+        reasons = {row: "stop" if stop else "length" for row, stop in by_token}
         self.counters.sampling_s += time.perf_counter() - started
         self.counters.generated_tokens += rows.stop - rows.start
-        reasons = {row: self._reason(row) for row in ended}
+        if reasons and bool(wrong.any()):
+            self._refuse(rows.start + int(wrong.nonzero()[0]))
         if table.needs().stop_texts:
-            hits = [row for row in range(rows.start, rows.stop) if row not in reasons and self._hits_stop_text(row)]
-            reasons |= dict.fromkeys(hits, "stop")
+            running = (row for row in range(rows.start, rows.stop) if reasons.get(row) != "stop")
+            reasons |= {row: "stop" for row in running if self._hits_stop_text(row)}
         return self._retire(sorted(reasons.items()))
 
-    def _reason(self, row: int) -> str:
-        table, column = self.table, self.column
-        entry = table.rows[row]
-        if torch.isnan(table.logprobs[row, column]):
-            raise WorkerError(
-                0, "generate",
-                f"the logits of request {entry.state.request.request_id} are not finite at weights version "
-                f"{self.version}; the policy has diverged: look at actor/grad_norm, lower the learning rate, or check "
-                f"the loaded weights",
-            )  # fmt: skip
-        stops = entry.state.stop_ids
-        early = column - entry.first < entry.state.request.sampling.min_tokens
-        if (int(table.tokens[row, column]) in stops and not early) or self._hits_stop_text(row):
-            return "stop"
-        return "length"
+    def _refuse(self, row: int) -> None:
+        raise WorkerError(
+            0, "generate",
+            f"the logits of request {self.table.rows[row].state.request.request_id} are not finite at weights version "
+            f"{self.version}; the policy has diverged: look at actor/grad_norm, lower the learning rate, or check "
+            f"the loaded weights",
+        )  # fmt: skip
 
     def _hits_stop_text(self, row: int) -> bool:
         """Whether the newest token completed a stop string in the decoded text."""
@@ -309,20 +304,18 @@ class NativeCore:
         if not ended:
             return []
         table, finished = self.table, []
-        for row, reason in ended:
+        rows = [row for row, _ in ended]
+        low = min(table.rows[row].first for row in rows)
+        made = (values[rows, low : self.column + 1].tolist() for values in (table.tokens, table.logprobs))
+        for (row, reason), tokens, logprobs in zip(ended, *made, strict=True):
             entry = table.rows[row]
-            span = slice(entry.first, self.column + 1)
-            completion = Completion(
-                table.tokens[row, span].tolist(),
-                table.logprobs[row, span].tolist(),
-                reason,
-                (entry.first_version, self.version),
-            )
+            own = slice(entry.first - low, None)
+            completion = Completion(tokens[own], logprobs[own], reason, (entry.first_version, self.version))
             entry.state.finish(entry.sample, completion)
             if entry.state.done:
                 finished.append(entry.state)
         window = Window(self.column, self.low, table.starts, self.ragged)
-        sources, targets = table.compact([row for row, _ in ended])
+        sources, targets = table.compact(rows)
         self.decoder.move(sources, targets, table.count, window)
         self._release()
         self._measure()

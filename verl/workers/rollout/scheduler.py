@@ -2,6 +2,8 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -159,8 +161,8 @@ class RowTable:
         self.vocab, self.device = vocab, device
         self._needs: Needs | None = None
         # A row's positions count from `starts`; its own columns begin at `owns`, later where its prompt is shared.
-        self.starts, self.owns, self.firsts, self.limits, self.earliest, self.keys = ints(6, rows).unbind(0)
-        self.top_k = ints(rows)
+        self.numbers = ints(7, rows)
+        self.starts, self.owns, self.firsts, self.limits, self.earliest, self.top_k, self.keys = self.numbers.unbind(0)
         self.temperature, self.top_p = torch.ones(2, rows, device=device).unbind(0)
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stop_ids = torch.full((rows, 1), -1, device=device)
@@ -174,8 +176,7 @@ class RowTable:
 
     def _columns(self) -> list[Tensor]:
         return [
-            self.starts, self.owns, self.firsts, self.limits, self.earliest, self.keys, self.top_k, self.temperature,
-            self.top_p, self.greedy, self.stop_ids, self.tokens, self.logprobs,
+            self.numbers.T, self.temperature, self.top_p, self.greedy, self.stop_ids, self.tokens, self.logprobs
         ]  # fmt: skip
 
     def grow(self, rows: int) -> None:
@@ -195,24 +196,25 @@ class RowTable:
     def append(self, admission: Admission, column: int, version: int) -> None:
         """New rows whose prompt ends before `column`, where their first token will be."""
         self._needs = None
-        for state, sample in admission.rows:
-            params, row = state.request.sampling, self.count
-            self.starts[row] = column - len(admission.prompt)
-            self.owns[row] = column if admission.held else self.starts[row]
-            self.firsts[row] = column
-            self.limits[row] = column + params.max_tokens - 1
-            self.earliest[row] = column + params.min_tokens
-            self.keys[row] = stream_key(params.seed, state.request.request_id, sample)
-            self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab
-            self.top_p[row] = params.top_p
-            self.greedy[row] = params.temperature == 0
-            self.temperature[row] = params.temperature or 1.0
+        start = column - len(admission.prompt)
+        for state, pairs in groupby(admission.rows, key=itemgetter(0)):
+            samples, params = [sample for _, sample in pairs], state.request.sampling
+            rows = slice(self.count, self.count + len(samples))
+            owns, top_k = column if admission.held else start, params.top_k if params.top_k > 0 else self.vocab
+            limit, earliest = column + params.max_tokens - 1, column + params.min_tokens
+            seed, number = params.seed, state.request.request_id
+            keys = [stream_key(seed, number, sample) for sample in samples]
+            numbers = [[start, owns, column, limit, earliest, top_k, key] for key in keys]
+            self.numbers[:, rows] = torch.tensor(numbers).T
+            self.top_p[rows] = params.top_p
+            self.greedy[rows] = params.temperature == 0
+            self.temperature[rows] = params.temperature or 1.0
             self._widen_stops(len(state.stop_ids))
-            self.stop_ids[row] = -1
+            self.stop_ids[rows] = -1
             if state.stop_ids:
-                self.stop_ids[row, : len(state.stop_ids)] = torch.tensor(state.stop_ids)
-            state.running += 1
-            self.rows.append(Row(state, sample, column, version, admission.held))
+                self.stop_ids[rows, : len(state.stop_ids)] = torch.tensor(state.stop_ids)
+            state.running += len(samples)
+            self.rows += [Row(state, sample, column, version, admission.held) for sample in samples]
 
     def compact(self, dead: list[int]) -> tuple[list[int], list[int]]:
         """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
@@ -221,8 +223,9 @@ class RowTable:
         sources = [row for row in range(count, self.count) if row not in gone]
         targets = [row for row in dead if row < count]
         if sources:
+            to, of = (torch.tensor(rows, device=self.device) for rows in (targets, sources))
             for tensor in self._columns():
-                tensor[targets] = tensor[sources]
+                tensor.index_copy_(0, to, tensor.index_select(0, of))
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[count:]
@@ -241,7 +244,7 @@ class RowTable:
     def needs(self) -> Needs:
         """What the rows in use ask for; kept until rows enter or leave."""
         if self._needs is None:
-            params = [row.state.request.sampling for row in self.rows]
+            params = {id(row.state): row.state.request.sampling for row in self.rows}.values()
             self._needs = Needs(
                 temperature=any(p.temperature not in (0, 1) for p in params),
                 greedy=any(p.temperature == 0 for p in params),
