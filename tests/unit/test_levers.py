@@ -1,7 +1,9 @@
 """Every lever of memory and speed leaves the gradient of the plain run as it is."""
 
+import ctypes
 import functools
 import itertools
+import resource
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from verl.data.packing import MicroBatching
 from verl.models.levers import OffloadedActivations, ParameterStorages
+from verl.models.placement import keep_freed_memory
 from verl.utils.errors import ConfigError
 
 PLAIN = {"head_mode": "eager", "model": {"enable_gradient_checkpointing": False}}
@@ -120,3 +123,18 @@ def test_offload_knows_parameters_that_a_module_holds_only_while_it_is_called():
 def test_liger_without_a_gpu_is_refused_with_the_reason(folder):
     with pytest.raises(ConfigError, match=r"use_liger=True needs a GPU: .* Triton"):
         build_engine(folder, model={"use_liger": True})
+
+
+def test_memory_that_a_step_freed_is_there_for_the_next():
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("needs glibc")
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [torch.ones(4 << 20) for _ in range(16)]  # 16 MiB each
+        del held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_freed_memory()
+    faults()
+    assert faults() < 16 * 4096 // 20  # of so many pages

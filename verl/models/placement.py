@@ -1,4 +1,4 @@
-"""Where tensors are: a model moved between devices without losing who its parameters are, and large pages of memory."""
+"""Where tensors are: a model moved between devices without losing who its parameters are, and the host's memory."""
 
 import ctypes
 import mmap
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 MANY_BYTES = 32 << 20  # allocations of this size are a mapping of their own
+KEPT_BYTES = 1 << 30  # of freed memory that stay with the process
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h has them
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:
@@ -37,3 +39,14 @@ def empty_in_large_pages(like: Tensor) -> Tensor:
         # A hint: where the system does not take it, nothing changes.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return out
+
+
+def keep_freed_memory() -> None:
+    """Let the next step use the memory that the last one freed, where the C library is glibc.
+
+    It would go back to the system and be mapped and zeroed anew, page by page, a few per cent of a small step.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, MANY_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -26,7 +26,7 @@ from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.heads import head_settings, token_logprobs, token_loss_one_pass, token_values
 from verl.models.levers import apply_levers
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
-from verl.models.placement import move
+from verl.models.placement import keep_freed_memory, move
 from verl.models.registry import check_head, check_prefix_sharing, check_sequence_parallel, logit_divisor, runs_packed
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
@@ -69,6 +69,8 @@ class TorchEngine(BaseEngine):
     def initialize(self) -> None:
         """Loads the model on the platform's device and builds optimiser and schedule."""
         self.device = own_device()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.ranks = Ranks.of(self.engine_config, self.device)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.data_group, self.sequence_group = self.ranks.data_group, self.ranks.sequence_group
