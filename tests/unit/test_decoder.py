@@ -194,7 +194,6 @@ def test_graphed_steps_pad_the_batch_and_give_the_same_tokens(family: str, monke
         captured.append(step().shape[0])
         return step
 
-    engine.decoder.transposed = False  # the layout of devices that capture
     engine.decoder.graphs = GraphedDecode(engine.decoder, [2, 4, 8], capture)
     engine.core._make_room(8)
     got = engine.core.run(asked, tuple(range(2, 9)))

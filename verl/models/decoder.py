@@ -81,7 +81,6 @@ class LeanDecoder:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None):
         self.weights = DecoderWeights(model, dtype, device)
         self.shape: DecoderShape = self.weights.shape
-        self.transposed = self.weights.device.type == "cpu"  # keys (E, columns): what a batched product reads best
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.tables: tuple[Tensor, ...] = ()
@@ -94,7 +93,7 @@ class LeanDecoder:
 
     @property
     def shares(self) -> bool:
-        return self.graphs is None and self.transposed and self.shape.sliding_window is None
+        return self.graphs is None and self.weights.device.type == "cpu" and self.shape.sliding_window is None
 
     @property
     def weights_version(self) -> int:
@@ -120,10 +119,8 @@ class LeanDecoder:
 
     def allocate(self, rows: int, columns: int) -> None:
         """Room for `rows` rows, keeping what is there; zeros, as hidden columns are multiplied by zero."""
-        s = self.shape
-        tail = (s.head_dim, columns) if self.transposed else (columns, s.head_dim)
-        self.keys = self._grown(self.keys, (rows, s.kv_heads, *tail))
-        self.values = self._grown(self.values, (rows, s.kv_heads, columns, s.head_dim))
+        shape = (rows, self.shape.kv_heads, columns, self.shape.head_dim)
+        self.keys, self.values = self._grown(self.keys, shape), self._grown(self.values, shape)
         self.tables = self.weights.rotary_tables(columns)
 
     def _grown(self, caches: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
@@ -173,42 +170,29 @@ class LeanDecoder:
         return w.logits(_joined([part.last(y) for part, y in zip(parts, x.split(sizes), strict=True)]))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """Rows of the rotary tables, one head dimension wide."""
-        rows = tuple(table[positions].unsqueeze(-2) for table in self.tables)
+        """Rows of the rotary tables."""
+        rows = tuple(table[positions] for table in self.tables)
         return rows if len(rows) > 1 else rows[0]
 
     def write(self, index: int, rows: slice, columns: slice, k: Tensor, v: Tensor, fan: Tensor | None) -> None:
         """Keys and values (N, K, P, E) into the cache, each prompt `fan` times."""
         if fan is not None:
             k, v = k.repeat_interleave(fan, 0), v.repeat_interleave(fan, 0)
-        if self.transposed:
-            self.keys[index][rows, :, :, columns] = k.transpose(2, 3)
-        else:
-            self.keys[index][rows, :, columns] = k
+        self.keys[index][rows, :, columns] = k
         self.values[index][rows, :, columns] = v
 
     def move(self, sources: list[int], targets: list[int], count: int, window: Window) -> None:
         """Rows `sources` take the places `targets`; afterwards rows 0..count-1 are in use."""
         columns = slice(window.low, window.column)
         for source, target in zip(sources, targets, strict=True):
-            for cache in self.values:
+            for cache in (*self.keys, *self.values):
                 cache[target, :, columns] = cache[source, :, columns]
-            for cache in self.keys:
-                if self.transposed:
-                    cache[target, :, :, columns] = cache[source, :, :, columns]
-                else:
-                    cache[target, :, columns] = cache[source, :, columns]
 
     def shift(self, count: int, low: int, column: int, by: int) -> None:
         """Columns low..column-1 of the first `count` rows move by `by` columns."""
         old, new = slice(low, column), slice(low + by, column + by)
-        for cache in self.values:
+        for cache in (*self.keys, *self.values):
             cache[:count, :, new] = cache[:count, :, old].clone()
-        for cache in self.keys:
-            if self.transposed:
-                cache[:count, ..., new] = cache[:count, ..., old].clone()
-            else:
-                cache[:count, :, new] = cache[:count, :, old].clone()
 
 
 class Decoding:
@@ -225,44 +209,28 @@ class Decoding:
         return x
 
     def _bias(self) -> Tensor | None:
-        """(B*K, 1, W) zero, or minus infinity where a column lies before the row's start."""
+        """(B, 1, 1, W) zero, or minus infinity where a column lies before the row's start."""
         window, d = self.window, self.decoder
         if not window.ragged:
             return None
         columns = torch.arange(window.low, window.column + 1, device=self.owns.device)
         hidden = columns < self.owns.unsqueeze(1)
         bias = torch.zeros(hidden.shape, dtype=d.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        return bias.repeat_interleave(d.shape.kv_heads, 0).unsqueeze(1)
+        return bias.view(len(bias), 1, 1, -1)
 
     def attend(self, index: int, layer: Layer | PackedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, H*E) from (B, H or K, E); the query heads of a group share their keys."""
+        """(B, H*E) from (B, H or K, E); the query heads of a group are queries to one key head."""
         d, window, bias = self.decoder, self.window, self.bias
-        s, rows, at = d.shape, len(q), window.column
-        keys, values = d.keys[index][:rows], d.values[index][:rows]
-        values[:, :, at] = v
+        rows, at = len(q), window.column
+        d.keys[index][:rows, :, at], d.values[index][:rows, :, at] = k, v
         low = window.low if layer.window is None else max(window.low, at + 1 - layer.window)
         if bias is not None and low > window.low:
-            bias = bias[:, :, low - window.low :]
-        heads, q = q, q.reshape(rows * s.kv_heads, s.heads // s.kv_heads, s.head_dim)
-        if not d.transposed:
-            keys[:, :, at] = k
-            mask = None if bias is None else bias.view(rows, s.kv_heads, 1, -1)
-            out = F.scaled_dot_product_attention(
-                q.view(rows, s.kv_heads, -1, s.head_dim), keys[:, :, low : at + 1], values[:, :, low : at + 1],
-                attn_mask=mask, scale=layer.scale,
-            )  # fmt: skip
-            return out.reshape(rows, -1)
-        keys[:, :, :, at] = k
-        keys = keys.flatten(0, 1)[:, :, low : at + 1]
-        values = values.flatten(0, 1)[:, low : at + 1]
-        if bias is None:
-            scores = torch.bmm(q, keys)
-            scores = scores if layer.scale == 1 else scores.mul_(layer.scale)
-        else:
-            scores = torch.baddbmm(bias, q, keys, alpha=layer.scale)
+            bias = bias[..., low - window.low :]
+        keys, values = (cache[index][:rows, :, low : at + 1] for cache in (d.keys, d.values))
+        q = q.view(rows, d.shape.kv_heads, -1, d.shape.head_dim)
         if self.shared is not None:
-            return self.shared.attend(index, heads, layer.scale, scores, values)
-        return torch.bmm(torch.softmax(scores, -1), values).view(rows, -1)
+            return self.shared.attend(index, q, keys, values, bias, layer.scale)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=layer.scale).reshape(rows, -1)
 
 
 class Prefilling:

@@ -62,7 +62,7 @@ def join(projections: list[Projection], norm: Norm | None, rounded: bool) -> Pac
 
 
 class PackedLayer:
-    """The steps of `Layer` on packed weights; rotations are complex numbers (..., 1, E/2)."""
+    """The steps of `Layer` on packed weights; rotations are complex numbers (..., H+K, E/2)."""
 
     scale = 1.0  # folded into the queries
 
@@ -116,10 +116,11 @@ def unit_norm(x: Tensor, eps: Tensor) -> Tensor:
     return x * torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
 
 
-def rotation_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """(positions, E/2) complex from the model's own (positions, E) tables."""
+def rotation_table(cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """(positions, heads, E/2) complex from the model's own (positions, E) tables; a product that broadcasts is slow."""
     half = cos.shape[-1] // 2
-    return torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous())
+    turns = torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous())
+    return turns.unsqueeze(1).repeat(1, heads, 1)
 
 
 def _interleave(x: Tensor, head_dim: int) -> Tensor:

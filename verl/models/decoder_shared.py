@@ -11,6 +11,9 @@ from torch import Tensor
 
 from verl.models.decoder_weights import DecoderShape
 
+# What scaled_dot_product_attention runs on a CPU, asked for the logarithms of its sums too.
+attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 class SharedPrompts:
     """Slots 0..len(lengths)-1 are in use. A prompt ends with the last column, whatever its length."""
@@ -18,31 +21,28 @@ class SharedPrompts:
     def __init__(self, shape: DecoderShape, dtype: torch.dtype):
         self.shape, self.dtype = shape, dtype
         self.lengths: list[int] = []
-        self.keys = [torch.zeros(0, shape.kv_heads, shape.head_dim, 0, dtype=dtype) for _ in range(shape.layers)]
-        self.values = [torch.zeros(0, shape.kv_heads, 0, shape.head_dim, dtype=dtype) for _ in range(shape.layers)]
+        empty = torch.zeros(0, shape.kv_heads, 0, shape.head_dim, dtype=dtype)
+        self.keys, self.values = [empty] * shape.layers, [empty] * shape.layers
 
     def enter(self, lengths: list[int]) -> slice:
         """Slots for prompts of these lengths, with one empty slot behind them."""
         first = len(self.lengths)
         self.lengths += lengths
-        slots, columns = self.keys[0].shape[0], self.keys[0].shape[3]
+        slots, _, columns, _ = self.keys[0].shape
         if len(self.lengths) >= slots or max(self.lengths) > columns:
             slots = max(slots, len(self.lengths) + 1 + slots // 2)
             self._grow(slots, max(columns, -(-max(self.lengths) // 16) * 16))
         return slice(first, len(self.lengths))
 
     def _grow(self, slots: int, columns: int) -> None:
-        heads, size = self.shape.kv_heads, self.shape.head_dim
-        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            old = slice(len(keys)), slice(columns - keys.shape[3], None)
-            self.keys[index] = torch.zeros(slots, heads, size, columns, dtype=self.dtype)
-            self.keys[index][old[0], ..., old[1]] = keys
-            self.values[index] = torch.zeros(slots, heads, columns, size, dtype=self.dtype)
-            self.values[index][old[0], :, old[1]] = values
+        for caches in (self.keys, self.values):
+            for index, old in enumerate(caches):
+                caches[index] = torch.zeros(slots, self.shape.kv_heads, columns, self.shape.head_dim, dtype=self.dtype)
+                caches[index][: len(old), :, columns - old.shape[2] :] = old
 
     def write(self, index: int, slots: slice, k: Tensor, v: Tensor) -> None:
         """Keys and values (N, K, P, E) of one layer."""
-        self.keys[index][slots, ..., -k.shape[2] :] = k.transpose(2, 3)
+        self.keys[index][slots, :, -k.shape[2] :] = k
         self.values[index][slots, :, -k.shape[2] :] = v
 
     def drop(self, slot: int) -> None:
@@ -62,42 +62,42 @@ class Sharing:
     each: int  # n
     slots: int  # in use when the places were given out
 
-    def spread(self, x: Tensor, kv_heads: int) -> Tensor:
-        """(B, H, X) -> (S*K, n*H/K, X), the empty slot included; zero where a slot has fewer rows."""
-        slots = self.slots + 1
+    def spread(self, x: Tensor) -> Tensor:
+        """(B, K, H/K, X) -> (S, K, n*H/K, X), the empty slot included; zero where a slot has fewer rows."""
+        slots, heads = self.slots + 1, x.shape[1]
         placed = x.new_zeros(slots * self.each, *x.shape[1:]).index_copy_(0, self.places_B, x)
-        by_head = placed.view(slots, self.each, kv_heads, -1, x.shape[-1]).transpose(1, 2)
-        return by_head.reshape(slots * kv_heads, -1, x.shape[-1])
+        by_head = placed.view(slots, self.each, *x.shape[1:]).transpose(1, 2)
+        return by_head.reshape(slots, heads, -1, x.shape[-1])
 
-    def collect(self, x: Tensor, kv_heads: int) -> Tensor:
-        """(S*K, n*H/K, X) -> (B, H, X)."""
-        slots = self.slots + 1
-        by_row = x.view(slots, kv_heads, self.each, -1, x.shape[-1]).transpose(1, 2)
-        return by_row.reshape(slots * self.each, -1, x.shape[-1]).index_select(0, self.places_B)
+    def collect(self, x: Tensor) -> Tensor:
+        """(S, K, n*H/K, X) -> (B, K, H/K, X)."""
+        slots, heads = x.shape[:2]
+        by_row = x.view(slots, heads, self.each, -1, x.shape[-1]).transpose(1, 2)
+        return by_row.reshape(slots * self.each, heads, -1, x.shape[-1]).index_select(0, self.places_B)
 
 
 class SharedAttention:
     """What the rows of one step see of their prompts."""
 
     def __init__(self, prompts: SharedPrompts, sharing: Sharing):
-        self.prompts, self.sharing, self.kv_heads = prompts, sharing, prompts.shape.kv_heads
+        self.prompts, self.sharing = prompts, sharing
         lengths = torch.tensor([*prompts.lengths[: sharing.slots], 0])
         self.reach = int(lengths.max())
         hidden = torch.arange(self.reach) < (self.reach - lengths).unsqueeze(1)
         bias = torch.zeros(hidden.shape, dtype=prompts.dtype).masked_fill_(hidden, -torch.inf)
-        self.bias = bias.repeat_interleave(self.kv_heads, 0).unsqueeze(1)  # (S*K, 1, P)
+        self.bias = bias.view(len(lengths), 1, 1, -1)  # (S, 1, 1, P)
 
-    def attend(self, index: int, q: Tensor, scale: float, own_scores: Tensor, own_values: Tensor) -> Tensor:
+    def attend(self, index: int, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """(B, H*E): one softmax over the prompt and the row's own columns.
 
-        `q` (B, H, E), `own_scores` (B*K, H/K, W) scaled, `own_values` (B*K, W, E).
+        `q` (B, K, H/K, E), the rows' own `keys` and `values` (B, K, W, E), `bias` (B, 1, 1, W). Each part is attended
+        to alone; the logarithms of their sums say how much of the whole each is.
         """
-        rows, heads, slots = len(q), self.kv_heads, slice(self.sharing.slots + 1)
-        keys = self.prompts.keys[index][slots, ..., -self.reach :].flatten(0, 1)
-        values = self.prompts.values[index][slots, :, -self.reach :].flatten(0, 1)
-        scores = torch.baddbmm(self.bias, self.sharing.spread(q, heads), keys, alpha=scale)
-        scores = torch.cat((self.sharing.collect(scores, heads), own_scores.view(rows, q.shape[1], -1)), -1)
-        weights = torch.softmax(scores, -1)
-        theirs, own = weights[..., : self.reach], weights[..., self.reach :]
-        out = self.sharing.collect(torch.bmm(self.sharing.spread(theirs, heads), values), heads)
-        return out.view(rows, -1) + torch.bmm(own.reshape(own_scores.shape), own_values).view(rows, -1)
+        slots, prompts = slice(self.sharing.slots + 1), self.prompts
+        their_keys, their_values = (c[index][slots, :, -self.reach :] for c in (prompts.keys, prompts.values))
+        own, own_sum = attention(q, keys, values, attn_mask=bias, scale=scale)
+        q = self.sharing.spread(q)
+        theirs, their_sum = attention(q, their_keys, their_values, attn_mask=self.bias, scale=scale)
+        their_sum[-1] = -torch.inf  # the empty slot
+        share = torch.sigmoid(self.sharing.collect(their_sum.unsqueeze(-1)) - own_sum.unsqueeze(-1))
+        return torch.lerp(own, self.sharing.collect(theirs), share.to(own.dtype)).reshape(len(own), -1)

@@ -225,7 +225,9 @@ class DecoderWeights:
         """What `layer.qkv` rotates with, one row per position, from the model's own rotary module."""
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         cos, sin = self._model.model.rotary_emb(probe, torch.arange(positions, device=self.device).unsqueeze(0))
-        return (rotation_table(cos[0], sin[0]),) if self.packs else (cos[0], sin[0])
+        if self.packs:
+            return (rotation_table(cos[0], sin[0], self.shape.heads + self.shape.kv_heads),)
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embedding)
