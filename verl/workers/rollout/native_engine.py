@@ -23,6 +23,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.native_core import CacheLimits, NativeCore
 
 CPU_CACHE_BYTES = 1 << 30
+CPU_PREFILL_TOKENS = 2048  # what a small model makes of this many stays in the processor's caches
 
 
 class NativeEngine(RolloutEngine):
@@ -206,7 +207,8 @@ def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) 
             f"({columns} columns of {per_token} bytes), but the cache may hold "
             f"{budget / 2**20:.2f} MiB; raise actor_rollout_ref.rollout.{key} or lower max_model_len"
         )
-    return CacheLimits(rows, longest, columns, config.max_num_batched_tokens)
+    at_once = config.max_num_batched_tokens
+    return CacheLimits(rows, longest, columns, min(at_once, CPU_PREFILL_TOKENS) if device.type == "cpu" else at_once)
 
 
 def cache_budget(config: RolloutConfig, device: torch.device) -> int:
