@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,29 +134,35 @@ class VLLM(Asked):
         return answer["tokens"] / answer["seconds"]
 
 
-def measure(python: str, case: Case, repeats: int, only: str) -> dict[str, Any]:
-    """Medians of tokens a second, all in this run."""
+def measure(python: str, case: Case, repeats: int, only: str) -> Iterator[dict[str, Any]]:
+    """Tokens a second, all in this run: the first round as it goes on, then the medians of the others."""
     model = make_model(case.model, case.dtype)
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
         model.save_pretrained(folder / "model")
         first: dict[str, float] = {}
-        peers = []
+        peers: list[VLLM] = []
         for how in CONFIGURATIONS:
             if only not in how.name:
                 continue
+            started = time.perf_counter()
             peer = VLLM(python, folder, case, how, model.config.vocab_size)
             stack.callback(peer.close)
+            ready = time.perf_counter()
             peer.turn(0)
             first[how.name] = peer.turn(1)
-            print(f"  vLLM {how.name}: {first[how.name]:,.0f} tokens/s", flush=True)
-            peers.append(peer)
-        peers.sort(key=lambda peer: -first[peer.how.name])
-        for loser in peers[case.finalists :]:
-            loser.close()
-        return {"first_round": first} | (
-            rounds(Native(model, case), peers[: case.finalists], repeats) if repeats else {}
-        )
+            print(
+                f"  vLLM {how.name}: {first[how.name]:,.0f} tokens/s ({ready - started:.0f} s to start, "
+                f"{time.perf_counter() - ready:.0f} s for two turns)",
+                flush=True,
+            )
+            yield {"first_round": first}
+            peers = sorted([*peers, peer], key=lambda peer: -first[peer.how.name])
+            for loser in peers[case.finalists :]:
+                loser.close()
+            peers = peers[: case.finalists]
+        if repeats:
+            yield {"first_round": first} | rounds(Native(model, case), peers, repeats)
 
 
 def rounds(native: Native, peers: list[VLLM], repeats: int) -> dict[str, Any]:
@@ -169,6 +176,8 @@ def rounds(native: Native, peers: list[VLLM], repeats: int) -> dict[str, Any]:
             theirs[peer.how.name].append(peer.turn(turn))
         time.sleep(PAUSE_S)
         ours.append(native.turn(turn))
+        latest = ", ".join(f"{values[-1]:,.0f}" for values in theirs.values())
+        print(f"  round {turn}: native {ours[-1]:,.0f}, vLLM {latest}", flush=True)
     best = max(theirs, key=lambda name: statistics.median(theirs[name]))
     stats = native.engine.stats()
     total = stats["model_s"] + stats["sampling_s"] + stats["scheduling_s"]
@@ -199,12 +208,13 @@ def main() -> None:
     rows = json.loads(args.json.read_text())["cases"] if args.json and args.json.is_file() else {}
     for case in (c for c in CASES if c.name.startswith(args.only)):
         print(f"{case.name}: {case.batch} x ({case.prompt} + {case.new})", flush=True)
-        row = measure(args.vllm_python, case, args.repeats, args.configurations)
         old = rows.get(case.name, {})
-        row["first_round"] = old.get("first_round", {}) | row["first_round"]
-        rows[case.name] = {**old, **asdict(case), "bar": BAR[case.model], **row}
-        if args.json:
-            save(args.json, {"cases": rows})
+        row: dict[str, Any] = {}
+        for row in measure(args.vllm_python, case, args.repeats, args.configurations):
+            first = old.get("first_round", {}) | row["first_round"]
+            rows[case.name] = {**old, **asdict(case), "bar": BAR[case.model], **row, "first_round": first}
+            if args.json:
+                save(args.json, {"cases": rows})
         if not args.repeats:
             continue
         print(
