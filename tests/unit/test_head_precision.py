@@ -6,7 +6,6 @@ import torch
 from tests.head_cases import V, columns_for, gradients_of, packed, weighted
 from verl.models.head_blocks import Blocks
 from verl.models.heads import token_logprobs, token_loss_one_pass
-from verl.models.placement import empty_in_large_pages
 
 
 def relative(got, want):
@@ -15,7 +14,15 @@ def relative(got, want):
 
 @pytest.mark.parametrize("mode", ["chunked", "one-pass"])
 def test_float32_error_is_that_of_the_eager_path(mode):
-    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
+    """Medians over seeds: of a few numbers, one rounding more or less doubles the error."""
+    errors = torch.tensor([float32_errors(mode, seed) for seed in range(15)]).median(0).values
+    for ours, eager in errors:
+        assert ours <= max(2 * eager, 1e-6)
+
+
+def float32_errors(mode, seed):
+    """(error, error of the eager path) of log-probs, entropy and the gradients of hidden states and weight."""
+    hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32, seed)
     columns = columns_for(len(tokens), torch.float32)
     double = {name: column.double() for name, column in columns.items()}
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
@@ -32,10 +39,9 @@ def test_float32_error_is_that_of_the_eager_path(mode):
         )
         ours = gradients_of(loss, hidden, weight)
     assert out["logprobs"].dtype == torch.float32
-    for name in ("logprobs", "entropy"):
-        assert relative(out[name], exact[name]) <= max(2 * relative(eager[name], exact[name]), 1e-6)
-    for got, reference, exactly in zip(ours, plain, want, strict=True):
-        assert relative(got, exactly) <= max(2 * relative(reference, exactly), 1e-6)
+    names = ("logprobs", "entropy")
+    triples = [*((out[name], eager[name], exact[name]) for name in names), *zip(ours, plain, want, strict=True)]
+    return [(relative(got, exactly), relative(reference, exactly)) for got, reference, exactly in triples]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -95,18 +101,10 @@ def test_gradients_of_peaked_distributions_are_as_good_as_eager(dtype, with_entr
     plain = gradients(False, hidden, weight, mode="eager")
     monkeypatch.setattr("verl.models.head_blocks.NEEDS_NO_SHIFT", 0.5)
     monkeypatch.setattr("verl.models.head_blocks.LARGEST_TOTAL", 1e3)
-    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: Blocks(rows=6, columns=5))
+    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_, **__: Blocks(rows=6, columns=5))
     for columns_at_once in (5, V):  # logits kept in the gradient's memory, and in their own
         blocks = Blocks(rows=6, columns=columns_at_once)
         monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_, blocks=blocks: blocks)
         for one_pass in (True, False):
             for got, eager, exactly in zip(gradients(one_pass, hidden, weight), plain, want, strict=True):
                 assert relative(got, exactly) < 2 * relative(eager, exactly) + max(torch.finfo(dtype).eps, 5e-6)
-
-
-@pytest.mark.parametrize("rows", [3, 1200])
-def test_memory_in_large_pages_is_like_any_other(rows):
-    like = torch.empty(rows, 7001)
-    memory = empty_in_large_pages(like)
-    assert memory.shape == like.shape and memory.stride() == like.stride() and memory.dtype == like.dtype
-    assert float(memory.fill_(2.0).sum(dtype=torch.float64)) == 2.0 * rows * 7001

@@ -148,9 +148,8 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
     loss_columns = columns_for(len(tokens))
     whole = result()
     blocks = Blocks(rows=4, columns=columns)
-    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: blocks)
+    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_, **__: blocks)
     monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_: blocks)
-    monkeypatch.setattr("verl.models.head_kernels.PART_COLUMNS", 3)
     monkeypatch.setattr("verl.models.head_kernels.PART_ELEMENTS", 6)
     for got, want in zip(result(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
@@ -189,7 +188,7 @@ def test_sums_that_overflow_are_taken_again_from_the_largest_logit(monkeypatch):
     """The first block of columns holds the smallest logits by far."""
     hidden, weight, tokens, cu_seqlens, needed = packed(torch.float32)
     hidden, weight = torch.ones_like(hidden), 0.01 * weight.detach() + 20 * (torch.arange(V) >= 5)[:, None]
-    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_: Blocks(rows=4, columns=5))
+    monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_, **__: Blocks(rows=4, columns=5))
     out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, with_entropy=True)
     exact = token_logprobs(
         hidden.double(), weight.double(), tokens, cu_seqlens, needed, mode="eager", with_entropy=True

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from verl.models.head_kernels import Kernels, Slopes, Sums, statistics_dtype
-from verl.models.placement import empty_in_large_pages
 
 NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost
 LARGEST_TOTAL = 1e20  # of exponentials; beyond, they are taken again from the largest logit
-PRODUCTS = 4  # of blocks that are added up in a narrow type before they go to the sum over all
+PRODUCT_COLUMNS = 1024  # of a product with the weight in a narrow type on a CPU, which copies its factors
+PRODUCTS = 4  # that are added up in a narrow type before they go to the sum over all
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Rows:
     inverse_temperature: Tensor | None
     source: Tensor
     by_target: Tensor  # (R,) rows in the order of their targets
-    sorted_targets: list[int]
+    sorted_targets: Tensor
+    sorted_list: list[int]
 
     def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
         """The rows whose target is inside these columns, and where in them each target is."""
-        first, last = (bisect_left(self.sorted_targets, column) for column in (columns.start, columns.stop))
-        rows = self.by_target[first:last]
-        return rows, self.targets[rows] - columns.start
+        first, last = (bisect_left(self.sorted_list, column) for column in (columns.start, columns.stop))
+        return self.by_target[first:last], self.sorted_targets[first:last] - columns.start
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Head:
         if inverse is not None and not self.low_precision:
             scaled.mul_(inverse)
         ordered, by_target = targets.sort(stable=True)
-        return Rows(scaled, targets, inverse, source, by_target, ordered.tolist())
+        return Rows(scaled, targets, inverse, source, by_target, ordered, ordered.tolist())
 
     def statistics(self, rows: Rows, with_entropy: bool, spare_VD: Tensor | None = None) -> Statistics:
         """Sums over the vocabulary of e^(x-s) and (x-s) e^(x-s), s being the largest logit of the first block.
@@ -200,7 +200,7 @@ class Head:
             )  # logits need them as they are
             scaled = torch.mul(scaled, factor, out=into)
         blocks = list(self.blocks.column_slices(self.vocab_size))
-        for number, columns in enumerate(reversed(blocks) if kept else blocks):
+        for columns in reversed(blocks) if kept else blocks:
             block = self._place(rows, columns, kept.spare_VD) if kept else self._logits(rows, columns)
             if kept is None or kept.total is None:
                 self.kernels.to_gradient(block, inverse, slopes)
@@ -210,7 +210,7 @@ class Head:
             if out.bias is not None:
                 self._add_to_bias(out.bias[columns], block, rows, factor)
             if grad_rows is not None:
-                self._add_to_rows(grad_rows, block, columns, number, is_last=number == len(blocks) - 1)
+                self._add_to_rows(grad_rows, block, columns)
             if out.weight is not None:
                 into = out.weight[columns]
                 torch.addmm(into, block.T, scaled, beta=0 if out.empty else 1, out=into)
@@ -222,15 +222,18 @@ class Head:
                 grad_rows.mul_(factor)
             out.hidden.index_copy_(0, rows.source, grad_rows.to(out.hidden.dtype))
 
-    def _add_to_rows(self, grad_rows: Tensor, block: Tensor, columns: slice, number: int, is_last: bool) -> None:
+    def _add_to_rows(self, grad_rows: Tensor, block: Tensor, columns: slice) -> None:
         """grad_rows += block @ weight. Of narrow types a few products are added up before they go to the sum."""
         if not self.low_precision:
             grad_rows.addmm_(block, self.weight[columns])
             return
         product = self._buffer("product", *grad_rows.shape, self.weight.dtype)
-        torch.addmm(product, block, self.weight[columns], beta=1 if number % PRODUCTS else 0, out=product)
-        if is_last or number % PRODUCTS == PRODUCTS - 1:
-            grad_rows.add_(product)
+        width = PRODUCT_COLUMNS if block.device.type == "cpu" else block.shape[1]
+        for number, part in enumerate(_slices(0, block.shape[1], width)):
+            weight_CD = self.weight[columns][part]
+            torch.addmm(product, block[:, part], weight_CD, beta=1 if number % PRODUCTS else 0, out=product)
+            if number % PRODUCTS == PRODUCTS - 1 or part.stop == block.shape[1]:
+                grad_rows.add_(product)
 
     def _add_to_bias(self, grad_bias: Tensor, block: Tensor, rows: Rows, factor: Tensor | None) -> None:
         per_row = torch.ones_like(rows.targets, dtype=self.dtype) if factor is None else factor.squeeze(1)
@@ -252,13 +255,16 @@ class Head:
         """(R, C) memory of a block: the buffer that all blocks share, or spare memory.
 
         That is the first R * C elements of the rows of the block before, so that what is kept of a block is still there
-        when its rows are written to and the last block comes first. The first block stays in the buffer.
+        when its rows are written to and the last block comes first. The first block stays in the buffer. On a CPU the
+        numbers of a column lie side by side, which makes matmuls faster, most of all in bfloat16.
         """
-        shape = len(rows.targets), columns.stop - columns.start
+        num_rows, num_columns = len(rows.targets), columns.stop - columns.start
         if spare_VD is None or columns.start == 0:
-            return self._buffer("logits", *shape, self.weight.dtype)
-        before = spare_VD[columns.start - self.blocks.columns : columns.start]
-        return before.view(-1)[: shape[0] * shape[1]].view(shape)
+            memory = self._buffer("logits", num_columns, num_rows, self.weight.dtype)
+        else:
+            before = spare_VD[columns.start - self.blocks.columns : columns.start]
+            memory = before.view(-1)[: num_rows * num_columns].view(num_columns, num_rows)
+        return memory.T if memory.device.type == "cpu" else memory.view(num_rows, num_columns)
 
     def _buffer(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
         """A (num_rows, num_columns) tensor without content that reuses the memory of the last one of this name."""
@@ -269,8 +275,9 @@ class Head:
         return flat[:size].view(num_rows, num_columns)
 
     def new_gradients(self, hidden: bool, weight: bool, bias: bool) -> Gradients:
+        """Zeros even where the first block overwrites them: new memory costs a matmul twice as much to touch."""
         return Gradients(
             torch.zeros_like(self.hidden) if hidden else None,
-            empty_in_large_pages(self.weight) if weight else None,
+            torch.zeros_like(self.weight) if weight else None,
             torch.zeros(self.vocab_size, dtype=self.dtype, device=self.hidden.device) if bias else None,
         )

@@ -27,17 +27,20 @@ class Budget:
     max_rows: int
 
 
-CPU = Budget(13 << 18, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers; more does not raise the rate
+CPU = Budget(13 << 18, 5 << 19, 1024)  # 16 MB in all with gradients and matmul buffers; more does not raise the rate
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 LEAST = 64  # rows and columns of a block
 KEPT_BYTES = 8 << 20  # whole rows of logits
 MIN_ROWS_KEPT = 256  # fewer would stream the weight and its gradient through memory too often
 
 
-def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) -> Blocks:
-    """Many rows by few columns: full matmul rate in a few megabytes, logits forgotten after the sweep."""
+def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, share: int = 1) -> Blocks:
+    """Many rows by few columns: full matmul rate in a few megabytes, logits forgotten after the sweep.
+
+    `share` 2 gives logits twice the memory: where there are no gradients.
+    """
     rows = _even(num_rows, chunk_size or _most_rows(weight_VD))
-    return Blocks(rows, _columns(weight_VD, rows))
+    return Blocks(rows, _columns(weight_VD, rows, share))
 
 
 def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, weight_gradient: bool) -> Blocks:
@@ -63,11 +66,13 @@ def _budget(weight_VD: Tensor) -> Budget:
 def _most_rows(weight_VD: Tensor) -> int:
     budget = _budget(weight_VD)
     row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
-    return min(budget.max_rows, max(LEAST, budget.hidden_bytes // row_bytes))
+    if weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4:
+        row_bytes = row_bytes * 7 // 4  # matmuls of narrow types copy their factors
+    return min(budget.max_rows, max(LEAST, budget.hidden_bytes // row_bytes // LEAST * LEAST))
 
 
-def _columns(weight_VD: Tensor, rows: int) -> int:
-    fit = _budget(weight_VD).logit_bytes // (rows * statistics_dtype(weight_VD).itemsize)
+def _columns(weight_VD: Tensor, rows: int, share: int = 1) -> int:
+    fit = share * _budget(weight_VD).logit_bytes // (rows * statistics_dtype(weight_VD).itemsize)
     return min(weight_VD.shape[0], max(LEAST, fit // LEAST * LEAST))
 
 
@@ -105,7 +110,7 @@ class ChunkedHead(torch.autograd.Function):
         with_entropy: bool,
         kind: str = "torch",
     ) -> tuple[Tensor, Tensor | None]:
-        blocks = narrow_blocks(weight_VD, len(targets), chunk_size)
+        blocks = narrow_blocks(weight_VD, len(targets), chunk_size, share=2)
         head = Head(hidden_TD, weight_VD, bias, blocks, kernels(kind))
         logsumexp = torch.empty(len(targets), dtype=head.dtype, device=hidden_TD.device)
         logprobs = torch.empty_like(logsumexp)

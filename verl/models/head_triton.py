@@ -33,7 +33,7 @@ class TritonKernels:
                 sums.total,
                 sums.total if sums.weighted is None else sums.weighted,
                 columns,
-                logits.stride(0),
+                *logits.stride(),
                 inverse is not None,
                 sums.weighted is not None,
                 _width(columns),
@@ -55,7 +55,7 @@ class TritonKernels:
                 slopes.constant,
                 slopes.constant if slopes.linear is None else slopes.linear,
                 columns,
-                logits.stride(0),
+                *logits.stride(),
                 inverse is not None,
                 slopes.linear is not None,
                 width,
@@ -81,6 +81,7 @@ def _add_sums(
     weighted,
     columns,
     row_stride,
+    column_stride,
     HAS_INVERSE: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -95,7 +96,7 @@ def _add_sums(
     for start in range(0, columns, WIDTH):
         column = start + tl.arange(0, WIDTH)
         inside = column < columns
-        x = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(a.dtype)
+        x = tl.load(logits + row.to(tl.int64) * row_stride + column * column_stride, mask=inside, other=0.0).to(a.dtype)
         y = tl.where(inside, x * scale - a, 0.0)
         p = tl.where(inside, tl.exp(y), 0.0)
         sums += p
@@ -115,6 +116,7 @@ def _to_gradient(
     linear,
     columns,
     row_stride,
+    column_stride,
     HAS_INVERSE: tl.constexpr,
     HAS_LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -122,7 +124,7 @@ def _to_gradient(
     row = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
-    where = logits + row.to(tl.int64) * row_stride + column
+    where = logits + row.to(tl.int64) * row_stride + column * column_stride
     lse = tl.load(logsumexp + row)
     y = tl.load(where, mask=inside, other=0.0).to(lse.dtype)
     if HAS_INVERSE:

@@ -1,10 +1,9 @@
 """Where tensors are: a model moved between devices without losing who its parameters are, and the host's memory."""
 
 import ctypes
-import mmap
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 MANY_BYTES = 32 << 20  # allocations of this size are a mapping of their own
 KEPT_BYTES = 1 << 30  # of freed memory that stay with the process
@@ -27,18 +26,6 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
         return model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def empty_in_large_pages(like: Tensor) -> Tensor:
-    """A tensor without content like `like`; a large one on a Linux host in large pages, sooner ready to write."""
-    out = torch.empty_like(like)
-    size = out.numel() * out.element_size()
-    if out.device.type == "cpu" and size >= MANY_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        skipped = -out.data_ptr() % mmap.PAGESIZE
-        start, length = out.data_ptr() + skipped, (size - skipped) // mmap.PAGESIZE * mmap.PAGESIZE
-        # A hint: where the system does not take it, nothing changes.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-    return out
 
 
 def keep_freed_memory() -> None:
