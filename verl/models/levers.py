@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from verl.config import HFModelConfig
+from verl.models.closed_norms import use_closed_norms
 
 LEAST_BYTES = 1 << 20  # on a device with memory of its own, smaller activations are not worth a transfer
 MAX_IN_FLIGHT = 8  # copies to the host that may be under way before the device waits for the oldest
@@ -27,6 +28,8 @@ def apply_levers(
         from verl.models.liger import use_liger
 
         use_liger(model)
+    if device.type == "cpu":
+        use_closed_norms(model)
     if not trains:
         return contextlib.nullcontext
     if config.enable_gradient_checkpointing:
