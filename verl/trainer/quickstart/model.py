@@ -6,6 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from verl.models.load import no_progress_bars
+
 PAD, EOS = "<pad>", "<eos>"
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -23,6 +25,7 @@ def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     return fast
 
 
+@no_progress_bars()
 def make_model(folder: Path, characters: str, seed: int, hidden: int = 128, layers: int = 2) -> int:
     """Write model and tokenizer to `folder`; returns the number of parameters."""
     tokenizer = make_tokenizer(characters)

@@ -235,8 +235,11 @@ def answers(folder: Path, problems: Sequence[Any]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from verl.models.load import no_progress_bars
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor(tokenizer([p.prompt for p in problems])["input_ids"])
     mask = torch.ones_like(ids)
     with torch.no_grad():
