@@ -184,9 +184,10 @@ class LeanDecoder:
     def move(self, sources: list[int], targets: list[int], count: int, window: Window) -> None:
         """Rows `sources` take the places `targets`; afterwards rows 0..count-1 are in use."""
         columns = slice(window.low, window.column)
-        for source, target in zip(sources, targets, strict=True):
-            for cache in (*self.keys, *self.values):
-                cache[target, :, columns] = cache[source, :, columns]
+        of, to = (torch.tensor(rows, device=self.weights.device) for rows in (sources, targets))
+        for cache in (*self.keys, *self.values) if sources else ():
+            part = cache[:, :, columns]
+            part.index_copy_(0, to, part.index_select(0, of))
 
     def shift(self, count: int, low: int, column: int, by: int) -> None:
         """Columns low..column-1 of the first `count` rows move by `by` columns."""
