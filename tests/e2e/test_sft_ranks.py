@@ -82,6 +82,10 @@ def test_two_ranks_give_the_result_of_one(folder: Path, how: str):
     train(folder, "one", *extra)
     run_ranks(2, rank_run, folder, "two", *extra)
     assert_close(folder, "one", "two", 3)
+    for run, ranks in (("one", 1), ("two", 2)):
+        for row in jobs.metrics(folder, run).values():
+            tokens = row["train/perf/throughput"] * row["timing_s/update"] * ranks  # per second and device
+            assert tokens == pytest.approx(row["train/global_tokens"])
 
 
 def test_two_ranks_that_share_every_sequence_give_the_result_of_one(folder: Path):

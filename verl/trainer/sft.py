@@ -115,7 +115,7 @@ class SFTTrainer:
                     self.save()
         metrics["train/global_tokens"] = float(batch.num_tokens)
         metrics["train/total_tokens(B)"] = self.trained_tokens / 1e9
-        metrics["train/perf/throughput"] = batch.num_tokens / timer.seconds["update"]
+        metrics["train/perf/throughput"] = batch.num_tokens / (timer.seconds["update"] * self.peers.world_size)
         metrics.update(self.mfu(batch, timer.seconds["update"]))
         metrics.update({f"train/{name}": value for name, value in memory_metrics().items()})
         metrics.update(timer.metrics())
