@@ -27,7 +27,7 @@ class Budget:
     max_rows: int
 
 
-CPU = Budget(13 << 18, 5 << 19, 1024)  # 16 MB in all with gradients and matmul buffers; more does not raise the rate
+CPU = Budget(13 << 18, 5 << 19, 1024)  # 16 MB in all with gradients and matmul buffers (18 in bfloat16)
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 LEAST = 64  # rows and columns of a block
 KEPT_BYTES = 8 << 20  # whole rows of logits

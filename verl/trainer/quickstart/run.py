@@ -173,7 +173,7 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list
         f"{arr}.rollout.dtype=float32",
         "reward.custom_reward_function.path=pkg://verl.trainer.quickstart.task",
         "reward.custom_reward_function.name=compute_score",
-        f"trainer.total_training_steps={steps or 185}",
+        f"trainer.total_training_steps={steps or 240}",
         "trainer.test_freq=30",
         "trainer.save_freq=1000000",
         "trainer.logger=[file]",
