@@ -12,6 +12,7 @@ from verl.models.decoder import Decoder, LeanDecoder
 from verl.models.decoder_generic import GenericDecoder
 from verl.models.decoder_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
 from verl.models.decoder_weights import why_not_lean
+from verl.models.placement import keep_freed_memory
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import (
     Completion,
@@ -45,6 +46,8 @@ class NativeEngine(RolloutEngine):
         first = next(model.parameters())
         # "cuda" is not "cuda:0" to torch; a tensor knows its index.
         self.device = torch.empty(0, device=device).device if device is not None else first.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.eos_token_ids = tuple(eos_token_ids) if eos_token_ids is not None else eos_ids(model, tokenizer)
         self.generic_because = why_not_lean(model)
         kind = GenericDecoder if self.generic_because else LeanDecoder
