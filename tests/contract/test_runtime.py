@@ -223,6 +223,14 @@ def test_a_killed_rank_is_named_at_once():
     group.close()
 
 
+def test_an_answer_that_comes_after_another_rank_died_is_dropped():
+    group = ProcessGroup(Counter, Layout(dp=2))
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        group.broadcast("die_on", 1)
+    group._settle(0, 1, True, None)
+    group.close()
+
+
 def test_a_rank_killed_between_calls_is_named_by_the_next_one():
     group = ProcessGroup(Counter, Layout(dp=1))
     (victim,) = group.broadcast("process")

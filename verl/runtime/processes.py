@@ -176,7 +176,9 @@ class ProcessGroup(WorkerGroup):
 
     def _settle(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
         with self._lock:
-            call = self._calls[number]
+            call = self._calls.get(number)
+            if call is None:  # it failed with another rank, which died meanwhile
+                return
             future = call.futures[rank]
             if future.done():
                 return
