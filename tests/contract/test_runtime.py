@@ -174,13 +174,11 @@ def test_an_argument_that_cannot_travel_reaches_no_rank(processes: ProcessGroup)
 
 
 def test_coroutines_run_beside_each_other_and_calls_between_them(processes: ProcessGroup):
-    start = time.perf_counter()
     naps = processes.post(0, "nap", [(1.0,), (1.0,), (1.0,)])
     assert processes.broadcast("rank") == [0, 1]
     assert not any(nap.done() for nap in naps)
-    for nap in naps:
-        nap.result(timeout=20)
-    assert time.perf_counter() - start < 2.5
+    ends = [nap.result(timeout=20) for nap in naps]
+    assert max(ends) - min(ends) < 0.9  # one after the other they end a second apart
 
 
 def test_the_cores_are_shared_unless_the_user_said_otherwise(processes: ProcessGroup):
@@ -212,14 +210,15 @@ def test_one_rank_that_fails_while_others_wait_for_it_ends_the_group(monkeypatch
     group.close()
 
 
-def test_a_killed_rank_is_named_at_once():
+def test_a_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.runtime.processes.GRACE_S", 60.0)
     group = ProcessGroup(Counter, Layout(dp=2))
     start = time.perf_counter()
     with pytest.raises(WorkerError, match="SIGKILL") as caught:
         group.broadcast("die_on", 1)
     assert caught.value.rank == 1 and caught.value.method == "die_on"
     assert "about to go" in str(caught.value) and "checkpoint" in str(caught.value)
-    assert time.perf_counter() - start < 4
+    assert time.perf_counter() - start < 20
     group.close()
 
 
