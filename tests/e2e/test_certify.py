@@ -20,6 +20,7 @@ from verl.trainer.certify import run as certifying
 from verl.trainer.certify.report import Certificate
 from verl.trainer.certify.run import certify
 from verl.trainer.certify.subject import value_model
+from verl.utils.errors import ConfigError
 from verl.workers.engine.torch_engine import TorchEngine
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
@@ -199,6 +200,27 @@ def test_a_loss_that_looks_at_its_neighbours_is_caught(registered):
 
     certificate = run(f"{ACTOR}.policy_loss.loss_mode=centred")
     assert {"micro-batch size", "head mode"} <= set(certificate.culprits("actor"))
+
+
+def gain(logprobs, old_logprobs, advantages):
+    return -advantages * (logprobs - old_logprobs).exp()
+
+
+NO_LOSS = {
+    "at random": (lambda *a: (gain(*a) * torch.rand(len(a[0])), {}), "differs by .* from itself when computed again"),
+    "reduced": (lambda *a: (gain(*a).mean(), {}), r"losses of shape \(\); .* one loss per token"),
+    "without metrics": (gain, "returned Tensor; it must return"),
+    "detached": (lambda *a: (gain(*a).detach(), {}), "does not depend on what the model says"),
+    "nothing": (lambda *a: (0 * gain(*a), {}), "norm 0.0: nothing to compare"),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOSS)
+def test_a_loss_that_nothing_can_be_said_about_is_refused_with_the_reason(registered, name):
+    loss, why = NO_LOSS[name]
+    registered("no loss")(lambda logprobs, old, advantages, batch, config: loss(logprobs, old, advantages))
+    with pytest.raises(ConfigError, match=why):
+        run(f"{ACTOR}.policy_loss.loss_mode=no loss")
 
 
 def test_a_gradient_that_depends_on_the_order_is_caught(monkeypatch):

@@ -51,6 +51,20 @@ class PolicyLoss:
     per_token: bool
     check: Callable[[ActorConfig], None]  # raises ConfigError before the first step where the loss cannot be used
 
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
+    ) -> tuple[Tensor, TokenMetrics]:
+        """What the function says; ConfigError unless that is one loss per token, which broadcasting would hide."""
+        found = self.function(logprobs, old_logprobs, advantages, batch, config)
+        losses = found[0] if isinstance(found, tuple) and len(found) == 2 else None
+        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+            seen = type(found).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
+            raise ConfigError(
+                f"policy loss {config.policy_loss.loss_mode!r} returned {seen}; it must return (losses, metrics) with "
+                f"one loss per token, {tuple(logprobs.shape)}: reducing is the trainer's, by actor.loss_agg_mode"
+            )
+        return losses, found[1]
+
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 PLANNED = ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo", "bypass_mode")
@@ -133,7 +147,7 @@ class ActorLoss:
         batch = Batch(torch.tensor([0, len(logprobs)]) if cu_seqlens is None else cu_seqlens, columns, {})
         # Without old log-probs the policy in training is the one that sampled: ratio 1, with its gradient.
         old = columns["old_logprobs"] if "old_logprobs" in columns else logprobs.detach()
-        losses, metrics = self.policy_loss.function(logprobs, old, columns["advantages"], batch, config)
+        losses, metrics = self.policy_loss(logprobs, old, columns["advantages"], batch, config)
         metrics["pg_loss"] = losses
         if self.with_entropy:
             metrics["entropy"] = outputs["entropy"]

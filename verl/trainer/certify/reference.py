@@ -7,7 +7,6 @@ part into the parameters. Shapes: L tokens of one sequence, V vocabulary, W the 
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import get_policy_loss
+from verl.algorithms.losses import PolicyLoss, get_policy_loss
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
 from verl.trainer.ppo.padded import PolicyLossAdapter
@@ -75,7 +74,10 @@ def gradient(model: nn.Module, batch: Batch, loss_of: LossOf, temperature: float
     with torch.no_grad():
         leaves = [leaf for part in parts for leaf in outputs_of(model, part, temperature)]
     leaves = [{name: column.double().requires_grad_() for name, column in leaf.items()} for leaf in leaves]
-    loss_of(leaves, rows).backward()
+    loss = loss_of(leaves, rows)
+    if not loss.requires_grad:
+        raise ConfigError("the loss does not depend on what the model says: is something detached in it?")
+    loss.backward()
     total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters() if p.requires_grad}
     for i, part in enumerate(parts):
         found, part_leaves = outputs_of(model, part, temperature), leaves[i * together : (i + 1) * together]
@@ -120,8 +122,8 @@ def aggregate(losses: list[Tensor], masks: list[Tensor], mode: str, scale: float
 
 def actor_loss(config: ActorConfig, scale: float) -> LossOf:
     """The loss of the policy: the registered policy loss, the entropy bonus and the KL term."""
-    function = get_policy_loss(config.policy_loss.loss_mode).function
-    outside = function if isinstance(function, PolicyLossAdapter) else None
+    policy_loss = get_policy_loss(config.policy_loss.loss_mode)
+    outside = policy_loss.function if isinstance(policy_loss.function, PolicyLossAdapter) else None
 
     def loss_of(outputs: list[Outputs], rows: list[Outputs]) -> Tensor:
         masks = [row["loss_mask"] for row in rows]
@@ -129,7 +131,7 @@ def actor_loss(config: ActorConfig, scale: float) -> LossOf:
         losses = [torch.zeros_like(one) for one in logprobs]
         for i, (out, row) in enumerate(zip(outputs, rows, strict=True)):
             if outside is None:
-                losses[i] = losses[i] + policy_loss_alone(function, logprobs[i], row, config)
+                losses[i] = losses[i] + policy_loss_alone(policy_loss, logprobs[i], row, config)
             if config.entropy_coeff:
                 losses[i] = losses[i] - config.entropy_coeff * out["entropy"]
             if config.use_kl_loss:
@@ -141,10 +143,10 @@ def actor_loss(config: ActorConfig, scale: float) -> LossOf:
     return loss_of
 
 
-def policy_loss_alone(function: Callable[..., Any], logprobs: Tensor, row: Outputs, config: ActorConfig) -> Tensor:
+def policy_loss_alone(policy_loss: PolicyLoss, logprobs: Tensor, row: Outputs, config: ActorConfig) -> Tensor:
     """(L,) a registered loss of one sequence that never meets another."""
     alone = Batch(torch.tensor([0, len(logprobs)]), dict(row), {})
-    return function(logprobs, row["old_logprobs"], row["advantages"], alone, config)[0]
+    return policy_loss(logprobs, row["old_logprobs"], row["advantages"], alone, config)[0]
 
 
 def outside_loss(

@@ -8,6 +8,7 @@ from typing import Any
 from verl.trainer.certify.variants import WHOLE
 
 TOLERANCE = 1e-10  # relative, float64
+RESTLESS = 1e-7  # the definition computed twice: rounding in float64 stays far below
 RATIO = 2.0  # error against float64, as a multiple of the plain computation's
 
 

@@ -26,7 +26,7 @@ from verl.plugin.platform import choose_platform
 from verl.trainer.certify import reference
 from verl.trainer.certify.batch import trajectories, with_columns
 from verl.trainer.certify.ranks import RankGradients
-from verl.trainer.certify.report import RATIO, TOLERANCE, Certificate, Row, print_table
+from verl.trainer.certify.report import RATIO, RESTLESS, TOLERANCE, Certificate, Row, print_table
 from verl.trainer.certify.subject import Subject, build_engine, stand_in, subjects, with_adapters
 from verl.trainer.certify.variants import Variant, over_ranks, sharing, variants
 from verl.utils.errors import ConfigError, VerlError
@@ -131,8 +131,16 @@ class Judge:
         self.truth = self.by_definition(model)
         self.norm = norm(self.truth)
         if not 0 < self.norm < float("inf"):
-            raise ConfigError(f"the gradient of {subject.role} by definition has norm {self.norm}; nothing to compare")
+            raise ConfigError(
+                f"the gradient of {subject.role} by definition, each sequence alone, has norm {self.norm}: nothing to "
+                "compare. A loss may not need other sequences, as one does that whitens or averages over a micro-batch"
+            )
         self.noise = self.error(self.by_definition(model, together=2))[0]
+        if not self.noise < RESTLESS:
+            raise ConfigError(
+                f"the gradient of {subject.role} by definition differs by {self.noise:.1e} from itself when computed "
+                "again: its loss or its model draws random numbers or keeps a state, so no two ways can agree"
+            )
         self.dtype = Precision.of(subject.engine, self.device).compute
         self.plain_error = 0.0
         if self.dtype != torch.float64:
