@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -178,6 +179,13 @@ def test_ctrl_c_finishes_a_step_and_saves_it(folder: Path, monkeypatch: pytest.M
 def test_retention_keeps_the_newest(folder: Path):
     train(folder, "run", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2")
     assert sorted(p.name for p in (folder / "run").glob("global_step_*")) == ["global_step_6", "global_step_8"]
+
+
+def test_a_checkpoint_whose_huggingface_folder_was_taken_away_stays(folder: Path):
+    train(folder, "run", "trainer.total_training_steps=2")
+    shutil.rmtree(folder / "run" / "global_step_2" / "huggingface")
+    train(folder, "run", "trainer.total_training_steps=3")
+    assert (folder / "run" / "global_step_2" / "manifest.json").is_file()
 
 
 def test_a_resume_that_would_train_on_other_rows_is_refused(folder: Path):

@@ -215,6 +215,12 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_marks_it_once(tmp_path: Path
     assert item.loss_mask.int().tolist() == [0, 0, 0, 1, 1, 0, 1]
 
 
+def test_asking_for_no_rows_names_the_key_that_does(tmp_path: Path):
+    dataset(tmp_path, [chat("a", "b")], make_tokenizer("ab"))
+    with pytest.raises(DataError, match=r"no row is left; raise data.*_max_samples \(now 0\)"):
+        ConversationDataset(str(tmp_path / "rows.jsonl"), make_tokenizer("ab"), SFTDataConfig(), 0)
+
+
 def test_truncation_in_the_middle_keeps_both_ends(tmp_path: Path):
     tokenizer = make_tokenizer("abcdefgh")
     (item,) = dataset(tmp_path, [chat("ab", "cdefgh")], tokenizer, max_length=5, truncation="middle")[0]
@@ -226,6 +232,8 @@ def test_rows_that_lose_every_answer_to_truncation_are_left_out_and_counted(tmp_
     data = dataset(tmp_path, [chat("abcdef", "g"), chat("a", "b")], tokenizer, max_length=4, truncation="right")
     assert [trained_text(tokenizer, items[0]) for items in data] == ["b<eos>"]
     assert "1 rows had no assistant token left" in data.notes[-1]
+    longer = dataset(tmp_path, [chat("abcdef", "g"), chat("a", "b")], tokenizer, max_length=8, truncation="right")
+    assert len(longer) == 2 and longer.digest != data.digest  # a resumed run would count other rows
 
 
 def test_rows_with_images_are_refused(tmp_path: Path):

@@ -58,8 +58,10 @@ class ConversationDataset:
         for start in range(0, count, _CHUNK):
             self._read(range(start, min(start + _CHUNK, count)))
         if not self._items:
-            raise DataError(f"{self._rows.names()}: no row is left to train on; raise data.max_length")
-        self.digest = hashlib.sha256(f"{self._rows.digest} {count}".encode()).hexdigest()
+            why = "raise data.max_length" if count else f"raise data.*_max_samples (now {max_samples})"
+            raise DataError(f"{self._rows.names()}: no row is left; {why}")
+        kept = [row for row, _ in self._items]
+        self.digest = hashlib.sha256(f"{self._rows.digest} {kept}".encode()).hexdigest()
         self.notes = self._notes()
 
     def __len__(self) -> int:

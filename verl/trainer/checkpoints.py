@@ -85,7 +85,7 @@ class Checkpoints:
         for role, count in self.keep.items():
             for step in steps[count:] if count else ():
                 self._drop(step_folder(self.root, step) / role)
-        for step in steps[1:]:
+        for step in () if "." in self.keep else steps[1:]:  # all of whose roles were dropped
             folder = step_folder(self.root, step)
             if folder.is_dir() and not any(child.is_dir() for child in folder.iterdir()):
                 self._drop(folder)
