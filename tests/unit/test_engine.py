@@ -213,6 +213,22 @@ def test_logits_that_are_bounded_are_refused_by_name(tmp_path):
     build_engine(folder, model={"override_config": {"final_logit_softcapping": None}}).forward(random_batch())
 
 
+LONG = {"rope_theta": 1e4, "original_max_position_embeddings": 10, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+STRETCHED = {"dynamic": {"rope_theta": 1e4, "factor": 4.0}, "longrope": LONG}
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_sequences_that_change_the_rotary_frequencies_of_their_neighbours_are_refused(tmp_path, kind):
+    rope = {"rope_type": kind, **STRETCHED[kind]}
+    engine = build_engine(save_tiny_model(tmp_path, tiny_qwen3(max_position_embeddings=10, rope_parameters=rope)))
+    batch = random_batch()  # one sequence has 11 tokens
+    with pytest.raises(ConfigError, match=rf"has 11 tokens, but rope_type={kind} .* more than 10, .* at 10 or less"):
+        engine.forward(batch)
+    short = batch.select([i for i, length in enumerate(batch.lengths.tolist()) if length <= 10])
+    one, whole = (engine.forward(short, micro=MicroBatching(max_sequences=n))["logprobs"] for n in (1, 9))
+    torch.testing.assert_close(one, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_a_non_finite_gradient_is_skipped_counted_and_named(folder, caplog):
     batch, engine = random_batch(), build_engine(folder)
     before = {name: tensor.clone() for name, tensor in engine.export_weights()}

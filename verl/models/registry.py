@@ -132,13 +132,20 @@ def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int) -
     if heads % size:
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(f"{key} does not divide the model's {heads} attention heads; use one of {sizes}")
+
+
+def check_lengths(config: PreTrainedConfig, longest: int) -> None:
+    """Refuses sequences so long that a forward's longest one decides the rotary frequencies of all others."""
+    text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if kinds & {*_TOTAL_LENGTH}:
-        raise ConfigError(
-            f"{key} cannot be used with rope_type={', '.join(sorted(kinds & {*_TOTAL_LENGTH}))}, whose frequencies "
-            "depend on the longest sequence of a forward, which no rank sees whole; set it to 1"
-        )
+    for part in (part for part in (rope, *rope.values()) if isinstance(part, dict)):
+        limit = min(part.get("original_max_position_embeddings") or longest, text.max_position_embeddings)
+        if part.get("rope_type") in _TOTAL_LENGTH and longest > limit:
+            raise ConfigError(
+                f"a sequence has {longest} tokens, but rope_type={part['rope_type']} takes other frequencies for all "
+                f"sequences of a forward with one of more than {limit}, so results would depend on how a batch is cut; "
+                f"keep data.max_prompt_length + max_response_length (or data.max_length) at {limit} or less"
+            )
 
 
 def make_packed(model: nn.Module) -> None:

@@ -20,14 +20,13 @@ from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig,
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
-from verl.models import lora
+from verl.models import lora, registry
 from verl.models.float64 import keep_float64
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.heads import head_settings, token_logprobs, token_loss_one_pass, token_values
 from verl.models.levers import apply_levers
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
 from verl.models.placement import keep_freed_memory, move
-from verl.models.registry import check_head, check_prefix_sharing, check_sequence_parallel, logit_divisor, runs_packed
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.workers.engine import checkpoint
@@ -82,8 +81,8 @@ class TorchEngine(BaseEngine):
         self.model = self._build_model()
         if self.compute_dtype == torch.float64:
             keep_float64(self.model)
-        self.packed = runs_packed(self.model.config, self.model_config.use_remove_padding)
-        check_sequence_parallel(self.model.config, self.packed, self.ranks.sequence_size)
+        self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
+        registry.check_sequence_parallel(self.model.config, self.packed, self.ranks.sequence_size)
         self.head_mode, self.head_kernels, self.chunk_size = head_settings(self.model_config, self.engine_config)
         self.training_forward = apply_levers(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
@@ -114,7 +113,7 @@ class TorchEngine(BaseEngine):
             importlib.import_module(name)
         config, init_random = build_config(settings)
         if not self.has_value_head:
-            check_head(config)
+            registry.check_head(config)
         get_platform().apply_model_patches(config.model_type)
         load = load_value_model if self.has_value_head else load_causal_lm
         with torch.random.fork_rng(devices=[]):
@@ -214,8 +213,9 @@ class TorchEngine(BaseEngine):
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
         micro = micro or MicroBatching()
+        registry.check_lengths(self.model.config, int(batch.lengths.max()) if batch.num_sequences else 0)
         if micro.share_prefixes:
-            check_prefix_sharing(self.model.config, self.packed)
+            registry.check_prefix_sharing(self.model.config, self.packed)
         return micro_batches(batch, columns, micro, self.device, self._most_on_any_rank, self.sequence_group)
 
     def _most_on_any_rank(self, number: int) -> int:
@@ -295,7 +295,7 @@ class TorchEngine(BaseEngine):
         return self.model.get_output_embeddings()
 
     def _divisor(self, temperature: float) -> float:
-        return temperature * logit_divisor(self.model.config)
+        return temperature * registry.logit_divisor(self.model.config)
 
     def _set_training(self, training: bool) -> None:
         if self.model.training != training:
