@@ -345,7 +345,9 @@ def test_shards_of_a_bfloat16_base_have_adapters_in_float32(folder, adapters):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["nowhere"]}, "no LoRA with model.target_modules=.'nowhere'"),
+        ({"target_modules": "nowhere"}, "no LoRA with model.target_modules='nowhere'"),
+        ({"target_modules": ["q_proj", "v_porj"]}, "target_modules names 'v_porj', .* did you mean 'v_proj'"),
+        ({"exclude_modules": ["nowhere"]}, "exclude_modules names 'nowhere', which is no module; known: down_proj"),
         ({"target_modules": ["q_proj", "lm_head"]}, "adapters of lm_head; only linear layers below the head"),
         ({"target_modules": ["embed_tokens"]}, "adapters of model.embed_tokens; only linear"),
         ({"lora_adapter_path": "nowhere"}, "nowhere has no adapter_config.json and no adapter_model.safetensors"),

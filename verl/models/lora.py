@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verl.config import HFModelConfig
 from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
     import peft
@@ -46,6 +47,7 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
     except ImportError as error:
         raise ConfigError(f"model.lora_rank needs peft ({error}); install verl[lora]") from error
     folder = None if settings.lora_adapter_path is None else Path(settings.lora_adapter_path).expanduser()
+    _check_names(model, settings)
     config = _new_settings(model, settings) if folder is None else _saved_settings(folder, settings)
     wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -115,6 +117,16 @@ def _check_layers(model: nn.Module) -> None:
             f"model.target_modules asks for adapters of {', '.join(odd[:3])}; only linear layers below the head can "
             f"have them: name it in model.exclude_modules"
         )
+
+
+def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
+    """Every name of a list means some module; peft is content when one of them does."""
+    paths = [f".{name}" for name, _ in model.named_modules()]
+    for key in ("target_modules", "exclude_modules"):
+        for wanted in settings[key] if isinstance(settings[key], list) else ():
+            if not any(path.endswith(f".{wanted}") for path in paths):
+                linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+                raise ConfigError(f"model.{key} names {wanted!r}, which is no module; {did_you_mean(wanted, linear)}")
 
 
 def _read_adapters(model: nn.Module, folder: Path) -> None:
