@@ -249,6 +249,13 @@ def test_compute_type_auto_is_the_parameters_type_on_a_cpu(folder):
     assert engine.compute_dtype == torch.float32 and not engine.weights.has_copies
 
 
+def test_training_in_float16_is_refused_and_running_forward_in_it_is_not(folder):
+    for settings in ({"dtype": "fp16"}, {"mixed_precision": {"reduce_dtype": "fp16"}}):
+        with pytest.raises(ConfigError, match=r"training in float16 is refused: .* use dtype=bf16"):
+            build_engine(folder, **{"dtype": "fp32", "model_dtype": "fp32", **settings})
+    assert build_engine(folder, dtype="fp16", forward_only=True).forward(random_batch())["logprobs"].isfinite().all()
+
+
 def test_dropout_is_off_unless_asked_for(tmp_path):
     folder = save_tiny_model(tmp_path, tiny_qwen3(attention_dropout=0.5))
     batch, engine = random_batch(), build_engine(folder)
