@@ -132,6 +132,23 @@ def test_tensors_that_do_not_fit_the_configuration_are_named(models, tmp_path, c
         main(["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
 
 
+def test_a_head_that_is_said_to_be_the_embedding_and_is_not_is_not_dropped(models, tmp_path):
+    save_shards(models["odd"], tmp_path / "saved")
+    words = ["--local_dir", str(tmp_path / "saved"), "--target_dir", str(tmp_path / "merged"), "--tie-word-embedding"]
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor .* differ"
+    ):
+        main(["merge", *words])
+
+
+@pytest.mark.parametrize("text", ["{", '{"model_type": "nobody"}'])
+def test_a_configuration_nobody_can_read_is_named(tmp_path, text):
+    save_shards(save_tiny_model(tmp_path / "model"), tmp_path / "saved")
+    (tmp_path / "saved" / "huggingface" / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"huggingface/config\.json cannot be used: "):
+        main(["merge", "--local_dir", str(tmp_path / "saved"), "--target_dir", str(tmp_path / "merged")])
+
+
 def test_a_damaged_shard_a_taken_target_and_a_wrong_folder_are_refused(models, tmp_path):
     saved = tmp_path / "saved"
     save_shards(models["odd"], saved, ("model", "hf_model"))

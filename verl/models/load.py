@@ -52,9 +52,17 @@ def load_config(path: str | Path, override: dict[str, Any] | None = None) -> Pre
 
     Of a model of images and text it is the text part's, where that is a language model of its own.
     """
-    config = AutoConfig.from_pretrained(model_folder(path), local_files_only=True)
+    config = read_config(model_folder(path))
     text = config.get_text_config()
     return apply_override(text if type(text) in AutoModelForCausalLM._model_mapping else config, override or {})
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """What config.json in a folder says; ConfigError where that is no model `transformers` knows."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTrainedConfig:

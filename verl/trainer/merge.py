@@ -12,9 +12,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from verl.models import export
+from verl.models.load import read_config
 from verl.models.tensor_file import write_tensors
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import publish_directory
@@ -119,6 +120,15 @@ def base_names(source: Source, model: PreTrainedModel) -> dict[str, str]:
         raise CheckpointError(
             f"the shards do not fit config.json ({type(model).__name__}): {len(wrong)} tensors, {'; '.join(wrong[:3])}"
         )
+    first = {id(tensor): name for name, tensor in model.named_parameters()}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if name in there and name not in needed:
+            same = first[id(tensor)]
+            if not torch.equal(source.read(there[name]), source.read(there[same])):
+                raise CheckpointError(
+                    f"{name} and {same} are one tensor by config.json or --tie-word-embedding, but differ in the "
+                    "shards: one would be lost; leave the option out, or set tie_word_embeddings to false"
+                )
     return {name: there[name] for name in needed}
 
 
@@ -130,7 +140,7 @@ def _structure(folder: Path, is_value_model: bool, tied: bool) -> PreTrainedMode
     """The model of a configuration, on the meta device."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}/config.json is missing; it says which model the shards are of")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     if tied:
         config.tie_word_embeddings = True
     names = config.architectures or []
