@@ -42,6 +42,10 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
             [f"{ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.model.use_remove_padding=False"],
             ["use_remove_padding"],
         ),
+        (
+            [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.strategy=fsdp2"],
+            ["strategy=fsdp2", "keep only"],
+        ),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/b"], ["global_step_N", "/a/b"]),
         (["data.custom_cls.path=x.py"], ["custom_cls"]),
         (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
@@ -68,6 +72,15 @@ def test_an_impossible_combination_of_sft_is_one_error_with_its_numbers(override
     with pytest.raises(ConfigError) as caught:
         load_config(overrides, "sft_trainer")
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("spelling", ["ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"])
+def test_ranks_that_share_sequences_hold_longer_ones_and_need_fewer_sequences(spelling):
+    long = ["algorithm.adv_estimator=grpo", "data.max_response_length=20000", "trainer.n_gpus_per_node=2"]
+    batches = ["data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.use_dynamic_bsz=True"]
+    load_config([*long, *batches, f"{ACTOR}.{spelling}=2"])
+    with pytest.raises(ConfigError, match="cannot be shared by 2 data-parallel ranks"):
+        load_config([*long, *batches])
 
 
 def test_unused_parts_are_not_held_against_a_run():

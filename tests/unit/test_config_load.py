@@ -172,8 +172,9 @@ def test_keys_follow_others_unless_they_are_set():
     assert config.actor_rollout_ref.rollout.response_length == 64 and config.critic.ppo_mini_batch_size == 32
     assert config.actor_rollout_ref.actor.clip_ratio_high == 0.3
     assert load_config([f"{ACTOR}.ppo_epochs=2", "critic.ppo_epochs=1"]).critic.ppo_epochs == 1
-    both = load_config([f"{ACTOR}.ulysses_sequence_parallel_size=2"]).actor_rollout_ref
-    assert both.ref.fsdp_config.ulysses_sequence_parallel_size == 2
+    for spelling in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
+        both = load_config([f"{ACTOR}.{spelling}=2"]).actor_rollout_ref
+        assert both.ref.fsdp_config.ulysses_sequence_parallel_size == 2
 
 
 @pytest.mark.parametrize(

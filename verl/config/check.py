@@ -4,7 +4,7 @@ from typing import Any
 
 from verl.config import foreign, schema
 from verl.config.base import Section
-from verl.config.run import RunConfig
+from verl.config.run import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
 
@@ -18,7 +18,7 @@ def check(config: Any) -> None:
     for path in schema.keys(root):
         _check_value(path, path.rsplit(".", 1)[-1], _at(config, path))
     if isinstance(config, RunConfig):
-        for rule in (_batches, _budgets, _rollout, _algorithm, _engines, _run):
+        for rule in (_spelled_once, _batches, _budgets, _rollout, _algorithm, _engines, _run):
             rule(config)
     elif isinstance(config, SFTConfig):
         _sft(config)
@@ -70,6 +70,16 @@ def uses_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def _spelled_once(config: RunConfig) -> None:
+    """A key of an engine and its short spelling beside the engine must agree where both are set."""
+    given = set(getattr(config, "_set", ()))
+    for long, short in FOLLOWS.items():
+        where, _, name = short.rpartition(".")
+        same = long.startswith(f"{where}.") and long.endswith(f".{name}") and {long, short} <= given
+        if same and (one := _at(config, short)) != (other := _at(config, long)):
+            raise ConfigError(f"{short}={one} and {long}={other} say the same thing differently; keep only {long}")
+
+
 def _batches(config: RunConfig) -> None:
     data, actor = config.data, config.actor_rollout_ref.actor
     trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if uses_critic(config) else [])
@@ -96,7 +106,7 @@ def check_ranks(config: RunConfig, devices: int) -> None:
                 f"{old} is shared by all devices, but their number was not given and {devices} were found; set "
                 f"trainer.n_gpus_per_node={devices // config.trainer.nnodes}, or {target}"
             )
-    ranks = max(devices // actor.ulysses_sequence_parallel_size, 1)
+    ranks = max(devices // actor.fsdp_config.ulysses_sequence_parallel_size, 1)
     for path, prompts in (
         ("data.train_batch_size", data.train_batch_size),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", actor.ppo_mini_batch_size),
@@ -113,15 +123,17 @@ def _budgets(config: RunConfig) -> None:
     arr, critic, data = config.actor_rollout_ref, config.critic, config.data
     longest = data.max_prompt_length + data.max_response_length
     ppo = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
-    passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *ppo, 1)]
+    sharing = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
+    passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *ppo, sharing)]
     log_prob = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
-    passes.append(("actor_rollout_ref.rollout", arr.rollout, *log_prob, 1))
+    passes.append(("actor_rollout_ref.rollout", arr.rollout, *log_prob, sharing))
     if uses_reference(config):
-        passes.append(("actor_rollout_ref.ref", arr.ref, *log_prob, arr.ref.ulysses_sequence_parallel_size))
+        adapted = arr.model.lora_rank > 0 or arr.model.lora_adapter_path is not None  # the actor's engine answers
+        own = sharing if adapted else arr.ref.fsdp_config.ulysses_sequence_parallel_size
+        passes.append(("actor_rollout_ref.ref", arr.ref, *log_prob, own))
     if uses_critic(config):
-        passes.append(("critic", critic, *ppo, critic.ulysses_sequence_parallel_size))
-    for role, part, flag, micro, budget, ranks in passes:
-        shared = max(ranks, arr.actor.ulysses_sequence_parallel_size if role != "critic" else 1)
+        passes.append(("critic", critic, *ppo, critic.fsdp.ulysses_sequence_parallel_size))
+    for role, part, flag, micro, budget, shared in passes:
         if not part[flag] and part[micro] is None:
             raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")
         if part[flag] and part[budget] * shared < longest:

@@ -54,7 +54,7 @@ def _follows() -> dict[str, str]:
         f"{arr}.ref.strategy": f"{arr}.actor.strategy",
         "critic.strategy": f"{arr}.actor.strategy",
         f"{arr}.ref.use_torch_compile": f"{arr}.actor.use_torch_compile",
-        f"{arr}.ref.ulysses_sequence_parallel_size": f"{arr}.actor.ulysses_sequence_parallel_size",
+        f"{arr}.ref.ulysses_sequence_parallel_size": f"{arr}.actor.fsdp_config.ulysses_sequence_parallel_size",
         f"{arr}.rollout.prompt_length": "data.max_prompt_length",
         f"{arr}.rollout.response_length": "data.max_response_length",
         "data.tool_config_path": f"{arr}.rollout.multi_turn.tool_config_path",

@@ -127,7 +127,8 @@ class Settings:
         for target, (path, value, origin) in self._per_device.items():
             role = target.rsplit(".", 1)[0].replace("rollout", "actor").replace("actor_actor_ref", "actor_rollout_ref")
             devices = flat["trainer.nnodes"] * (flat["trainer.n_gpus_per_node"] or 1)
-            groups = max(devices // flat[f"{role}.ulysses_sequence_parallel_size"], 1)
+            engine = "fsdp" if role == "critic" else "fsdp_config"
+            groups = max(devices // flat[f"{role}.{engine}.ulysses_sequence_parallel_size"], 1)
             if not isinstance(value, int) or value <= 0 or value % groups:
                 raise ConfigError(f"{path}={value} cannot be shared by {groups} ranks; set {target} instead")
             key = schema.keys(self.root)[target]
