@@ -147,7 +147,7 @@ def test_both_replicas_compute_with_what_was_published(backend: str, publishing:
 def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(backend: str, publishing: Any):
     publisher = publishing(backend)
     publisher.publish(0)
-    publisher.loses(1, "fail 1", r"replica 1: .*no room for a tensor", within_s=5)
+    publisher.loses(1, "fail 1", r"replica 1: .*no room for a tensor", within_s=15)
     assert publisher.publish(2).num_replicas == 2
 
 
@@ -189,7 +189,7 @@ def test_a_trainer_that_fails_half_way_leaves_nobody_waiting(backend: str, publi
     begin = time.monotonic()
     with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*: trainer: a shard is gone"):
         publisher.publish(1)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15  # the timeout is 20
     rank.engine.export_weights = lambda: weights
     publisher.publish(2)
 

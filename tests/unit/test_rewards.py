@@ -141,14 +141,14 @@ def test_async_functions_keep_one_event_loop_for_the_whole_run():
 
 
 def test_sync_functions_run_side_by_side_but_no_more_than_num_workers():
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, three = 0, 0, threading.Lock(), threading.Barrier(3)
 
     def function(**_):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.02)
+        three.wait(30)  # breaks where no three run at once
         with lock:
             running -= 1
         return 1
@@ -167,7 +167,7 @@ def test_the_event_loop_of_the_caller_stays_free_while_a_sync_function_works():
             ticks += 1
         return ticks
 
-    assert asyncio.run(both()) > 5
+    assert asyncio.run(both()) > 2  # one, where it waits
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -204,7 +204,7 @@ def test_answers_nobody_waits_for_any_more_are_not_judged():
         return await reward.score([item("next")])
 
     assert asyncio.run(cancel_early())[0].value == 1.0
-    assert judged[-1] == "next" and len(judged) < 6
+    assert judged[-1] == "next" and len(judged) < 15  # all 20 take two seconds
 
 
 # failing
@@ -294,10 +294,10 @@ def test_a_call_that_hangs_is_timed_out_and_the_others_are_still_judged():
 
 
 def test_waiting_for_a_turn_is_not_running_time():
-    reward = wrap(lambda **_: time.sleep(0.05) or 1.0, timeout_s=0.5, num_threads=1)
+    reward = wrap(lambda **_: time.sleep(0.05) or 1.0, timeout_s=1.0, num_threads=1)
 
-    async def several():  # the last call's only answer waits behind 15 others, 0.75 s
-        first = asyncio.create_task(reward.score([item()] * 15))
+    async def several():  # the last call's only answer waits behind 25 others, 1.25 s
+        first = asyncio.create_task(reward.score([item()] * 25))
         await asyncio.sleep(0.05)
         return [await reward.score([item()]), await first]
 
