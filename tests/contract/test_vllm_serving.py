@@ -94,7 +94,7 @@ def test_the_official_client_reads_an_answer_while_vllm_decodes_it(folder: Path)
         chunks = client.chat.completions.create(**chat, max_tokens=LONG, stream=True)
         next(iter(chunks))
         chunks.close()
-        time.sleep(0.2)
+        time.sleep(1.0)
         seen.set()
         until = time.monotonic() + 20
         while (engine._pending or engine.llm.has_unfinished_requests()) and time.monotonic() < until:
