@@ -133,6 +133,14 @@ def test_a_checkpoint_of_another_model_or_type_says_what_differs(folder, tmp_pat
         build_engine(wider).load(tmp_path / "saved", ("model",))
 
 
+def test_the_state_of_another_optimizer_is_refused_and_can_be_left_out(folder, tmp_path):
+    build_engine(folder).save(tmp_path / "saved")
+    other = build_engine(folder, optim={"optimizer": "SGD"})
+    with pytest.raises(CheckpointError, match=r"state of AdamW, not of optim.optimizer=SGD; .*=\[model,extra\]"):
+        other.load(tmp_path / "saved", ("model", "optimizer", "extra"))
+    other.load(tmp_path / "saved", ("model", "extra"))
+
+
 def test_an_unknown_content_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="allowed: model, optimizer"):
         build_engine(folder).save(tmp_path / "saved", ("weights",))

@@ -72,11 +72,12 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
         work.append(_saves_extra(engine, folder))
     if adapters:
         work.append(_saves_adapters(engine, folder / ADAPTERS))
-    seal = partial(_seal, folder, contents, engine.world_size)
+    about = {"contents": contents, "world_size": engine.world_size, "optimizer": type(engine.optimizer).__name__}
+    seal = partial(_seal, folder, about)
     if "hf_model" in contents:
         writes, check = _exports(engine, folder / HUGGINGFACE, background)
         work.append(writes)
-        seal = partial(_seal, folder, contents, engine.world_size, check)
+        seal = partial(_seal, folder, about, check)
     engine.saving = Saving(partial(_write_rank, folder, engine.rank, work), seal)
     engine.saving.start(background)
     if not background:
@@ -198,11 +199,9 @@ def _said_by(folder: Path, rank: int) -> Path:
     return folder / f"written_by_rank_{rank}.json"
 
 
-def _seal(
-    folder: Path, contents: tuple[str, ...], world_size: int, check: Callable[[dict[str, str]], None] | None = None
-) -> None:
+def _seal(folder: Path, about: dict[str, Any], check: Callable[[dict[str, str]], None] | None = None) -> None:
     """Write the manifest from what all ranks say they wrote."""
-    said = [read_sealed(_said_by(folder, rank)) for rank in range(world_size)]
+    said = [read_sealed(_said_by(folder, rank)) for rank in range(about["world_size"])]
     if check is not None:
         check({name: digest for one in said for name, digest in one["exported"].items()})
     files = {name: digest for one in said for name, digest in one["files"].items()}
@@ -212,13 +211,12 @@ def _seal(
     parts = {part: merge([from_json(one["tensors"][part]) for one in said]) for part in said[0]["tensors"]}
     manifest = {
         "format": FORMAT,
-        "contents": list(contents),
-        "world_size": world_size,
+        **about,
         "files": files,
         "tensors": {part: to_json(index) for part, index in parts.items()},
     }
     write_sealed(folder / MANIFEST, manifest)
-    for rank in range(world_size):
+    for rank in range(about["world_size"]):
         _said_by(folder, rank).unlink()
 
 
@@ -273,6 +271,12 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
         raise CheckpointError(
             f"{folder} holds {', '.join(manifest['contents'])}, not {', '.join(lacking)}; resume from a checkpoint "
             f"that does, or leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in lacking)}]"
+        )
+    ours = type(engine.optimizer).__name__
+    if "optimizer" in wanted and manifest.get("optimizer", ours) != ours:
+        raise CheckpointError(
+            f"{folder} holds the state of {manifest['optimizer']}, not of optim.optimizer={ours}; set it back, or "
+            f"begin without: checkpoint.load_contents=[{','.join(n for n in wanted if n != 'optimizer')}]"
         )
     _verify(engine, folder, wanted, manifest)
     indices = {part: from_json(index) for part, index in manifest["tensors"].items() if part in wanted}
