@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -71,6 +72,30 @@ def test_text_without_calls_is_left_alone(name: str):
 def test_a_broken_json_call_is_handed_on_so_that_the_policy_is_told():
     [call] = find("hermes", '<tool_call>{"name": "add", "arguments": {"a": 3}</tool_call>')[1]
     assert call.name == "add" and call.arguments.startswith('{"name"')
+    [call] = find("gemma4", "<|tool_call>call:add{a:3<tool_call|>")[1]
+    assert call == FunctionCall("add", '{"a":3')
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("filler", [" ", "\n", "["])
+def test_degenerate_text_takes_time_in_proportion_to_its_length(name: str, filler: str):
+    opening = ONE[name].split("add")[0]
+    begin = time.perf_counter()
+    for text in (opening * 20_000, opening + filler * 100_000, (opening + filler) * 20_000):
+        find(name, text)
+    assert time.perf_counter() - begin < 10  # 0.1 seconds; patterns took minutes
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_arguments_nested_beyond_reading_are_handed_on(name: str):
+    [call] = find(name, ONE[name].replace("3", "[" * 100_000))[1]
+    assert call.name == "add"
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax"])
+def test_spaces_and_line_breaks_of_a_text_argument_are_kept(name: str):
+    [call] = find(name, ONE[name].replace("x<y", "\n  x<y  \n"))[1]
+    assert json.loads(call.arguments)["note"].strip("\n") == "  x<y  "
 
 
 def test_kimi_keeps_the_id_of_a_call():

@@ -83,8 +83,10 @@ def _typed(text: str, kind: str) -> Any:
     if kind == "string":
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+        json.dumps(value)  # what is nested too deeply to be written again stays text
+        return value
+    except (ValueError, RecursionError):
         return {"true": True, "false": False}.get(text.strip().lower(), text)
 
 
@@ -100,41 +102,69 @@ def _json_call(text: str) -> FunctionCall:
         raw = json.loads(text)
         arguments = raw.get("arguments", raw.get("parameters", {}))
         return FunctionCall(str(raw["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         name = re.search(r'"name"\s*:\s*"([^"]*)"', text)
         return FunctionCall(name.group(1) if name else "", text)
 
 
-def _outside(pattern: "re.Pattern[str]", text: str, read: Callable[[str], list[FunctionCall]]) -> Any:
-    calls = [call for match in pattern.finditer(text) for call in read(match.group(1))]
-    return pattern.sub("", text).strip(), calls
+def split(text: str, opening: str, closing: str, last_open: bool = False) -> tuple[str, list[str]]:
+    """`text` without what lies between the marks, and that; `last_open`: the last piece needs no closing mark.
+
+    In time proportional to the text, which a pattern is not: a policy that repeats one token would stop the run.
+    """
+    outside, inside, place = [], [], 0
+    while (begin := text.find(opening, place)) >= 0:
+        end = text.find(closing, begin + len(opening))
+        if end < 0 and not last_open:
+            break
+        outside.append(text[place:begin])
+        inside.append(text[begin + len(opening) : end if end >= 0 else len(text)])
+        place = end + len(closing) if end >= 0 else len(text)
+    return "".join([*outside, text[place:]]).strip(), inside
+
+
+def _named(text: str, opening: str, closing: str, last_open: bool = False) -> list[tuple[str, str]]:
+    """(name, body) of every `opening name>body closing`."""
+    pieces = split(text, opening, closing, last_open)[1]
+    return [(name.strip(), body) for name, mark, body in (piece.partition(">") for piece in pieces) if mark]
+
+
+class TagParser(TextParser):
+    """A parser of calls between two marks."""
+
+    opening: str
+    closing: str
+
+    def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        rest, pieces = split(text, self.opening, self.closing)
+        return rest, [call for piece in pieces for call in self.read(piece.strip(), types)]
+
+    @abstractmethod
+    def read(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        """The calls between one pair of marks."""
 
 
 @TOOL_PARSERS.register("hermes")
-class HermesParser(TextParser):
+class HermesParser(TagParser):
     """`<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen2.5, Qwen3)."""
 
-    pattern = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+    opening, closing = "<tool_call>", "</tool_call>"
 
-    def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        return _outside(self.pattern, text, lambda inner: [_json_call(inner)])
+    def read(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        return [_json_call(piece)]
 
 
-class FunctionTagParser(TextParser):
-    """`<function=name><parameter=key>value</parameter></function>` inside an outer tag."""
+@TOOL_PARSERS.register("qwen3_coder")
+class Qwen3CoderParser(TagParser):
+    """`<function=name><parameter=key>value</parameter></function>` in `<tool_call>` (Qwen3-Coder, Qwen3.5)."""
 
-    outer: "re.Pattern[str]"
-    function = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
-    parameter = re.compile(r"<parameter=([^>\s]+)\s*>(.*?)</parameter>", re.DOTALL)
+    opening, closing = "<tool_call>", "</tool_call>"
 
-    def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        def read(inner: str) -> list[FunctionCall]:
-            return [
-                _call(name, {k: _unframed(v) for k, v in self.parameter.findall(body)}, types)
-                for name, body in self.function.findall(inner)
-            ]
-
-        return _outside(self.outer, text, read)
+    def read(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        return [
+            _call(name, {k: _unframed(v) for k, v in _named(body, "<parameter=", "</parameter>")}, types)
+            for name, body in _named(piece, "<function=", "</function>", last_open=True)
+        ]
 
 
 def _unframed(value: str) -> str:
@@ -142,95 +172,76 @@ def _unframed(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-@TOOL_PARSERS.register("qwen3_coder")
-class Qwen3CoderParser(FunctionTagParser):
-    """Function tags inside `<tool_call>` (Qwen3-Coder, Qwen3.5)."""
-
-    outer = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
 @TOOL_PARSERS.register("seed")
-class SeedParser(FunctionTagParser):
-    """Function tags inside `<seed:tool_call>` (Seed-OSS)."""
+class SeedParser(Qwen3CoderParser):
+    """The same in `<seed:tool_call>` (Seed-OSS)."""
 
-    outer = re.compile(r"<seed:tool_call>\s*(.*?)\s*</seed:tool_call>", re.DOTALL)
-
-
-class InvokeParser(TextParser):
-    """`<invoke name="…"><parameter name="…">value</parameter></invoke>` inside an outer tag."""
-
-    outer: "re.Pattern[str]"
-    mark = ""  # before every tag name
-
-    def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        mark = self.mark
-        invoke = re.compile(rf'<{mark}invoke name="?([^">]+)"?\s*>(.*?)</{mark}invoke>', re.DOTALL)
-        parameter = re.compile(
-            rf'<{mark}parameter name="?([^">]+)"?(?:\s+string="(true|false)")?\s*>(.*?)</{mark}parameter>', re.DOTALL
-        )
-
-        def read(inner: str) -> list[FunctionCall]:
-            calls = []
-            for name, body in invoke.findall(inner):
-                kinds = dict(types.get(name, {}))
-                values = {}
-                for key, is_string, value in parameter.findall(body):
-                    values[key] = _unframed(value)
-                    if is_string:
-                        kinds[key] = "string" if is_string == "true" else "object"
-                calls.append(_call(name, values, {name: kinds}))
-            return calls
-
-        return _outside(self.outer, text, read)
+    opening, closing = "<seed:tool_call>", "</seed:tool_call>"
 
 
 @TOOL_PARSERS.register("minimax")
-class MiniMaxParser(InvokeParser):
-    """Invokes inside `<minimax:tool_call>` (MiniMax-M2)."""
+class MiniMaxParser(TagParser):
+    """`<invoke name="…"><parameter name="…">value</parameter></invoke>` in `<minimax:tool_call>` (MiniMax-M2)."""
 
-    outer = re.compile(r"<minimax:tool_call>\s*(.*?)\s*</minimax:tool_call>", re.DOTALL)
+    opening, closing = "<minimax:tool_call>", "</minimax:tool_call>"
+    mark = ""  # before the name of every tag
+    parameter = re.compile(r'"?([^"]+)"?(?:\s+string="(true|false)")?')
+
+    def read(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        calls = []
+        for head, body in _named(piece, f"<{self.mark}invoke name=", f"</{self.mark}invoke>"):
+            name = head.strip('"')
+            kinds, values = dict(types.get(name, {})), {}
+            for attributes, value in _named(body, f"<{self.mark}parameter name=", f"</{self.mark}parameter>"):
+                found = self.parameter.fullmatch(attributes)
+                if found is None:
+                    continue
+                key, is_string = found.groups()
+                values[key] = _unframed(value)
+                if is_string:
+                    kinds[key] = "string" if is_string == "true" else "object"
+            calls.append(_call(name, values, {name: kinds}))
+        return calls
 
 
 @TOOL_PARSERS.register("deepseek_v4")
-class DeepSeekV4Parser(InvokeParser):
+class DeepSeekV4Parser(MiniMaxParser):
     """Invokes marked DSML, which say themselves whether a value is text (DeepSeek-V3.2 and V4)."""
 
     mark = "\uff5cDSML\uff5c"  # between two full-width bars
-    outer = re.compile(rf"<{mark}(?:tool|function)_calls>\s*(.*?)\s*</{mark}(?:tool|function)_calls>", re.DOTALL)
+    opening, closing = f"<{mark}tool_calls>", f"</{mark}tool_calls>"
+
+    def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        return super().find(text.replace(f"{self.mark}function_calls>", f"{self.mark}tool_calls>"), types)
 
 
 @TOOL_PARSERS.register("glm")
-class GLMParser(TextParser):
+class GLMParser(TagParser):
     """`<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>` (GLM-4.5 and later)."""
 
-    outer = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-    argument = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    opening, closing = "<tool_call>", "</tool_call>"
 
-    def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        def read(inner: str) -> list[FunctionCall]:
-            name = inner.split("<arg_key>", 1)[0].strip()
-            return [_call(name, {k.strip(): _unframed(v) for k, v in self.argument.findall(inner)}, types)]
-
-        return _outside(self.outer, text, read)
+    def read(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        values = {}
+        for argument in split(piece, "<arg_key>", "</arg_value>")[1]:
+            key, _, value = argument.partition("</arg_key>")
+            values[key.strip()] = _unframed(value.lstrip().removeprefix("<arg_value>"))
+        return [_call(piece.split("<arg_key>", 1)[0].strip(), values, types)]
 
 
 @TOOL_PARSERS.register("kimi")
 class KimiParser(TextParser):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section (Kimi-K2)."""
 
-    section = re.compile(r"<\|tool_calls_section_begin\|>(.*?)(?:<\|tool_calls_section_end\|>|$)", re.DOTALL)
-    call = re.compile(
-        r"<\|tool_call_begin\|>\s*(.*?)\s*<\|tool_call_argument_begin\|>\s*(.*?)\s*<\|tool_call_end\|>", re.DOTALL
-    )
-
     def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        def read(inner: str) -> list[FunctionCall]:
-            return [
-                FunctionCall(head.removeprefix("functions.").split(":")[0], arguments, head)
-                for head, arguments in self.call.findall(inner)
-            ]
-
-        return _outside(self.section, text, read)
+        rest, sections = split(text, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", last_open=True)
+        pieces = [p for s in sections for p in split(s, "<|tool_call_begin|>", "<|tool_call_end|>")[1]]
+        calls = []
+        for head, mark, arguments in (piece.partition("<|tool_call_argument_begin|>") for piece in pieces):
+            if mark:
+                head = head.strip()
+                calls.append(FunctionCall(head.removeprefix("functions.").split(":")[0], arguments.strip(), head))
+        return rest, calls
 
 
 @TOOL_PARSERS.register("gpt-oss")
@@ -238,7 +249,7 @@ class GPTOSSParser(TextParser):
     """`<|channel|>commentary to=functions.name … <|message|>{…}<|call|>` (the harmony format of GPT-OSS)."""
 
     call = re.compile(
-        r"(?:<\|start\|>assistant)?(?:\s*to=functions\.(?P<early>[\w.-]+))?<\|channel\|>commentary"
+        r"(?:<\|start\|>assistant)?(?: ?to=functions\.(?P<early>[\w.-]+))?<\|channel\|>commentary"
         r"(?:\s+to=functions\.(?P<late>[\w.-]+))?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(?P<arguments>.*?)"
         r"(?:<\|call\|>|<\|end\|>|$)",
         re.DOTALL,
@@ -264,13 +275,13 @@ class GPTOSSParser(TextParser):
 class Gemma4Parser(TextParser):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,number:3}<tool_call|>` (Gemma 4)."""
 
-    outer = re.compile(r"<\|tool_call>\s*call:([\w.-]+)\s*(\{.*?\})\s*<tool_call\|>", re.DOTALL)
     quoted = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
     key = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
 
     def find(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        calls = [FunctionCall(name, self._json(body)) for name, body in self.outer.findall(text)]
-        return self.outer.sub("", text).strip(), calls
+        rest, pieces = split(text, "<|tool_call>", "<tool_call|>")
+        heads = (piece.strip().removeprefix("call:").partition("{") for piece in pieces)
+        return rest, [FunctionCall(name.strip(), self._json(brace + body)) for name, brace, body in heads]
 
     def _json(self, body: str) -> str:
         """The body as JSON: texts are taken out first, so that nothing inside them is mistaken for syntax."""
