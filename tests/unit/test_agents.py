@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.agent.loop import AGENT_LOOPS, AgentLoopBase, AgentLoopOutput, register
 from verl.agent.run import Agents
 from verl.agent.stitch import Stitcher
-from verl.agent.tools import call_tool, load_tools, truncated
+from verl.agent.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, call_tool, load_tools, truncated
 from verl.config import load_config
 from verl.data.prompts import PromptRow
 from verl.utils.errors import ConfigError, DataError
@@ -189,11 +189,80 @@ def test_failures_of_tools_are_replies(tokenizer: Any, tool_file: Path):
     assert says("slow", '{"x": 1}') == "Error: slow took longer than 0.05 seconds"
 
 
+class Misbehaving(BaseTool):
+    """Does what its configuration says."""
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return OpenAIFunctionToolSchema.model_validate({"function": {"name": "bad"}})
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
+        match self.config.get("does"):
+            case "exit":
+                raise SystemExit(3)
+            case "text":
+                return "plain text"
+            case "picture":
+                return ToolResponse("see", image=[b"x"]), 0.0, {}
+            case "own timeout":
+                raise TimeoutError("the shop did not answer")
+        return ToolResponse("done"), None, None
+
+    async def release(self, instance_id: str, **_: Any) -> None:
+        if self.config.get("does") == "release":
+            raise ValueError("no such instance")
+        if self.config.get("does") == "release hangs":
+            await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("well", "done"),
+        ("exit", "Error when executing bad: SystemExit: 3"),
+        ("text", "Error when executing bad: ValueError: too many values to unpack (expected 3)"),
+        ("picture", "Error when executing bad: ValueError: it returned images or videos"),
+        ("own timeout", "Error when executing bad: TimeoutError: the shop did not answer"),
+        ("release", "Error when executing bad: ValueError: no such instance"),
+        ("release hangs", "Error: bad took longer than 0.2 seconds"),
+    ],
+)
+def test_no_tool_ends_the_run(does: str, says: str):
+    tools = {"bad": Misbehaving({"does": does, "timeout": 0.2})}
+    assert str(asyncio.run(call_tool(tools, "bad", "{}", {}))[0].text).startswith(says)
+
+
+def test_arguments_nested_beyond_reading_are_a_reply():
+    response, _, _ = asyncio.run(call_tool({"bad": Misbehaving({})}, "bad", "[" * 100_000, {}))
+    assert "not valid JSON" in str(response.text)
+
+
+def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path):
+    path = tmp_path / "hanging.py"
+    path.write_text(TOOLS.replace("0.3", "30"))
+    tools = load_tools(None, str(path))
+
+    async def many() -> list[str]:
+        hang = [call_tool(tools, "slow", '{"x": 1}', {}) for _ in range(40)]
+        results = await asyncio.gather(*hang, call_tool(tools, "add", '{"a": 1, "b": 2}', {}))
+        return [str(response.text) for response, _, _ in results]
+
+    begin = time.perf_counter()
+    *hung, added = asyncio.run(many())
+    assert added == "3" and set(hung) == {"Error: slow took longer than 0.05 seconds"}
+    assert time.perf_counter() - begin < 15
+
+
+def test_half_a_surrogate_pair_in_a_tools_text_has_tokens(tokenizer: Any):
+    ids = Stitcher(tokenizer).appended([{"role": "tool", "name": "add", "content": "a \ud800 b"}])
+    assert "a ? b" in tokenizer.decode(ids)
+
+
 def test_long_tool_texts_are_cut_where_the_setting_says():
     assert truncated("abcdef", 6, "left") == "abcdef"
     assert truncated("abcdefgh", 4, "left").endswith("efgh") and truncated("abcdefgh", 4, "right").startswith("abcd")
     middle = truncated("abcdefgh", 4, "middle")
     assert middle.startswith("ab...") and middle.endswith("...gh")
+    assert {truncated("abc", 0, side) for side in ("left", "middle", "right")} == {"...(truncated)..."}
 
 
 def test_tools_come_from_yaml_classes_with_create_kwargs(tmp_path: Path, monkeypatch: Any, tokenizer: Any):

@@ -92,5 +92,6 @@ class Stitcher:
 
     def ids(self, text: str) -> list[int]:
         """Tokens of rendered text: a template writes its special tokens itself."""
+        text = text.encode(errors="replace").decode()  # half a surrogate pair (a tool's JSON may hold one) has no bytes
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids

@@ -1,8 +1,11 @@
 """Tools a policy may call: classes with a schema, or plain functions. A failing tool is a reply, never a crash."""
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
 import json
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,15 +117,43 @@ class FunctionTool(BaseTool):
         if inspect.iscoroutinefunction(self.function):
             result = await self.function(**parameters)
         else:
-            result = await asyncio.to_thread(self.function, **parameters)
+            result = await in_thread(self.function, parameters)
         parts = result if isinstance(result, tuple) else (result,)
         reward = float(parts[1]) if len(parts) > 1 else 0.0
         return as_response(parts[0]), reward, dict(parts[2]) if len(parts) > 2 else {}
 
 
+async def in_thread(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """`function(**parameters)` in a thread of its own: no call waits for another that hangs, nor does the end of the run
+    (a pool of threads would)."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        if not answer.done():
+            answer.set_result(outcome)
+
+    def work() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = context.run(function, **parameters), None
+        except BaseException as error:  # a tool may call sys.exit()
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name="tool", daemon=True).start()
+    result, error = await answer
+    if error is not None:
+        raise error
+    return result
+
+
 def as_response(value: Any) -> ToolResponse:
     """A ToolResponse as it is, text as text, everything else as JSON."""
     if isinstance(value, ToolResponse):
+        if value.image or value.video:
+            raise ValueError("it returned images or videos; only text is supported so far")
         return value
     return ToolResponse(text=value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
@@ -216,23 +247,23 @@ async def call_tool(
         parameters = json.loads(arguments) if arguments.strip() else {}
         if not isinstance(parameters, dict):
             raise ValueError(f"expected an object, found {type(parameters).__name__}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolResponse(text=f"Error: the arguments of {name} are not valid JSON: {error}"), 0.0, {}
     tool = tools[name]
-    timeout = float(tool.config.get("timeout", DEFAULT_TIMEOUT))
-    instance: str | None = None
+    seconds = float(tool.config.get("timeout", DEFAULT_TIMEOUT))
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(seconds) as limit:
             instance, _ = await tool.create(create_kwargs=create_kwargs)
-            return await tool.execute(instance, parameters, agent_data=agent_data)
-    except TimeoutError:
-        return ToolResponse(text=f"Error: {name} took longer than {timeout:g} seconds"), 0.0, {}
-    except Exception as error:
+            try:
+                response, reward, metrics = await tool.execute(instance, parameters, agent_data=agent_data)
+            finally:
+                await asyncio.wait_for(tool.release(instance), seconds)
+        return as_response(response), float(reward or 0.0), dict(metrics or {})
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return ToolResponse(text=f"Error: {name} took longer than {seconds:g} seconds"), 0.0, {}
         text = user_traceback(error, frames=0).strip().splitlines()[-1].strip()
         return ToolResponse(text=f"Error when executing {name}: {text}"), 0.0, {}
-    finally:
-        if instance is not None:
-            await tool.release(instance)
 
 
 def truncated(text: str, limit: int, side: str) -> str:
@@ -241,8 +272,8 @@ def truncated(text: str, limit: int, side: str) -> str:
         return text
     mark = "...(truncated)..."
     if side == "left":
-        return mark + text[-limit:]
+        return mark + text[len(text) - limit :]
     if side == "right":
         return text[:limit] + mark
     head = limit // 2
-    return text[:head] + mark + text[-(limit - head) :]
+    return text[:head] + mark + text[len(text) - (limit - head) :]
