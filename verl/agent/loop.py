@@ -6,7 +6,7 @@ verbatim and the response mask is exact by construction.
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,60 +58,133 @@ class AgentLoopOutput:
     metrics: AgentLoopMetrics | dict[str, float] = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
-    def trajectory(self, group_id: int, row: int) -> Trajectory:
-        """As the trainer keeps it; DataError where lengths disagree or an observation is marked as sampled."""
+    def trajectory(self, group_id: int, row: int, answers: "Sequence[TokenOutput]") -> Trajectory:
+        """As the trainer keeps it: what is marked as sampled must be found in `answers`, all that the policy gave to
+        this loop, which say its versions and, where the loop does not, log-probs. DataError where it is not, or where lengths disagree."""
         size = len(self.response_ids)
-        logprobs = self.response_logprobs if self.response_logprobs is not None else [0.0] * size
-        if len(self.response_mask) != size or len(logprobs) != size:
+        if len(self.response_mask) != size or len(self.response_logprobs or self.response_ids) != size:
             raise DataError(
                 f"an agent loop returned {size} response tokens, {len(self.response_mask)} mask values and "
-                f"{len(logprobs)} log-probs; they must agree"
+                f"{len(self.response_logprobs or [])} log-probs; they must agree"
             )
+        logprobs, used = sampled_logprobs(self.response_ids, self.response_mask, answers)
+        logprobs = logprobs if self.response_logprobs is None else list(self.response_logprobs)
         mask = torch.tensor([0] * len(self.prompt_ids) + self.response_mask, dtype=torch.bool)
-        values = torch.tensor([0.0] * len(self.prompt_ids) + list(logprobs), dtype=torch.float32)
-        versions = (self.extra_fields.get("min_global_steps", 0), self.extra_fields.get("max_global_steps", 0))
+        values = torch.tensor([0.0] * len(self.prompt_ids) + logprobs, dtype=torch.float32)
+        versions = [answer.extra_fields[name] for answer in used for name in ("min_global_steps", "max_global_steps")]
+        ended = str(used[-1].stop_reason) if used else "stop"
         return Trajectory(
             tokens=torch.tensor([*self.prompt_ids, *self.response_ids], dtype=torch.int64),
             loss_mask=mask,
             rollout_logprobs=values * mask,
             group_id=group_id,
             row=row,
-            policy_version=versions,
-            stop_reason=self.extra_fields.get("stop_reason", "stop"),
-            extra={"num_turns": self.num_turns, **self.extra_fields.get("reward_extra_info", {})},
+            reward=self.reward_score,
+            policy_version=(min(versions, default=0), max(versions, default=0)),
+            stop_reason=self.extra_fields.get("stop_reason", "stop" if ended == "completed" else ended),
+            extra={
+                "num_turns": self.num_turns,
+                **{name: value for name, value in self.extra_fields.items() if name not in _NOT_FOR_REWARDS},
+                **self.extra_fields.get("reward_extra_info", {}),
+            },
         )
+
+
+_NOT_FOR_REWARDS = ("reward_extra_info", "stop_reason", "min_global_steps", "max_global_steps")
+
+
+def sampled_logprobs(
+    ids: Sequence[int], mask: Sequence[int], answers: "Sequence[TokenOutput]"
+) -> "tuple[list[float], list[TokenOutput]]":
+    """Log-probs of the tokens where `mask` is 1, 0 elsewhere; and the answers they come from, in order.
+
+    Tokens marked without a gap must be whole answers, the first perhaps without its beginning, the last without its end.
+    """
+    logprobs, used, left, place = [0.0] * len(ids), [], list(answers), 0
+    while place < len(ids):
+        end = next((i for i in range(place, len(ids)) if not mask[i]), len(ids))
+        if end == place:
+            place += 1
+            continue
+        run = list(ids[place:end])
+        index, start, size = _find(run, left, anywhere=place == 0 or not mask[place - 1])
+        if not size:
+            raise DataError(
+                f"an agent loop marks response tokens {place} to {end - 1} as sampled, but the policy did not sample "
+                f"them: {run[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again gives "
+                "other ids), and mark everything else with 0 in response_mask"
+            )
+        answer = left.pop(index)
+        logprobs[place : place + size] = (answer.log_probs or [0.0] * len(answer.token_ids))[start : start + size]
+        used.append(answer)
+        place += size
+    return logprobs, used
+
+
+def _find(run: list[int], answers: "Sequence[TokenOutput]", anywhere: bool) -> tuple[int, int, int]:
+    """Number of an answer, where in it `run` begins, and how many of their tokens agree until one of them ends."""
+
+    def shared(number: int, start: int = 0) -> int:
+        rest = answers[number].token_ids[start : start + len(run)]
+        return len(rest) if rest == run[: len(rest)] else 0
+
+    best = max(range(len(answers)), key=shared, default=-1)  # the first of equals
+    if best >= 0 and shared(best):
+        return best, 0, shared(best)
+    places = ((n, i) for n, a in enumerate(answers) for i, token in enumerate(a.token_ids) if token == run[0])
+    return next(((n, i, shared(n, i)) for n, i in places if anywhere and shared(n, i)), (0, 0, 0))
 
 
 class LLMServerClient:
     """The policy, as a loop of one sample sees it; later turns of a conversation go to the same replica."""
 
-    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, group: int, sample: int):
-        self.engine, self.sampling = engine, sampling
-        self.group, self.sample, self.turn = group, sample, 0
+    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, longest: int, group: int, sample: int):
+        self.engine, self.sampling, self.longest = engine, sampling, longest
+        self.group, self.sample = group, sample
+        self.answers: list[TokenOutput] = []
+        self.turn = 0
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None = None, **_: Any
     ) -> TokenOutput:
-        """Continue `prompt_ids`. Every turn of every sample has a random stream of its own."""
+        """Continue `prompt_ids`. Every turn of every sample has a random stream of its own.
+
+        At most `max_tokens`, and what a sequence has room for; no room gives no tokens and stop_reason "length".
+        """
         number = derive_seed(self.group, self.sample, self.turn)
         self.turn += 1
-        known = {name: value for name, value in (sampling_params or {}).items() if name in _SAMPLING}
-        if "stop_token_ids" in known:
-            known["stop_token_ids"] = (*self.sampling.stop_token_ids, *known["stop_token_ids"])
-        request = GenerationRequest(
-            number, prompt_ids, replace(self.sampling, n=1, **known), conversation=derive_seed(self.group, self.sample)
-        )
+        given = {n: v for n, v in (sampling_params or {}).items() if v is not None and v != _NEUTRAL.get(n)}
+        given.pop("logprobs", None)  # they always come
+        unknown = sorted(given.keys() - _SAMPLING)
+        if unknown:
+            raise DataError(
+                f"sampling_params[{unknown[0]!r}]={given[unknown[0]]!r} of an agent loop is not known to the rollout "
+                f"engines; known: {', '.join(sorted(_SAMPLING))}"
+            )
+        for name in ("stop", "stop_token_ids"):
+            more = given.get(name, ())
+            given[name] = (*getattr(self.sampling, name), *([more] if isinstance(more, str) else more))
+        room = min(given.get("max_tokens", self.sampling.max_tokens), self.longest - len(prompt_ids))
+        if room < 1:
+            return TokenOutput([], [], "length", extra_fields=dict.fromkeys(_VERSIONS, self.engine.version))
+        sampling = replace(self.sampling, **{**given, "n": 1, "max_tokens": room})
+        request = GenerationRequest(number, prompt_ids, sampling, conversation=derive_seed(self.group, self.sample))
         [completion] = await self.engine.generate(request)
-        oldest, newest = completion.policy_version
-        return TokenOutput(
+        answer = TokenOutput(
             completion.token_ids,
             completion.logprobs,
             "completed" if completion.stop_reason == "stop" else completion.stop_reason,
-            extra_fields={"min_global_steps": oldest, "max_global_steps": newest},
+            extra_fields=dict(zip(_VERSIONS, completion.policy_version, strict=True)),
         )
+        self.answers.append(replace(answer, token_ids=list(answer.token_ids)))  # a loop may append to what it is given
+        return answer
 
 
-_SAMPLING = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"}
+_VERSIONS = ("min_global_steps", "max_global_steps")
+_SAMPLING = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"}
+_NEUTRAL = {
+    "n": 1, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ class Agents:
 
     def loop_class(self, name: str) -> Callable[..., AgentLoopBase] | None:
         """The loop called `name`; None for the single turn."""
-        if name == single_turn.NAME and name not in AGENT_LOOPS:
-            return None
-        return self.loops[name] if name in self.loops else AGENT_LOOPS.get(name)
+        if name in self.loops:
+            return self.loops[name]
+        return None if name == single_turn.NAME and name not in AGENT_LOOPS else AGENT_LOOPS.get(name)
 
     def name_for(self, row: PromptRow) -> str:
         """The loop of a row."""
@@ -64,9 +64,12 @@ class Agents:
         sampling: SamplingParams,
         engine: RolloutEngine,
     ) -> list[Trajectory]:
+        rollout = self.config.actor_rollout_ref.rollout
+        longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        server = LLMServerClient(engine, sampling, longest, request_id, sample)
         loop = kind(
             trainer_config=ConfigWrap(self.config),
-            server_manager=LLMServerClient(engine, sampling, request_id, sample),
+            server_manager=server,
             tokenizer=self.tokenizer,
             processor=None,
             dataset_cls=None,
@@ -81,13 +84,7 @@ class Agents:
         outputs = result if isinstance(result, list) else [result]
         if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
             raise DataError(f"{row.where}: agent loop {self.name_for(row)} returned {result!r}, not AgentLoopOutput")
-        return [as_trajectory(output, request_id, row) for output in outputs]
-
-
-def as_trajectory(output: AgentLoopOutput, group_id: int, row: PromptRow) -> Trajectory:
-    """With the loop's own reward where it set one."""
-    trajectory = output.trajectory(group_id, row.index)
-    return trajectory if output.reward_score is None else trajectory.with_reward(output.reward_score)
+        return [output.trajectory(request_id, row.index, server.answers) for output in outputs]
 
 
 def loops_of_file(path: str | None) -> dict[str, Callable[..., AgentLoopBase]]:

@@ -27,7 +27,6 @@ class AgentData:
     user_turns: int = 0
     tool_rewards: list[float] = field(default_factory=list)
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
-    versions: list[int] = field(default_factory=list)
     stop_reason: str = "stop"
 
 
@@ -66,8 +65,6 @@ class ToolAgentLoop(AgentLoopBase):
             extra_fields={
                 "tool_rewards": data.tool_rewards,
                 "stop_reason": data.stop_reason,
-                "min_global_steps": min(data.versions, default=0),
-                "max_global_steps": max(data.versions, default=0),
             },
         )
 
@@ -91,10 +88,6 @@ class ToolAgentLoop(AgentLoopBase):
         data.response_ids += output.token_ids
         data.response_mask += [1] * len(output.token_ids)
         data.response_logprobs += output.log_probs or [0.0] * len(output.token_ids)
-        data.versions += [
-            output.extra_fields.get("min_global_steps", 0),
-            output.extra_fields.get("max_global_steps", 0),
-        ]
         data.assistant_turns += 1
         data.stop_reason = "stop" if output.stop_reason == "completed" else str(output.stop_reason)
         most = self.settings.max_assistant_turns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,15 +24,17 @@ class RewardInput:
     where: str = ""  # file and row of the prompt, for messages
 
     @classmethod
-    def from_row(cls, row: PromptRow, solution_str: str, response_length: int, num_turns: int = 1) -> RewardInput:
-        """The answer `solution_str` to a prompt row; `extra_info` gains num_turns, as scorers expect."""
+    def from_row(
+        cls, row: PromptRow, solution_str: str, response_length: int, extra: Mapping[str, Any]
+    ) -> RewardInput:
+        """The answer `solution_str` to a prompt row; `extra_info` gains `extra`: num_turns, what agent loops add."""
         return cls(
             data_source=row.data_source,
             solution_str=solution_str,
             ground_truth=row.ground_truth,
-            extra_info={**row.extra_info, "num_turns": num_turns},
+            extra_info={**row.extra_info, **extra},
             prompt_str=row.text,
-            num_turns=num_turns,
+            num_turns=extra["num_turns"],
             response_length=response_length,
             where=row.where,
         )

@@ -57,13 +57,12 @@ class Sampler:
             out.generate_s = time.perf_counter() - start
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
-                RewardInput.from_row(row, text, t.num_sampled, t.extra["num_turns"])
+                RewardInput.from_row(row, text, t.num_sampled, t.extra)
                 for t, text in zip(trajectories, texts, strict=True)
+                if t.reward is None  # the others were judged by their agent loop
             ]
-            if all(t.reward is not None for t in trajectories):  # the loop has judged them
-                scores = [Score(t.reward) for t in trajectories]
-            else:
-                scores = await self.reward.score(inputs)
+            judgements = iter(await self.reward.score(inputs) if inputs else [])
+            scores = [next(judgements) if t.reward is None else Score(t.reward) for t in trajectories]
             return [(judged(t, s, row, x), s) for t, s, x in zip(trajectories, scores, texts, strict=True)]
 
         try:
