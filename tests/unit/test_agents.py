@@ -20,9 +20,9 @@ from verl.agent.loop import (
 )
 from verl.agent.run import Agents
 from verl.agent.stitch import Stitcher
-from verl.agent.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, call_tool, load_tools, truncated
+from verl.agent.tools import call_tool, load_tools, truncated
 from verl.config import load_config
-from verl.data.prompts import PromptRow
+from verl.data.prompts import PromptRow, load_prompts
 from verl.rewards.base import Score
 from verl.trainer.ppo.sources import Sampler
 from verl.utils.errors import ConfigError, DataError
@@ -199,69 +199,6 @@ def test_failures_of_tools_are_replies(tokenizer: Any, tool_file: Path):
     assert says("slow", '{"x": 1}') == "Error: slow took longer than 0.05 seconds"
 
 
-class Misbehaving(BaseTool):
-    """Does what its configuration says."""
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return OpenAIFunctionToolSchema.model_validate({"function": {"name": "bad"}})
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
-        match self.config.get("does"):
-            case "exit":
-                raise SystemExit(3)
-            case "text":
-                return "plain text"
-            case "picture":
-                return ToolResponse("see", image=[b"x"]), 0.0, {}
-            case "own timeout":
-                raise TimeoutError("the shop did not answer")
-        return ToolResponse("done"), None, None
-
-    async def release(self, instance_id: str, **_: Any) -> None:
-        if self.config.get("does") == "release":
-            raise ValueError("no such instance")
-        if self.config.get("does") == "release hangs":
-            await asyncio.sleep(60)
-
-
-@pytest.mark.parametrize(
-    ("does", "says"),
-    [
-        ("well", "done"),
-        ("exit", "Error when executing bad: SystemExit: 3"),
-        ("text", "Error when executing bad: ValueError: too many values to unpack (expected 3)"),
-        ("picture", "Error when executing bad: ValueError: it returned images or videos"),
-        ("own timeout", "Error when executing bad: TimeoutError: the shop did not answer"),
-        ("release", "Error when executing bad: ValueError: no such instance"),
-        ("release hangs", "Error: bad took longer than 0.2 seconds"),
-    ],
-)
-def test_no_tool_ends_the_run(does: str, says: str):
-    tools = {"bad": Misbehaving({"does": does, "timeout": 0.2})}
-    assert str(asyncio.run(call_tool(tools, "bad", "{}", {}))[0].text).startswith(says)
-
-
-def test_arguments_nested_beyond_reading_are_a_reply():
-    response, _, _ = asyncio.run(call_tool({"bad": Misbehaving({})}, "bad", "[" * 100_000, {}))
-    assert "not valid JSON" in str(response.text)
-
-
-def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path):
-    path = tmp_path / "hanging.py"
-    path.write_text(TOOLS.replace("0.3", "30"))
-    tools = load_tools(None, str(path))
-
-    async def many() -> list[str]:
-        hang = [call_tool(tools, "slow", '{"x": 1}', {}) for _ in range(40)]
-        results = await asyncio.gather(*hang, call_tool(tools, "add", '{"a": 1, "b": 2}', {}))
-        return [str(response.text) for response, _, _ in results]
-
-    begin = time.perf_counter()
-    *hung, added = asyncio.run(many())
-    assert added == "3" and set(hung) == {"Error: slow took longer than 0.05 seconds"}
-    assert time.perf_counter() - begin < 15
-
-
 def test_half_a_surrogate_pair_in_a_tools_text_has_tokens(tokenizer: Any):
     ids = Stitcher(tokenizer).appended([{"role": "tool", "name": "add", "content": "a \ud800 b"}])
     assert "a ? b" in tokenizer.decode(ids)
@@ -436,7 +373,7 @@ def test_sixty_four_conversations_run_at_once(tokenizer: Any, tool_file: Path):
 
 
 def test_misspelt_files_and_doubled_names_are_refused(tmp_path: Path, tool_file: Path):
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         load_tools(str(tmp_path / "x.yaml"), None)
     (tmp_path / "none.py").write_text("x = 1\n")
     with pytest.raises(ConfigError, match="no function there is marked @function_tool"):
@@ -444,3 +381,13 @@ def test_misspelt_files_and_doubled_names_are_refused(tmp_path: Path, tool_file:
     (tmp_path / "twice.py").write_text(TOOLS + TOOLS.split("@function_tool(")[0].replace("two numbers", "again"))
     with pytest.raises(ConfigError, match="two function tools are called 'add'"):
         load_tools(None, str(tmp_path / "twice.py"))
+
+
+def test_a_row_that_names_no_loop_is_found_before_the_run(tokenizer: Any, tool_file: Path, tmp_path: Path):
+    line = {"prompt": "2+3=", "data_source": "x", "reward_model": {"ground_truth": "5"}}
+    lines = [line, {**line, "agent_name": "tool_agent"}, {**line, "agent_name": "tool_agnt"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    made = agents(tokenizer, tool_file)
+    prompts = load_prompts(str(tmp_path / "rows.jsonl"), made.config.data, tokenizer)
+    with pytest.raises(DataError, match=r"rows.jsonl line 3: column 'agent_name': unknown agent loop 'tool_agnt'"):
+        made.check_rows(prompts)

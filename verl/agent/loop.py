@@ -6,7 +6,7 @@ verbatim and the response mask is exact by construction.
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,8 +59,8 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
     def trajectory(self, group_id: int, row: int, answers: "Sequence[TokenOutput]") -> Trajectory:
-        """As the trainer keeps it: what is marked as sampled must be found in `answers`, all that the policy gave to
-        this loop, which say its versions and, where the loop does not, log-probs. DataError where it is not, or where lengths disagree."""
+        """As the trainer keeps it, with the versions of `answers` (all it was given) and their log-probs where it
+        gives none. DataError where other tokens are marked as sampled, or lengths differ."""
         size = len(self.response_ids)
         if len(self.response_mask) != size or len(self.response_logprobs or self.response_ids) != size:
             raise DataError(
@@ -98,7 +98,7 @@ def sampled_logprobs(
 ) -> "tuple[list[float], list[TokenOutput]]":
     """Log-probs of the tokens where `mask` is 1, 0 elsewhere; and the answers they come from, in order.
 
-    Tokens marked without a gap must be whole answers, the first perhaps without its beginning, the last without its end.
+    Tokens marked without a gap must be whole answers; the first may lack its beginning, the last its end.
     """
     logprobs, used, left, place = [0.0] * len(ids), [], list(answers), 0
     while place < len(ids):

@@ -2,18 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent import single_turn
 from verl.agent.loop import AGENT_LOOPS, AgentLoopBase, AgentLoopOutput, ConfigWrap, LLMServerClient, ToolListWrap
 from verl.agent.tool_agent import TOOL_AGENT
-from verl.agent.tools import load_tools
+from verl.agent.tools import load_tools, yaml_file
 from verl.config.run import RunConfig
-from verl.data.prompts import PromptRow
+from verl.data.prompts import PromptDataset, PromptRow
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
@@ -36,6 +34,14 @@ class Agents:
         if name in self.loops:
             return self.loops[name]
         return None if name == single_turn.NAME and name not in AGENT_LOOPS else AGENT_LOOPS.get(name)
+
+    def check_rows(self, prompts: PromptDataset) -> None:
+        """DataError names the first row whose `agent_name` is no loop."""
+        for name, where in prompts.agent_names.items():
+            try:
+                self.loop_class(name)
+            except ConfigError as error:
+                raise DataError(f"{where}: column 'agent_name': {error}") from error
 
     def name_for(self, row: PromptRow) -> str:
         """The loop of a row."""
@@ -92,18 +98,25 @@ def loops_of_file(path: str | None) -> dict[str, Callable[..., AgentLoopBase]]:
     if path is None:
         return {}
     key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}={path}: there is no such file")
-    entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    entries = yaml_file(path, key)
     if not isinstance(entries, list) or not all(
         isinstance(e, dict) and {"name", "_target_"} <= e.keys() for e in entries
     ):
         raise ConfigError(f"{key}={path}: expected a list of entries with `name` and `_target_`")
-    return {entry["name"]: _configured(entry, key) for entry in entries}
+    names = [str(entry["name"]) for entry in entries]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"{key}={path}: two loops are called {twice[0]!r}; give one another name")
+    return {name: _configured(entry, path) for name, entry in zip(names, entries, strict=True)}
 
 
-def _configured(entry: dict[str, Any], key: str) -> Callable[..., AgentLoopBase]:
-    module, _, name = str(entry["_target_"]).rpartition(".")
-    kind = load_object(f"pkg://{module}", name, key)
+def _configured(entry: dict[str, Any], path: str) -> Callable[..., AgentLoopBase]:
+    target = str(entry["_target_"])
+    module, _, name = target.rpartition(".")
+    kind = load_object(f"pkg://{module}", name, f"{path}: _target_") if module else None
+    if kind is None or not callable(getattr(kind, "run", None)):
+        raise ConfigError(
+            f"{path}: _target_={target!r} must be the dotted path of an agent loop, my_package.loops.Mine"
+        )
     extra = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
     return lambda **given: kind(**given, **extra)

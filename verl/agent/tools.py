@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, VerlError
 from verl.utils.external_code import load_module, load_object, user_traceback
 from verl.utils.suggest import did_you_mean
 
@@ -50,10 +50,18 @@ class OpenAIFunctionToolSchema:
     @classmethod
     def model_validate(cls, raw: dict[str, Any]) -> "OpenAIFunctionToolSchema":
         """From `{type: function, function: {name, description, parameters, strict}}`."""
-        function = raw.get("function")
-        if raw.get("type", "function") != "function" or not isinstance(function, dict) or not function.get("name"):
+        function = raw.get("function") if isinstance(raw, dict) and raw.get("type", "function") == "function" else None
+        function = function if isinstance(function, dict) and function.get("name") else None
+        parameters = (function or {}).get("parameters", {"properties": {}})
+        properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
+        if (
+            not function
+            or not isinstance(properties, dict)
+            or not all(isinstance(p, dict) for p in properties.values())
+        ):
             raise ConfigError(
-                f"a tool schema must be {{type: function, function: {{name: …, parameters: …}}}}, found {raw!r}"
+                "a tool schema must be {type: function, function: {name: …, parameters: {type: object, properties: "
+                f"{{NAME: {{type: …}}}}}}}}}}, found {raw!r}"
             )
         known = {name: function[name] for name in ("name", "description", "parameters", "strict") if name in function}
         return cls(FunctionSchema(**known))
@@ -124,8 +132,8 @@ class FunctionTool(BaseTool):
 
 
 async def in_thread(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """`function(**parameters)` in a thread of its own: no call waits for another that hangs, nor does the end of the run
-    (a pool of threads would)."""
+    """`function(**parameters)` in a thread of its own, so that neither other calls nor the end of the run wait for one
+    that hangs."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -201,7 +209,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     tools: dict[str, BaseTool] = {}
     found: list[BaseTool] = []
     if tool_config_path:
-        found += _from_yaml(Path(tool_config_path))
+        found += _from_yaml(tool_config_path)
     if function_tool_path:
         key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
         module = load_module(function_tool_path, key)
@@ -210,30 +218,53 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
             raise ConfigError(f"{key}={function_tool_path}: no function there is marked @function_tool")
         found += mine
     for tool in found:
+        timeout = tool.config.get("timeout", DEFAULT_TIMEOUT)
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise ConfigError(f"tool {tool.name}: timeout={timeout!r} must be a number of seconds above 0")
         if tool.name in tools:
             raise ConfigError(f"two tools are called {tool.name!r}; a policy could not tell them apart")
         tools[tool.name] = tool
     return tools
 
 
-def _from_yaml(path: Path) -> list[BaseTool]:
+def yaml_file(path: str, key: str) -> Any:
+    """What the YAML file that `key` names holds."""
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{key}={path}: {error.strerror}; give a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}={path} is not YAML: {error}") from error
+
+
+def _from_yaml(path: str) -> list[BaseTool]:
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-    if not path.is_file():
-        raise ConfigError(f"{key}={path}: there is no such file")
-    entries = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("tools")
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{key}={path}: expected a list under `tools`")
-    tools = []
+    raw = yaml_file(path, key)
+    entries = raw.get("tools") if isinstance(raw, dict) else None
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(
+            f"{key}={path}: expected a list under `tools`, of {{class_name: …, config: …, tool_schema: …}}"
+        )
+    tools: list[BaseTool] = []
     for entry in entries:
-        config, name = dict(entry.get("config") or {}), str(entry.get("class_name", ""))
+        config, name = entry.get("config") or {}, str(entry.get("class_name", ""))
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path}: config={config!r} of {name} must be a mapping")
         if config.get("type", "native") != "native":
             raise ConfigError(f"{path}: tool type {config['type']!r} is unknown; only native tools are supported")
         module, _, kind = name.rpartition(".")
         if not module:
             raise ConfigError(f"{path}: class_name={name!r} must be a dotted path such as my_package.my_tools.Search")
         cls = load_object(f"pkg://{module}", kind, f"{path}: class_name")
-        raw = entry.get("tool_schema")
-        tools.append(cls(config, OpenAIFunctionToolSchema.model_validate(raw) if raw else None))
+        schema = OpenAIFunctionToolSchema.model_validate(entry["tool_schema"]) if entry.get("tool_schema") else None
+        try:
+            tools.append(cls(config, schema))
+        except VerlError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{path}: {name}(config, tool_schema) failed:\n{user_traceback(error)}") from error
+        if not isinstance(tools[-1], BaseTool):
+            raise ConfigError(f"{path}: class_name={name!r} is not a verl.tools.base_tool.BaseTool")
     return tools
 
 

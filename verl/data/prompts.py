@@ -82,6 +82,7 @@ class PromptDataset:
         self._rows = rows
         self._config = config
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
+        self.agent_names: dict[str, str] = {}  # the first row that names each agent loop
         selected = _select(len(rows), max_samples, config)
         overlong = self._measure(selected)
         kept = selected
@@ -159,6 +160,8 @@ class PromptDataset:
         for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):
             if index not in wanted:
                 continue
+            if raw.get("agent_name"):
+                self.agent_names.setdefault(str(raw["agent_name"]), self._rows.where(index))
             text = self._render(index, self._check(index, raw))
             # A token of an ASCII text covers at least one character, so a short text needs no tokenizer.
             if not (text.isascii() and len(text) < limit):

@@ -24,9 +24,7 @@ class RewardInput:
     where: str = ""  # file and row of the prompt, for messages
 
     @classmethod
-    def from_row(
-        cls, row: PromptRow, solution_str: str, response_length: int, extra: Mapping[str, Any]
-    ) -> RewardInput:
+    def from_row(cls, row: PromptRow, solution_str: str, response_length: int, extra: Mapping[str, Any]) -> RewardInput:
         """The answer `solution_str` to a prompt row; `extra_info` gains `extra`: num_turns, what agent loops add."""
         return cls(
             data_source=row.data_source,

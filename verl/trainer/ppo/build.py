@@ -59,11 +59,11 @@ def connect(
     total_steps: int,
 ) -> Run:
     """The driver's side of a run, over ranks that are there."""
-    arr = config.actor_rollout_ref
+    arr, agents = config.actor_rollout_ref, Agents(config, tokenizer)
+    agents.check_rows(prompts.dataset)
     actor = Actor(config, group.part("actor", arr.actor.fsdp_config.ulysses_sequence_parallel_size))
     engine, weight_sync = rollout_over(config, group, actor, tokenizer)
-    reward, agents = build_reward(config, tokenizer), Agents(config, tokenizer)
-    sampler = Sampler(engine, reward, tokenizer, agents, arr.rollout.free_cache_engine)
+    sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer, agents, arr.rollout.free_cache_engine)
     reference, critic = None, None
     if uses_reference(config):
         reference = Reference(config, group.part("reference", ranks_per_replica(config)))
@@ -141,7 +141,9 @@ def validation(config: RunConfig, tokenizer: PreTrainedTokenizerBase, sampler: S
     if not config.data.val_files or not (settings.val_before_train or settings.val_only or settings.test_freq > 0):
         return None
     sampling = validation_sampling(config.actor_rollout_ref.rollout)
-    return Validation(validation_prompts(config.data, tokenizer), sampler, sampling)
+    prompts = validation_prompts(config.data, tokenizer)
+    sampler.agents.check_rows(prompts)
+    return Validation(prompts, sampler, sampling)
 
 
 def tracking(config: RunConfig) -> Tracking:
