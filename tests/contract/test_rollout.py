@@ -6,6 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import nan
 
 import pytest
 import torch
@@ -261,6 +262,19 @@ def test_another_seed_or_request_id_gives_other_tokens(engine: RolloutEngine):
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(engine: RolloutEngine):
     with pytest.raises(DataError, match=r"17 prompt tokens \+ max_tokens=24 exceed the 40 .*at most 23 here"):
         complete(engine, ask(prompt=[1] * 17))
+
+
+WRONG = [{"prompt": [10**6]}, {"prompt": [-1]}, {"temperature": 1e-300}, {"temperature": nan}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_request_that_cannot_be_answered_leaves_the_others_alone(engine: RolloutEngine, wrong: dict):
+    async def together() -> list:
+        requests = [ask(0, n=4), ask(1, **wrong), ask(2)]
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+    first, refused, last = asyncio.run(together())
+    assert isinstance(refused, DataError | WorkerError) and len(first) == 4 and len(last) == 1
 
 
 def test_update_weights_is_sampled_and_stamped(adapter: Adapter):

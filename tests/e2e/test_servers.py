@@ -1,7 +1,11 @@
 """Answers for a file, figures for answers, and the official client talking to the server."""
 
+import asyncio
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -14,8 +18,9 @@ from verl.config import load_config
 from verl.models.load import load_tokenizer
 from verl.trainer import main_eval, main_generation_server
 from verl.trainer.main_eval import majority, pass_at
-from verl.trainer.ppo.rollout import load_engine
+from verl.trainer.ppo.rollout import load_engine, training_sampling
 from verl.trainer.serve import OpenAIServer
+from verl.workers.rollout.base import GenerationRequest, SamplingParams
 
 ARR = "actor_rollout_ref"
 
@@ -137,3 +142,68 @@ def test_the_official_client_talks_to_the_server(address: str):
     with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
         client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0.5)
     client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0, echo=False)
+
+
+def post(address: str, path: str, data: bytes) -> tuple[int, str]:
+    request = urllib.request.Request(f"{address}/{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("{", "the body is not valid JSON"),
+        ("[" * 100_000, "the body is not valid JSON"),
+        ('{"prompt": "\\ud800"}', "the body is not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"prompt": [1, 1000000], "max_tokens": 2}', "token id 1000000 of the prompt is not in 0 to"),
+        ('{"prompt": [true]}', "prompt must be a text, token ids"),
+        ('{"prompt": "1", "temperature": NaN}', "temperature=nan 0 or in [1e-06, 1e+06]"),
+        ('{"prompt": "1", "temperature": 1e-300}', "temperature=1e-300 0 or in"),
+        ('{"prompt": "1", "max_tokens": 0}', "max_tokens=0 must be at least 1"),
+        ('{"prompt": "1", "max_tokens": "abc"}', "max_tokens must be a whole number"),
+        ('{"prompt": "1", "n": 1.5}', "n must be a whole number of at most 1024"),
+        ('{"prompt": "1", "seed": [1]}', "seed must be a whole number"),
+        ('{"prompt": "1", "top_k": 10000000000}', "top_k must be a whole number"),
+        ('{"prompt": "1", "stop": 5}', "stop must be a text or a list of texts, found 5"),
+        ('{"prompt": "1", "stop_token_ids": 5}', "stop_token_ids must be a list of token ids"),
+        ('{"prompt": "1", "stream": "yes"}', "stream must be true or false"),
+        ('{"prompt": "1", "stream": true, "stream_options": "x"}', "stream_options must be an object"),
+        ('{"prompt": "1", "logprobs": 5}', "logprobs must be 0 or 1"),
+        ('{"prompt": "1", "repetition_penalty": 1.3}', "repetition_penalty is not supported here"),
+        ('{"prompt": "1", "guided_regex": "a+"}', "guided_regex is not supported here"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "message 0 has role 'bot'"),
+        ('{"messages": [{"role": "user", "content": "1"}], "chat_template_kwargs": {"tokenize": true}}', "tokenize"),
+    ],
+)
+def test_a_body_that_cannot_be_answered_is_the_clients_mistake(address: str, body: str, says: str):
+    code, text = post(address, "chat/completions" if "messages" in body else "completions", body.encode())
+    assert code == 400 and says in json.loads(text)["error"]["message"]
+
+
+def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
+    rollout = [f"{ARR}.rollout.do_sample=False", f"{ARR}.rollout.stop=[eos]", "data.max_response_length=64"]
+    config = load_config(generation(folder, *rollout))
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    sampling = training_sampling(config.actor_rollout_ref.rollout)
+    server = OpenAIServer(load_engine(config, tokenizer), tokenizer, "small", 72, sampling)
+    first = server._request({}, [1, 2])
+    assert first.sampling == replace(sampling, n=1, max_tokens=70, seed=1) and first.sampling.temperature == 0
+    asked = server._request({"temperature": 0.5, "stop": "x", "min_tokens": 3, "ignore_eos": True, "seed": 9}, [1])
+    assert asked.sampling == replace(
+        sampling, n=1, max_tokens=71, temperature=0.5, stop=("x",), min_tokens=3, ignore_eos=True, seed=9
+    )
+
+
+def test_our_client_of_openai_servers_gets_ids_and_logprobs_from_ours(folder: Path, address: str):
+    config = load_config(generation(folder, f"{ARR}.rollout.name=tgi", f"{ARR}.rollout.server.url={address[:-3]}"))
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    client = load_engine(config, tokenizer)
+    request = GenerationRequest(0, tokenizer("12+13=")["input_ids"], SamplingParams(n=3, max_tokens=8, ignore_eos=True))
+    completions = asyncio.run(client.generate(request))
+    assert [len(c.token_ids) for c in completions] == [8] * 3
+    assert all(v < 0 for c in completions for v in c.logprobs)

@@ -1,7 +1,8 @@
 """`verl serve model=DIR`: an OpenAI-compatible server over a rollout engine, on loopback unless told otherwise.
 
-POST /v1/chat/completions and /v1/completions (n, max_tokens, temperature, top_p, top_k, seed, stop, logprobs, stream,
-stream_options.include_usage), GET /v1/models, GET /health. A client that goes away ends its request.
+POST /v1/chat/completions and /v1/completions (n, max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids,
+min_tokens, ignore_eos, logprobs, stream, stream_options.include_usage, return_token_ids, chat_template_kwargs), GET
+/v1/models, GET /health. What a request does not say is as rollout.* says. A client that goes away ends its request.
 """
 
 import argparse
@@ -11,36 +12,38 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import load_config
+from verl.config.load import unread_keys
 from verl.data.chat import PromptTemplate, read_messages
+from verl.trainer.request_body import MOST, RequestError, flag, integer, number, read_body, token_ids
 from verl.trainer.text_stream import TextStream, cut
 from verl.utils.errors import ConfigError, VerlError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
 
 T = TypeVar("T")
-WITHOUT: dict[str, Any] = {  # parts of the protocol that would change the answer, and the value that asks for nothing
-    "tools": [], "functions": [], "response_format": {"type": "text"}, "frequency_penalty": 0, "presence_penalty": 0,
-    "logit_bias": {}, "top_logprobs": 0, "echo": False, "suffix": "", "best_of": 1,
-}  # fmt: skip
 MODEL = "actor_rollout_ref.model.path"
-
-
-class RequestError(Exception):
-    """A request that cannot be answered; the message goes back to the client with status 400."""
 
 
 class OpenAIServer:
     """Handlers of one model. Requests are batched by the engine."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, name: str, longest: int):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        longest: int,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
         self.engine, self.tokenizer, self.name, self.longest = engine, tokenizer, name, longest
-        self.template = PromptTemplate(tokenizer)
+        self.sampling, self.template_kwargs = sampling, dict(template_kwargs or {})
         self._next = 0
 
     def application(self) -> Any:
@@ -83,18 +86,13 @@ class OpenAIServer:
         from aiohttp import web
 
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise RequestError("the body must be a JSON object")
-            for name, nothing in WITHOUT.items():
-                if body.get(name) not in (None, nothing):
-                    raise RequestError(f"{name} is not supported here; leave it out (found {body[name]!r})")
+            body = read_body(await request.read(), chat)
             prompts = [self._chat_ids(body)] if chat else self._prompt_ids(body)
             requests = [self._request(body, ids) for ids in prompts]
-            if body.get("stream"):
+            if flag(body, "stream"):
                 return await self._send_stream(request, body, requests, chat)
             answers = await _together([self.engine.generate(r) for r in requests])
-        except (VerlError, RequestError, ValueError) as error:
+        except (VerlError, RequestError) as error:
             return web.json_response(_failure(error), status=500 if isinstance(error, WorkerError) else 400)
         return web.json_response(self._reply(body, prompts, [c for group in answers for c in group], chat))
 
@@ -150,18 +148,24 @@ class OpenAIServer:
             everything.cancel()
 
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
-        text = self.template.render(read_messages(body.get("messages")))
-        return self.template.encode([text])[0]
+        given = body.get("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise RequestError(f"chat_template_kwargs must be an object, found {given!r}")
+        template = PromptTemplate(self.tokenizer, self.template_kwargs | given)
+        try:
+            return template.encode([template.render(read_messages(body.get("messages")))])[0]
+        except Exception as error:  # a template is the model author's code
+            raise RequestError(f"messages: {error}") from error
 
     def _prompt_ids(self, body: dict[str, Any]) -> list[list[int]]:
         """A text, a list of texts, token ids, or a list of those."""
         prompt = body.get("prompt")
-        many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        many = prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]
         ids = []
         for one in many:
             if isinstance(one, str):
                 ids.append(self.tokenizer(one)["input_ids"])
-            elif isinstance(one, list) and all(isinstance(i, int) for i in one):
+            elif isinstance(one, list) and all(type(i) is int for i in one):
                 ids.append(one)
             else:
                 raise RequestError("prompt must be a text, token ids, or a list of either")
@@ -169,16 +173,19 @@ class OpenAIServer:
 
     def _request(self, body: dict[str, Any], ids: list[int]) -> GenerationRequest:
         self._next += 1
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or max(1, self.longest - len(ids))
-        seed = body.get("seed")
+        default = self.sampling
+        limit = integer(body, "max_tokens", max(1, self.longest - len(ids)))
         sampling = SamplingParams(
-            temperature=_number(body, "temperature", 1.0),
-            top_p=_number(body, "top_p", 1.0),
-            top_k=int(_number(body, "top_k", -1)),
-            n=int(_number(body, "n", 1)),
-            max_tokens=int(limit),
-            stop=_ends(body),
-            seed=self._next if seed is None else int(seed),
+            temperature=number(body, "temperature", default.temperature),
+            top_p=number(body, "top_p", default.top_p),
+            top_k=integer(body, "top_k", default.top_k),
+            n=integer(body, "n", 1, MOST),
+            max_tokens=integer(body, "max_completion_tokens", limit),
+            min_tokens=integer(body, "min_tokens", default.min_tokens),
+            stop=self.ends(body),
+            stop_token_ids=token_ids(body, "stop_token_ids", default.stop_token_ids),
+            ignore_eos=flag(body, "ignore_eos", default.ignore_eos),
+            seed=integer(body, "seed", self._next, 2**64),
         )
         request = GenerationRequest(self._next, ids, sampling)
         check_request(request, self.longest, (), has_tokenizer=True)  # all of them, before one begins
@@ -189,11 +196,11 @@ class OpenAIServer:
 
     def _reply(self, body: dict[str, Any], prompts: list[list[int]], answers: list[Completion], chat: bool) -> Any:
         choices = []
-        for number, answer in enumerate(answers):
-            text = cut(self.text_of(answer.token_ids), _ends(body))
+        for index, answer in enumerate(answers):
+            text = cut(self.text_of(answer.token_ids), self.ends(body))
             content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            logprobs = self.logprobs(body, answer.token_ids, answer.logprobs, chat)
-            choices.append({"index": number, **content, "finish_reason": _reason(answer), "logprobs": logprobs})
+            told = self.told(body, answer.token_ids, answer.logprobs, chat)
+            choices.append({"index": index, **content, "finish_reason": _reason(answer), **told})
         usage = _usage(prompts, sum(len(a.token_ids) for a in answers))
         return {**self._head(chat, ""), "choices": choices, "usage": usage}
 
@@ -206,19 +213,29 @@ class OpenAIServer:
             "model": self.name,
         }
 
-    def logprobs(
-        self, body: dict[str, Any], token_ids: list[int], logprobs: list[float], chat: bool
-    ) -> dict[str, Any] | None:
-        if body.get("logprobs") in (None, False):
-            return None
+    def ends(self, body: dict[str, Any]) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        stop = body.get("stop")
+        if stop is None:
+            return self.sampling.stop
+        ends = [stop] if isinstance(stop, str) else stop
+        if not isinstance(ends, list) or not all(isinstance(end, str) and end for end in ends):
+            raise RequestError(f"stop must be a text or a list of texts, found {stop!r}")
+        return tuple(ends)
+
+    def told(self, body: dict[str, Any], token_ids: list[int], logprobs: list[float], chat: bool) -> dict[str, Any]:
+        """Log-probs and token ids of a choice, where they are asked for."""
+        ids = {"token_ids": token_ids} if flag(body, "return_token_ids") else {}
+        if body.get("logprobs") is None or body["logprobs"] is False:
+            return {"logprobs": None, **ids}
         tokens = [str(self.tokenizer.decode([i])) for i in token_ids]
         if not chat:
-            return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": []}
+            return {"logprobs": {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}, **ids}
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
             for token, value in zip(tokens, logprobs, strict=True)
         ]
-        return {"content": content}
+        return {"logprobs": {"content": content}, **ids}
 
 
 class ChoiceStream:
@@ -226,7 +243,7 @@ class ChoiceStream:
 
     def __init__(self, server: OpenAIServer, body: dict[str, Any], index: int, chat: bool):
         self.server, self.body, self.index, self.chat = server, body, index, chat
-        self.text = TextStream(server.text_of, _ends(body))
+        self.text = TextStream(server.text_of, server.ends(body))
         self.token_ids: list[int] = []  # not yet sent
         self.logprobs: list[float] = []
         self.content: dict[str, Any] = {"role": "assistant"} if chat else {}  # goes with the first chunk
@@ -244,9 +261,9 @@ class ChoiceStream:
 
     def _chunk(self, text: str, reason: str | None) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": {**self.content, "content": text}} if self.chat else {"text": text}
-        logprobs = self.server.logprobs(self.body, self.token_ids, self.logprobs, self.chat)
+        told = self.server.told(self.body, self.token_ids, self.logprobs, self.chat)
         self.content, self.token_ids, self.logprobs = {}, [], []
-        return {"index": self.index, **content, "finish_reason": reason, "logprobs": logprobs}
+        return {"index": self.index, **content, "finish_reason": reason, **told}
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -273,23 +290,6 @@ def _usage(prompts: Sequence[Sequence[int]], made: int) -> dict[str, int]:
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
-def _ends(body: dict[str, Any]) -> tuple[str, ...]:
-    stop = body.get("stop") or ()
-    ends = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(end, str) and end for end in ends):
-        raise RequestError(f"stop must be a text or a list of texts, found {stop!r}")
-    return ends
-
-
-def _number(body: dict[str, Any], name: str, default: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} must be a number, found {value!r}")
-    return value
-
-
 def _reason(completion: Completion) -> str:
     return "stop" if completion.stop_reason == "stop" else "length"
 
@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(overrides: list[str], host: str, port: int, name: str | None) -> int:
     from verl.models.load import load_tokenizer
-    from verl.trainer.ppo.rollout import load_engine
+    from verl.trainer.ppo.rollout import load_engine, training_sampling
 
     try:
         from aiohttp import web
@@ -325,7 +325,10 @@ def run(overrides: list[str], host: str, port: int, name: str | None) -> int:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     name = name or Path(str(path)).name
-    server = OpenAIServer(load_engine(config, tokenizer), tokenizer, name, longest)
+    sampling, kwargs = training_sampling(rollout), config.data.apply_chat_template_kwargs
+    server = OpenAIServer(load_engine(config, tokenizer), tokenizer, name, longest, sampling, kwargs)
+    for key in unread_keys(config):
+        print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     print(f"serving {server.name} on http://{host}:{port}/v1 (at most {longest} tokens a conversation)", flush=True)
     web.run_app(server.application(), host=host, port=port, print=None, handler_cancellation=True)
     return 0

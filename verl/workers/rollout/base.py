@@ -1,6 +1,7 @@
 """The rollout engine's contract: token ids in; token ids, log-probs and the policy version out."""
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -207,8 +208,16 @@ def named_weights(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterable
     return weights.named_parameters() if isinstance(weights, nn.Module) else weights
 
 
-def check_request(request: GenerationRequest, longest: int, in_flight: Collection[int], has_tokenizer: bool) -> None:
-    """Refuse what cannot be answered, with the numbers. `longest`: tokens one sequence may hold."""
+TEMPERATURES = (1e-6, 1e6)  # beyond, logits divided by it are not finite
+
+
+def check_request(
+    request: GenerationRequest, longest: int, in_flight: Collection[int], has_tokenizer: bool, vocab: float = math.inf
+) -> None:
+    """Refuse what cannot be answered, with the numbers, before it can end what else is being answered.
+
+    `longest`: tokens one sequence may hold; `vocab`: token ids there are, where it is known.
+    """
     params, prompt = request.sampling, len(request.prompt_ids)
     if request.request_id in in_flight:
         raise DataError(f"request_id {request.request_id} is already in flight; give each request its own")
@@ -220,11 +229,16 @@ def check_request(request: GenerationRequest, longest: int, in_flight: Collectio
             f"{longest} tokens one sequence may hold; shorten the prompt (data.max_prompt_length), lower max_tokens "
             f"(at most {max(longest - prompt, 0)} here) or raise actor_rollout_ref.rollout.max_model_len"
         )
-    if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or params.temperature < 0:
+    least, most = TEMPERATURES
+    warm = params.temperature == 0 or least <= params.temperature <= most
+    if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or not warm:
         raise DataError(
             f"request {request.request_id}: n={params.n} and max_tokens={params.max_tokens} must be at least 1, "
-            f"top_p={params.top_p} in (0, 1], temperature={params.temperature} not negative"
+            f"top_p={params.top_p} in (0, 1], temperature={params.temperature} 0 or in [{least:g}, {most:g}]"
         )
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
+        wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab)
+        raise DataError(f"request {request.request_id}: token id {wrong} of the prompt is not in 0 to {vocab - 1}")
     if params.stop and not has_tokenizer:
         raise DataError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
 

@@ -82,7 +82,7 @@ class NativeCore:
 
     def submit(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> RequestState:
         """Queue a request; its samples enter as rows become free."""
-        check_request(request, self.limits.max_model_len, self.states, self.decode_text is not None)
+        check_request(request, self.limits.max_model_len, self.states, self.decode_text is not None, self.vocab)
         state = RequestState(request, self.version, stop_ids)
         self.states[request.request_id] = state
         self.queue.push(state)

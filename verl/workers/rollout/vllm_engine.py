@@ -136,20 +136,22 @@ class VLLMEngine(CopyingEngine):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if self._asleep:
             raise WorkerError(self.replica, "generate", "vLLM is asleep; call wake() first")
-        check_request(request, self.longest, self._pending, self.decode_text is not None)
+        vocab = self.llm.vllm_config.model_config.get_vocab_size()
+        check_request(request, self.longest, self._pending, self.decode_text is not None, vocab)
         pending = Pending(request, [], asyncio.get_running_loop().create_future())
         self._pending[request.request_id] = pending
-        for sample in range(request.sampling.n):
-            pending.samples.append(Sample())
-            name = f"{request.request_id}:{sample}"
-            self.llm.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._sampling(request, sample))
-            self._samples[name] = (pending, sample)
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
         try:
+            for sample in range(request.sampling.n):
+                pending.samples.append(Sample())
+                name = f"{request.request_id}:{sample}"
+                self.llm.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._sampling(request, sample))
+                self._samples[name] = (pending, sample)
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
             return await pending.future
-        except asyncio.CancelledError:
-            self._drop(pending)
+        except BaseException:  # refused by vLLM, or nobody waits any more
+            for name in self._drop(pending):
+                del self._samples[name]
             raise
 
     def _sampling(self, request: GenerationRequest, sample: int) -> Any:
