@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import pyarrow.parquet as pq
@@ -14,13 +15,18 @@ import pytest
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
+from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.config import load_config
+from verl.data.prompts import train_prompts
 from verl.models.load import load_tokenizer
 from verl.trainer import main_eval, main_generation_server
 from verl.trainer.main_eval import majority, pass_at
+from verl.trainer.main_generation_server import fingerprint
 from verl.trainer.ppo.rollout import load_engine, training_sampling
 from verl.trainer.serve import OpenAIServer
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.utils.errors import WorkerError
+from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
+from verl.workers.rollout.native_engine import NativeEngine
 
 ARR = "actor_rollout_ref"
 
@@ -40,7 +46,7 @@ def generation(folder: Path, *extra: str) -> list[str]:
 
 
 def test_every_prompt_is_answered_and_a_cut_off_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(main_generation_server, "PART", 5)
+    monkeypatch.setattr(main_generation_server, "AT_ONCE", 2)
     assert main_generation_server.main(generation(folder)) == 0
     whole = pq.read_table(folder / "answers.parquet").to_pylist()
     assert len(whole) == 12 and all(len(row["responses"]) == 4 for row in whole)
@@ -48,31 +54,85 @@ def test_every_prompt_is_answered_and_a_cut_off_run_goes_on(folder: Path, monkey
         json.loads(line)["prompt"] for line in (folder / "data" / "train.jsonl").read_text().splitlines()
     ]
     (folder / "answers.parquet").unlink()
-    done: list[Path] = []
+    generate, calls = NativeEngine.generate, []
 
-    def cut(path: Path, text: str) -> None:
-        if len(done) == 2:  # run.json and one part
-            raise KeyboardInterrupt
-        path.write_text(text)
-        done.append(path)
+    async def cut(self: NativeEngine, request: GenerationRequest) -> list[Completion]:
+        calls.append(request)
+        if len(calls) == 7:
+            raise WorkerError(0, "generate", "the machine went away")
+        return await generate(self, request)
 
-    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
-        patch.setattr(main_generation_server, "atomic_write_text", cut)
-        main_generation_server.main(generation(folder))
-    part = done[1]
-    part.write_text(part.read_text().replace('"responses": ["', '"responses": ["kept ', 1))
+    monkeypatch.setattr(NativeEngine, "generate", cut)
+    assert main_generation_server.main(generation(folder)) == 2
+    journal = folder / "answers.parquet.parts"
+    head, *lines = journal.read_text().splitlines()
+    assert 4 <= len(lines) <= 6
+    lines[0] = lines[0].replace('"responses": ["', '"responses": ["kept ', 1)
+    journal.write_text("\n".join([head, *lines, '{"prompt": 11, "respon']))
+    before = len(calls)
     assert main_generation_server.main(generation(folder)) == 0
+    assert len(calls) - before == 12 - len(lines)
     again = pq.read_table(folder / "answers.parquet").to_pylist()
-    assert again[0]["responses"][0].startswith("kept ") and again[1:] == whole[1:]
+    kept = json.loads(lines[0])["prompt"]
+    assert again[kept]["responses"][0].startswith("kept ")
+    assert [r for i, r in enumerate(again) if i != kept] == [r for i, r in enumerate(whole) if i != kept]
     assert not list(folder.glob("answers.parquet.*"))
 
 
-def test_answers_of_another_run_are_not_continued(folder: Path, capsys: pytest.CaptureFixture[str]):
-    parts = folder / "answers.parquet.parts"
-    parts.mkdir()
-    (parts / "run.json").write_text('{"prompts": "others"}')
+def test_an_interrupt_says_that_the_same_command_goes_on(folder: Path, monkeypatch: Any, capsys: Any):
+    async def interrupt(self: NativeEngine, request: GenerationRequest) -> list[Completion]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NativeEngine, "generate", interrupt)
+    assert main_generation_server.main(generation(folder)) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_no_column_is_lost_and_what_parquet_cannot_hold_is_said_first(folder: Path, capsys: Any):
+    row = {"prompt": "1+1=", "data_source": "x", "reward_model": {"ground_truth": "2"}}
+    path = folder / "data" / "train.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "level": 3}) + "\n")
+    assert main_generation_server.main(generation(folder)) == 0
+    assert [r["level"] for r in pq.read_table(folder / "answers.parquet").to_pylist()] == [None, 3]
+    path.write_text(json.dumps({**row, "extra_info": {}}) + "\n")
     assert main_generation_server.main(generation(folder)) == 2
-    assert "holds answers of another run (prompts differs" in capsys.readouterr().err
+    assert "cannot be written as parquet" in capsys.readouterr().err and not list(folder.glob("*.parts"))
+    assert main_generation_server.main(generation(folder, f"data.output_path={folder / 'a.jsonl'}")) == 0
+    assert json.loads((folder / "a.jsonl").read_text())["extra_info"] == {}
+
+
+class Twice(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        ids = self.tokenizer(row["raw_prompt"][0]["content"])["input_ids"]
+        first = await self.server_manager.generate(
+            "x", prompt_ids=ids, sampling_params={"max_tokens": 1, "ignore_eos": True}
+        )
+        second = await self.server_manager.generate("x", prompt_ids=ids, sampling_params={"stop_token_ids": [0]})
+        made = [*first.token_ids, *second.token_ids]
+        return AgentLoopOutput(ids, made, [1] * len(made), num_turns=2)
+
+
+def test_files_are_answered_by_the_loop_their_rows_name_and_keys_without_effect_are_named(folder: Path, capsys: Any):
+    (folder / "loops.yaml").write_text(f"- name: twice\n  _target_: {__name__}.Twice\n")
+    loops = f"{ARR}.rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}"
+    path = folder / "data" / "train.jsonl"
+    path.write_text("".join(json.dumps({**json.loads(r), "agent_name": "twice"}) + "\n" for r in path.open()))
+    assert main_generation_server.main(generation(folder, loops, "trainer.total_epochs=3")) == 0
+    assert all(len(row["responses"]) == 4 for row in pq.read_table(folder / "answers.parquet").to_pylist())
+    assert "warning: trainer.total_epochs was set, but nothing reads it here" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("twice", "thrice"))
+    assert main_generation_server.main(generation(folder, loops)) == 2
+    assert "unknown agent loop 'thrice'" in capsys.readouterr().err
+
+
+def test_answers_of_another_run_are_not_continued(folder: Path, capsys: pytest.CaptureFixture[str]):
+    begun = generation(folder, f"{ARR}.rollout.stop_token_ids=[3]")
+    config = load_config(begun)
+    prompts = train_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model))
+    sampling = training_sampling(config.actor_rollout_ref.rollout)
+    main_generation_server.begin(folder / "answers.parquet.parts", fingerprint(config, prompts, sampling))
+    assert main_generation_server.main(generation(folder)) == 2
+    assert "holds answers of another run (sampling differs" in capsys.readouterr().err
     assert main_generation_server.main([a for a in generation(folder) if "output_path" not in a]) == 2
     assert "data.output_path is not set" in capsys.readouterr().err
 

@@ -20,10 +20,12 @@ from tests.engine_cases import (
     tiny_qwen3,
 )
 from tests.ranks import run_ranks
+from verl.config import load_config
 from verl.config.rollout import RolloutConfig
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
 from verl.trainer.merge import main as merge_main
+from verl.trainer.ppo.rollout import load_engine
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -363,3 +365,19 @@ def test_adapters_beyond_plain_lora_are_refused(folder, tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ConfigError, match="has use_dora=True; only plain LoRA"):
         build_engine(folder, model={"lora_adapter_path": str(tmp_path)})
+
+
+def test_generation_without_a_trainer_takes_the_adapters_or_refuses(folder, adapters):
+    given = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.lora_adapter_path={adapters}"]
+    rollout = ["actor_rollout_ref.rollout.dtype=float32", "data.max_prompt_length=8", "data.max_response_length=8"]
+    config = load_config([*given, *rollout])
+    request = GenerationRequest(0, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
+    [completion] = asyncio.run(load_engine(config, None).generate(request))
+    ids = torch.tensor([[5, 6, 7, *completion.token_ids]])
+    merged = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="plain_test").eval()
+    merged.load_state_dict(dict(started(folder, adapters, dtype="fp32").export_weights()), strict=False)
+    with torch.no_grad():
+        expected = merged(input_ids=ids, use_cache=False).logits[0, 2:-1].log_softmax(-1).gather(1, ids[0, 3:, None])
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected[:, 0], rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"only rollout.name=native takes adapters, and vllm would answer without"):
+        load_engine(load_config([*given, "actor_rollout_ref.rollout.name=vllm"]), None)

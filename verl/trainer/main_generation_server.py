@@ -1,13 +1,15 @@
 """`python3 -m verl.trainer.main_generation_server`: answer every prompt of a data file and write the answers down.
 
-The output is the input with a column `responses`, a list of `rollout.n` texts per row. Answers are written part by
-part, so a run that was cut off goes on where it stopped.
+The output is the input with a column `responses`, a list of `rollout.n` texts per row. Every prompt's answers are
+written down as they are complete, so a run that was cut off goes on where it stopped.
 """
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from verl.agent.run import Agents
 from verl.config import RunConfig, load_config
+from verl.config.load import unread_keys
 from verl.data.prompts import PromptDataset, train_prompts
 from verl.data.rows import FileRows
+from verl.trainer.ppo.sources import first_failure
 from verl.utils.command import command
 from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text
-from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 HELP = f"""{__doc__}
 usage: python3 -m verl.trainer.main_generation_server actor_rollout_ref.model.path=DIR \\
@@ -29,20 +34,24 @@ usage: python3 -m verl.trainer.main_generation_server actor_rollout_ref.model.pa
 
   data.train_files       prompts, as for training
   data.output_path       where the answers go (.parquet or .jsonl)
-  actor_rollout_ref.rollout.*    engine, sampling, response_length
+  actor_rollout_ref.rollout.*    engine, sampling, response_length, agent loops and tools
 """
-_SAMPLING = ("name", "n", "temperature", "top_p", "top_k", "do_sample", "seed", "response_length")
-PART = 256  # prompts whose answers are written together
+AT_ONCE = 1024  # prompts given to the engine at once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: every prompt is answered; 2: a mistake the message explains."""
-    return command(argv, HELP, lambda words: print(f"answers: {generate(load_config(words))}"))
+    """0: every prompt is answered; 2: a mistake the message explains; 130: interrupted."""
+    try:
+        return command(argv, HELP, lambda words: print(f"answers: {generate(load_config(words))}"))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
 
 
 def generate(config: RunConfig) -> Path:
     """Answer the prompts of data.train_files; returns the file written."""
     from verl.models.load import load_tokenizer
+    from verl.trainer.ppo.build import import_external
     from verl.trainer.ppo.rollout import load_engine, training_sampling
 
     if not config.data.output_path:
@@ -50,87 +59,105 @@ def generate(config: RunConfig) -> Path:
     output = Path(config.data.output_path)
     if output.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"data.output_path={output} must end in .parquet or .jsonl")
+    import_external(config.actor_rollout_ref.model.external_lib)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts = train_prompts(config.data, tokenizer)
-    parts = output.with_name(output.name + ".parts")
+    prompts, agents = train_prompts(config.data, tokenizer), Agents(config, tokenizer)
+    agents.check_rows(prompts)
+    rows = FileRows(config.data.train_files)
+    if output.suffix == ".parquet":
+        write_table(list(rows), io.BytesIO())  # what cannot be written is found before anything is answered
     sampling = training_sampling(config.actor_rollout_ref.rollout)
-    check_same_run(parts, fingerprint(config, prompts))
+    journal = output.with_name(output.name + ".parts")
+    answers = begin(journal, fingerprint(config, prompts, sampling))
     engine = load_engine(config, tokenizer)
+    for key in unread_keys(config):
+        print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     try:
-        asyncio.run(answer_parts(engine, prompts, sampling, tokenizer, parts))
+        asyncio.run(answer(engine, agents, prompts, sampling, journal, answers))
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
     finally:
         engine.close()
-    merge(config, prompts, parts, output)
-    return output
-
-
-def fingerprint(config: RunConfig, prompts: PromptDataset) -> dict[str, Any]:
-    """What must not change between a run and its continuation."""
-    rollout = config.actor_rollout_ref.rollout
-    return {
-        "prompts": prompts.digest,
-        "model": str(config.actor_rollout_ref.model.path),
-        "sampling": [getattr(rollout, name) for name in _SAMPLING],
-    }
-
-
-def check_same_run(parts: Path, expected: dict[str, Any]) -> None:
-    """Begin `parts`, or make sure that they belong to this very run."""
-    parts.mkdir(parents=True, exist_ok=True)
-    note = parts / "run.json"
-    if not note.exists():
-        atomic_write_text(note, json.dumps(expected))
-        return
-    found = json.loads(note.read_text(encoding="utf-8"))
-    differs = [name for name in expected if found.get(name) != expected[name]]
-    if differs:
-        raise ConfigError(
-            f"{parts} holds answers of another run ({differs[0]} differs: {found.get(differs[0])!r}, now "
-            f"{expected[differs[0]]!r}); remove that folder, or give another data.output_path"
-        )
-
-
-async def answer_parts(
-    engine: RolloutEngine, prompts: PromptDataset, sampling: SamplingParams, tokenizer: Any, parts: Path
-) -> None:
-    """Every part that is not there yet; each is written whole or not at all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    await engine.wake()
-    with Progress(*columns) as progress:
-        bar = progress.add_task("prompts answered", total=len(prompts))
-
-        async def one(position: int, request: GenerationRequest) -> list[str]:
-            completions = await engine.generate(request)
-            progress.advance(bar)
-            return [str(tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
-
-        for start in range(0, len(prompts), PART):
-            path = parts / f"{start:09d}.json"
-            positions = range(start, min(start + PART, len(prompts)))
-            if path.exists():
-                progress.advance(bar, len(positions))
-                continue
-            rows = prompts.rows(positions)
-            requests = [GenerationRequest(p, row.prompt_ids, sampling) for p, row in zip(positions, rows, strict=True)]
-            answers = await asyncio.gather(*(one(p, r) for p, r in zip(positions, requests, strict=True)))
-            text = json.dumps([{"row": row.index, "responses": a} for row, a in zip(rows, answers, strict=True)])
-            atomic_write_text(path, text)
-
-
-def merge(config: RunConfig, prompts: PromptDataset, parts: Path, output: Path) -> None:
-    """The input rows with their answers as one file; then the parts go."""
-    answers = [entry for path in sorted(parts.glob("[0-9]*.json")) for entry in json.loads(path.read_text("utf-8"))]
-    rows = FileRows(config.data.train_files)
-    merged = [{**rows[entry["row"]], "responses": entry["responses"]} for entry in answers]
-    temporary = output.with_name(output.name + ".tmp")
+    merged = [{**rows[prompts[i].index], "responses": answers[i]} for i in range(len(prompts))]
     if output.suffix == ".jsonl":
         atomic_write_text(output, "".join(json.dumps(row, default=str) + "\n" for row in merged))
     else:
-        pq.write_table(pa.Table.from_pylist(merged), temporary)
+        temporary = output.with_name(output.name + ".tmp")
+        write_table(merged, temporary)
         temporary.replace(output)
-    for path in parts.iterdir():
-        path.unlink()
-    parts.rmdir()
+    journal.unlink()
+    return output
+
+
+def fingerprint(config: RunConfig, prompts: PromptDataset, sampling: SamplingParams) -> dict[str, Any]:
+    """What must not change between a run and its continuation, as JSON keeps it."""
+    model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
+    turns = rollout.multi_turn
+    found = {
+        "prompts": [prompts.digest, data.apply_chat_template_kwargs, data.max_prompt_length, data.truncation],
+        "model": [model.path, model.lora_adapter_path, model.tokenizer_path, model.custom_chat_template],
+        "engine": [rollout.name, rollout.dtype, rollout.server.url, rollout.server.model],
+        "sampling": asdict(sampling),
+        "agent": [rollout.agent.default_agent_loop, turns.enable, turns.tool_config_path, turns.function_tool_path],
+    }
+    normalised: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return normalised
+
+
+def begin(journal: Path, expected: dict[str, Any]) -> dict[int, list[str]]:
+    """The answers that `journal` holds of this very run, by position; a line that was cut off goes."""
+    if not journal.exists():
+        atomic_write_text(journal, json.dumps(expected) + "\n")
+        return {}
+    head, *lines = journal.read_text(encoding="utf-8").split("\n")
+    found = json.loads(head)
+    differs = [name for name in expected if found.get(name) != expected[name]]
+    if differs:
+        raise ConfigError(
+            f"{journal} holds answers of another run ({differs[0]} differs: {found.get(differs[0])!r}, now "
+            f"{expected[differs[0]]!r}); remove it, or give another data.output_path"
+        )
+    whole = lines[:-1]  # what follows the last newline was being written
+    atomic_write_text(journal, "".join(line + "\n" for line in [head, *whole]))
+    return {entry["prompt"]: entry["responses"] for entry in map(json.loads, whole)}
+
+
+async def answer(
+    engine: RolloutEngine,
+    agents: Agents,
+    prompts: PromptDataset,
+    sampling: SamplingParams,
+    journal: Path,
+    answers: dict[int, list[str]],
+) -> None:
+    """Complete `answers`; each is written to `journal` when it is there."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    await engine.wake()
+    left = iter([i for i in range(len(prompts)) if i not in answers])
+    with Progress(*columns) as progress, journal.open("a", encoding="utf-8") as lines:
+        bar = progress.add_task("prompts answered", total=len(prompts), completed=len(answers))
+
+        async def work() -> None:
+            for i in left:  # shared: whoever is free takes the next
+                trajectories = await agents.answer(prompts[i], i, sampling, engine)
+                texts = [agents.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
+                answers[i] = list(map(str, texts))
+                lines.write(json.dumps({"prompt": i, "responses": answers[i]}) + "\n")
+                lines.flush()
+                progress.advance(bar)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(AT_ONCE, len(prompts))):
+                group.create_task(work())
+
+
+def write_table(rows: list[dict[str, Any]], target: Any) -> None:
+    """`rows` as parquet, with the columns of all of them; ConfigError where parquet cannot hold them."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), target)
+    except pa.ArrowException as error:
+        raise ConfigError(f"the rows cannot be written as parquet ({error}); end data.output_path in .jsonl") from error
 
 
 if __name__ == "__main__":

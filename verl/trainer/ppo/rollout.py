@@ -13,6 +13,7 @@ from verl.config import RolloutConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config
+from verl.models.lora import add_adapters
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
@@ -45,11 +46,20 @@ def load_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
     if rollout.name in ("native", "hf"):
         dtype = rollout_dtype(rollout.dtype) or torch.float32
         device = get_platform().device_name
-        model = load_causal_lm(settings.path or "", dtype=dtype).to(torch.device(device))  # type: ignore[arg-type]
+        model = load_causal_lm(settings.path or "", dtype=dtype)
+        if settings.lora_adapter_path is not None:
+            add_adapters(model, settings, seed=0)
+        model.to(torch.device(device))  # type: ignore[arg-type]
         return NativeEngine(rollout, model, tokenizer, device=device)
-    model_config = load_config(settings.path or "")
+    if settings.lora_adapter_path is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path}: without a trainer only "
+            f"rollout.name=native takes adapters, and {rollout.name} would answer without them; merge them first "
+            "(python -m verl.model_merger)"
+        )
     if rollout.name == "tgi":
         return TGIEngine(rollout, tokenizer)
+    model_config = load_config(settings.path or "")
     loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
     return start_engines(loaded, str(settings.path), tokenizer, eos_of(model_config, tokenizer))
 
