@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ from verl.config import load_config
 from verl.data.prompts import train_prompts
 from verl.models.load import load_tokenizer
 from verl.trainer import main_eval, main_generation_server
-from verl.trainer.main_eval import majority, pass_at
+from verl.trainer.main_eval import majority, pass_at, share
 from verl.trainer.main_generation_server import fingerprint
 from verl.trainer.ppo.rollout import load_engine, training_sampling
 from verl.trainer.serve import OpenAIServer
-from verl.utils.errors import WorkerError
+from verl.utils.errors import DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
 
@@ -157,6 +158,57 @@ def test_figures_of_a_file_of_answers(tmp_path: Path, capsys: pytest.CaptureFixt
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert json.loads(last) == {"test_score/a": pytest.approx(3 / 8), "test_score/b": 1.0}
     assert main_eval.main([]) == 2 and main_eval.main(["data.path=nowhere.parquet"]) == 2
+
+
+OWN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "?":
+        raise ValueError("unreadable")
+    return {"score": float(solution_str == ground_truth), "pred": solution_str}
+"""
+
+
+def judged(folder: Path, *rows: dict[str, Any], key: str = "reward.custom_reward_function") -> dict[str, float]:
+    given = {"data_source": "a", "reward_model": {"ground_truth": "1"}}
+    (folder / "answers.jsonl").write_text("".join(json.dumps({**given, **row}) + "\n" for row in rows))
+    (folder / "own.py").write_text(OWN)
+    words = [f"data.path={folder / 'answers.jsonl'}", f"{key}.path={folder / 'own.py'}", "reward.on_error=count"]
+    return main_eval.evaluate(load_config(words, config_name="evaluation"))
+
+
+def test_answers_without_a_score_are_left_out_of_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"responses": ["?", "?"]}, {"responses": ["1", "1", "2"]}, {"responses": ["2", "2", "?"]}]
+    figures = judged(tmp_path, *rows)
+    assert figures["test_score/a"] == figures["mean score/a"] == figures["accuracy/a"] == pytest.approx(1 / 3)
+    assert figures["pass@2/a"] == figures["maj@2/a"] == 0.5
+    assert "3 answers were not scored" in capsys.readouterr().out
+    judged(tmp_path, {"responses": "?"})
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1]) == {"test_score/a": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"responses": []}, "line 1: responses must be a text or a list of texts"),
+        ({"responses": ["1", None]}, "line 1: responses must be a text or a list of texts"),
+        ({"responses": 3}, "line 1: responses must be a text or a list of texts, found 3"),
+        ({"responses": "1", "reward_model": "1"}, "line 1: reward_model must hold ground_truth"),
+        ({"responses": "1", "reward_model": {}}, "line 1: reward_model must hold ground_truth"),
+        ({"responses": "1", "extra_info": "x"}, "extra_info be an object"),
+        ({"responses": "1", "prompt": [{"role": "bot"}]}, "line 1: prompt: message 0 has role 'bot'"),
+    ],
+)
+def test_odd_files_of_answers_are_refused_with_the_row(tmp_path: Path, row: dict[str, Any], says: str):
+    with pytest.raises(DataError, match=re.escape(says)):
+        judged(tmp_path, row)
+
+
+def test_intervals_are_wilsons_for_right_and_wrong_and_narrower_where_prompts_agree():
+    _, value, low, high = share("x", [1.0] * 8 + [0.0] * 2)
+    assert (value, low, high) == (0.8, pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert share("x", [1.0] * 5)[2:] == (pytest.approx(0.5655, abs=1e-4), pytest.approx(1.0))
+    agreed = share("x", [0.75, 0.85] * 5)
+    assert 0.75 < agreed[2] < 0.8 < agreed[3] < 0.85
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():

@@ -46,12 +46,12 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
     rows = FileRows(config.data.path)
     inputs, owners, sources = read_answers(config, rows)
-    reward = config.reward
-    function = replace(
-        reward.custom_reward_function, path=config.custom_reward_function.path, name=config.custom_reward_function.name
-    )
-    scorer = custom_reward(replace(reward, custom_reward_function=function)) if function.path else None
-    scores = asyncio.run((scorer or built_in_reward(reward)).score(inputs))
+    reward, own = config.reward, config.custom_reward_function
+    if own.path:
+        function = replace(reward.custom_reward_function, path=own.path, name=own.name)
+        reward = replace(reward, custom_reward_function=function)
+    scorer = custom_reward(reward) if reward.custom_reward_function.path else built_in_reward(reward)
+    scores = asyncio.run(scorer.score(inputs))
     figures: dict[str, float] = {}
     table = Table("data source", "prompts", "answers", "figure", "value", "95 % interval")
     for source in dict.fromkeys(sources):
@@ -60,17 +60,18 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             if sources[owner] == source:
                 mine.setdefault(owner, []).append(score)
         groups = list(mine.values())
-        figures[f"test_score/{source}"] = mean([s.value for g in groups for s in g if s.value is not None])
-        for name, value, half in metrics(groups):
+        for name, value, low, high in metrics(groups):
             figures[f"{name}/{source}"] = value
-            bounds = "" if half is None else f"{value - half:.3f} to {value + half:.3f}"
+            bounds = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
             table.add_row(source, str(len(groups)), str(sum(map(len, groups))), name, f"{value:.4f}", bounds)
+        figures[f"test_score/{source}"] = figures[f"mean score/{source}"]
     console = Console()
     console.print(table)
     unscored = sum(score.value is None for score in scores)
     if unscored:
         console.print(f"{unscored} answers were not scored; they are left out")
-    print(json.dumps({name: value for name, value in figures.items() if name.startswith("test_score/")}))
+    means = {name: value for name, value in figures.items() if name.startswith("test_score/")}
+    print(json.dumps({name: None if math.isnan(value) else value for name, value in means.items()}))
     return figures
 
 
@@ -83,17 +84,24 @@ def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput],
         for column in (data.response_key, data.data_source_key, data.reward_model_key):
             if row.get(column) is None:
                 raise DataError(f"{where} has no column {column!r}; found: {', '.join(sorted(row))}")
-        given = row[data.response_key]
-        answers = [given] if isinstance(given, str) else list(given)
+        given, judge, extra = row[data.response_key], row[data.reward_model_key], row.get("extra_info") or {}
+        answers = [given] if isinstance(given, str) else given
+        if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+            raise DataError(f"{where}: {data.response_key} must be a text or a list of texts, found {given!r:.80}")
+        if not isinstance(judge, dict) or "ground_truth" not in judge or not isinstance(extra, dict):
+            raise DataError(f"{where}: {data.reward_model_key} must hold ground_truth, and extra_info be an object")
         sources.append(str(row[data.data_source_key]))
-        messages = read_messages(row[data.prompt_key]) if row.get(data.prompt_key) is not None else []
+        try:
+            messages = read_messages(row[data.prompt_key]) if row.get(data.prompt_key) is not None else []
+        except ValueError as error:
+            raise DataError(f"{where}: {data.prompt_key}: {error}") from error
         for answer in answers:
             inputs.append(
                 RewardInput(
                     data_source=sources[-1],
                     solution_str=answer,
-                    ground_truth=row[data.reward_model_key]["ground_truth"],
-                    extra_info=dict(row.get("extra_info") or {}),
+                    ground_truth=judge["ground_truth"],
+                    extra_info=extra,
                     prompt_str=str(messages[-1].get("content", "")) if messages else "",
                     where=where,
                 )
@@ -102,18 +110,18 @@ def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput],
     return inputs, owners, sources
 
 
-def metrics(groups: list[list[Score]]) -> list[tuple[str, float, float | None]]:
-    """(name, value, half width of the 95 % interval over prompts) from the answers of each prompt."""
-    right = [[is_right(score) for score in group if score.value is not None] for group in groups]
-    right = [group for group in right if group]
-    out = [interval("mean score", [mean([s.value for s in g if s.value is not None]) for g in groups if g])]
-    out.append(interval("accuracy", [mean([float(r) for r in group]) for group in right]))
+def metrics(groups: list[list[Score]]) -> list[tuple[str, float, float, float]]:
+    """(name, value, bounds of the 95 % interval over prompts) from the scored answers of each prompt."""
+    groups = [scored for group in groups if (scored := [score for score in group if score.value is not None])]
+    right = [[is_right(score) for score in group] for group in groups]
+    out = [interval("mean score", [mean([s.value for s in group]) for group in groups])]
+    out.append(share("accuracy", [mean(group) for group in right]))
     answers = min(map(len, right), default=0)
     for k in (2**i for i in range(1, answers.bit_length()) if 2**i <= answers):
-        out.append(interval(f"pass@{k}", [pass_at(k, len(group), sum(group)) for group in right]))
+        out.append(share(f"pass@{k}", [pass_at(k, len(group), sum(group)) for group in right]))
     votes = [majority(group) for group in groups]
     if answers > 1 and all(vote is not None for vote in votes):
-        out.append(interval(f"maj@{answers}", [float(bool(vote)) for vote in votes]))
+        out.append(share(f"maj@{answers}", [float(bool(vote)) for vote in votes]))
     return out
 
 
@@ -139,17 +147,36 @@ def majority(group: list[Score]) -> bool | None:
     return next(right for pred, right in given if pred == winner)
 
 
-def interval(name: str, values: list[float]) -> tuple[str, float, float | None]:
-    """The mean and half the width of its normal 95 % interval; None with fewer than two prompts."""
+def interval(name: str, values: list[float]) -> tuple[str, float, float, float]:
+    """The mean and its normal 95 % interval; nan with fewer than two prompts."""
     center = mean(values)
-    if len(values) < 2:
-        return name, center, None
-    variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
-    return name, center, 1.96 * math.sqrt(variance / len(values))
+    half = 1.96 * math.sqrt(variance(values) / len(values)) if len(values) > 1 else math.nan
+    return name, center, center - half, center + half
+
+
+def share(name: str, values: list[float]) -> tuple[str, float, float, float]:
+    """The mean of values in [0, 1] and Wilson's 95 % interval: never of no width, never beyond 0 and 1.
+
+    Of as many prompts that are right or wrong as would give the mean the same variance (Korn and Graubard, 1998).
+    """
+    center, n = mean(values), len(values)
+    if n < 2:
+        return name, center, math.nan, math.nan
+    spread = variance(values)
+    weight = 1.96**2 / (n * max(center * (1 - center) / spread, 1.0) if spread else n)
+    middle = (center + weight / 2) / (1 + weight)
+    half = math.sqrt(weight * center * (1 - center) + weight**2 / 4) / (1 + weight)
+    return name, center, middle - half, middle + half
+
+
+def variance(values: list[float]) -> float:
+    center = mean(values)
+    return sum((value - center) ** 2 for value in values) / (len(values) - 1)
 
 
 def mean(values: Sequence[Any]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    """nan where there are none."""
+    return sum(values) / len(values) if values else math.nan
 
 
 if __name__ == "__main__":
