@@ -3,9 +3,13 @@
 import ast
 import asyncio
 import functools
+import http.server
+import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +21,14 @@ from tests.contract.test_rollout import CONFIG, EOS, PROMPT, letters_tokenizer, 
 from tests.standins import SGLANG_PATHS, SGLangStandIn
 from verl.config import load_config
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
-from verl.trainer.ppo.rollout import actor_scores  # noqa: F401  (imports without any engine installed)
+from verl.trainer.ppo.rollout import start_engines  # imports without any engine installed
 from verl.utils.errors import ConfigError, WorkerError
 from verl.weight_sync.by_copy import ByCopy
 from verl.weight_sync.probe import Probe, probe_sequences
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
+from verl.workers.rollout.router import Router
 from verl.workers.rollout.sglang_engine import SGLangEngine, command_line, sglang_arguments
-from verl.workers.rollout.tgi_engine import CANNOT_TRAIN
+from verl.workers.rollout.tgi_engine import CANNOT_TRAIN, TGIEngine
 
 VERSION = "0.5.23"
 
@@ -121,6 +126,62 @@ def test_a_publish_is_probed_and_a_refused_one_is_an_error(tmp_path: Path):
     lonely = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url, max_attempts=1)), tmp_path)
     with pytest.raises(WorkerError, match=r"no answer from http://127.0.0.1.*in 1 attempts"):
         asyncio.run(lonely.client.call("GET", "/health"))
+
+
+def test_a_server_that_does_not_start_or_cannot_be_shared_is_told_before_the_run():
+    python = shutil.which("false")
+    server = ServerConfig(python=python, max_attempts=1, retry_delay=0.01, max_start_wait_time=30)
+    with pytest.raises(WorkerError, match=r"the SGLang server ended with exit code 1: "):
+        start_engines(replace(CONFIG, name="sglang", server=server), "model", letters_tokenizer(), (EOS,))
+    shared = replace(CONFIG, name="sglang", server=ServerConfig(url="http://127.0.0.1:1"), data_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"names one server, but data_parallel_size=2"):
+        start_engines(shared, "model", letters_tokenizer(), (EOS,))
+
+
+class Odd(http.server.BaseHTTPRequestHandler):
+    """Answers everything with JSON that no server of ours gives, or breaks off."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = {1: b'{"detail": []}', 2: b"no json", 3: b'{"choices"'}[asked["max_tokens"]]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body) + 100 * (asked["max_tokens"] == 3)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_what_is_no_answer_is_an_error_that_names_the_server():
+    with pytest.raises(ConfigError, match=r"server.url=127.0.0.1:80 must begin with http://"):
+        TGIEngine(replace(CONFIG, server=ServerConfig(url="127.0.0.1:80")), letters_tokenizer())
+    odd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=odd.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{odd.server_port}"
+    engine = TGIEngine(replace(CONFIG, server=ServerConfig(url=url, max_attempts=1)), letters_tokenizer())
+    for max_tokens, says in enumerate(["does not answer as OpenAI", "no answer that can be read", "can be read"], 1):
+        with pytest.raises(WorkerError, match=f"{url}.*{says}"):
+            asyncio.run(engine.generate(GenerationRequest(0, [1], SamplingParams(max_tokens=max_tokens))))
+    odd.shutdown()
+
+
+class Counted:
+    """A replica that reports what it is told to."""
+
+    bucket_bytes, dtype = 0, None
+
+    def __init__(self, **stats: float):
+        self.stats = lambda: stats
+
+
+def test_a_replica_that_had_nothing_to_do_has_no_part_in_the_means():
+    busy, idle = Counted(generated_tokens=5, cache_use=0.5, preemptions=2), Counted(generated_tokens=0)
+    expected = {"generated_tokens": 5, "cache_use": 0.5, "preemptions": 2}
+    assert Router([busy, idle]).stats() == Router([idle, busy]).stats() == expected
 
 
 def test_tgi_refuses_to_be_trained(tmp_path: Path):

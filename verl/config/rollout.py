@@ -33,7 +33,7 @@ class ServerConfig(Section):
     python: str | None = key(None, "Python of the servers' own environment; null is this one's.")
     url: str | None = key(None, "sglang, tgi: a server that runs already, such as http://127.0.0.1:30000.")
     model: str | None = key(None, "tgi: model name to ask an OpenAI-compatible server for.")
-    timeout: float = key(60.0, "Seconds one request may take.")
+    timeout: float = key(60.0, "Seconds to connect, and to wait for statistics; answers may take any time.")
     max_attempts: int = key(3, "Attempts per request.")
     retry_delay: float = key(2.0, "Seconds between attempts.")
     max_connections: int = key(1000, "Connections open at once.")

@@ -76,7 +76,14 @@ def start_engines(
     if rollout.name == "sglang":
         from verl.workers.rollout.sglang_engine import SGLangEngine
 
+        if rollout.server.url is not None and rollout.data_parallel_size > 1:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.server.url names one server, but data_parallel_size="
+                f"{rollout.data_parallel_size}; leave out one of the two"
+            )
         servers = [SGLangEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
+        for server in servers:  # they start side by side
+            server.ready()
         return servers[0] if len(servers) == 1 else Router(servers)
     if rollout.name != "vllm":
         raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} is not one of native, vllm, sglang, tgi")

@@ -3,8 +3,10 @@
 import asyncio
 import threading
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
+from verl.config.rollout import ServerConfig
 from verl.utils.errors import ConfigError, WorkerError
 
 
@@ -14,25 +16,35 @@ class HTTPClient:
     The connections live on an event loop of their own, in a thread that ends with the client.
     """
 
-    def __init__(self, url: str, max_attempts: int, retry_delay: float, max_connections: int):
+    def __init__(self, url: str, server: ServerConfig):
         try:
             import aiohttp
         except ImportError as error:
             raise ConfigError("rollout servers over HTTP need aiohttp: pip install 'verl[serve]'") from error
-        self.aiohttp = aiohttp
-        self.url, self.max_attempts, self.retry_delay = url.rstrip("/"), max_attempts, retry_delay
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"actor_rollout_ref.rollout.server.url={url} must begin with http:// or https://")
+        self.aiohttp, self.server = aiohttp, server
+        self.url, self.max_attempts, self.retry_delay = url.rstrip("/"), server.max_attempts, server.retry_delay
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"http to {url}", daemon=True).start()
-        self._session = asyncio.run_coroutine_threadsafe(self._open(max_connections), self._loop).result()
+        self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
         weakref.finalize(self, _close, self._loop, self._session)
 
-    async def _open(self, max_connections: int) -> Any:
-        connector = self.aiohttp.TCPConnector(limit=max_connections)
-        return self.aiohttp.ClientSession(connector=connector, timeout=self.aiohttp.ClientTimeout(total=None))
+    async def _open(self) -> Any:
+        connector = self.aiohttp.TCPConnector(limit=self.server.max_connections)
+        timeout = self.aiohttp.ClientTimeout(total=None, sock_connect=self.server.timeout)
+        return self.aiohttp.ClientSession(connector=connector, timeout=timeout)
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """The decoded answer. A connection that cannot be made is tried again; an error of the server is not."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(method, path, body), self._loop))
+        return await asyncio.wrap_future(self._begin(method, path, body))
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """`call`, from outside of an event loop."""
+        return self._begin(method, path, body).result()
+
+    def _begin(self, method: str, path: str, body: Any) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(self._call(method, path, body), self._loop)
 
     async def _call(self, method: str, path: str, body: Any) -> Any:
         problem: Exception | None = None
@@ -49,6 +61,8 @@ class HTTPClient:
                     return await reply.text()
             except self.aiohttp.ClientConnectionError as error:
                 problem = error
+            except (self.aiohttp.ClientError, ValueError) as error:  # cut off, or not what it says it is
+                raise WorkerError(0, path, f"{self.url}{path} gave no answer that can be read: {error!r}") from error
         raise WorkerError(
             0, path,
             f"no answer from {self.url}{path} in {self.max_attempts} attempts ({problem}); is the server still "

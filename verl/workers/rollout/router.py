@@ -61,7 +61,7 @@ class Router(CopyingEngine):
             return await ask(self.engines[index])
         finally:
             self.load[index] -= cost
-            del self.running[request.request_id]
+            self.running.pop(request.request_id, None)
 
     async def abort(self, request_id: int | None = None) -> None:
         if request_id is None:
@@ -93,7 +93,8 @@ class Router(CopyingEngine):
             engine.close()
 
     def stats(self) -> dict[str, float]:
-        """Means over replicas; counts are summed."""
+        """Means over the replicas that had something to do; counts are summed."""
         every = [engine.stats() for engine in self.engines]
+        values = {name: [stats[name] for stats in every if name in stats] for stats in every for name in stats}
         summed = {"generated_tokens", "preemptions"}
-        return {name: sum(stats[name] for stats in every) / (1 if name in summed else len(every)) for name in every[0]}
+        return {name: sum(some) / (1 if name in summed else len(some)) for name, some in values.items()}

@@ -101,8 +101,7 @@ class SGLangEngine(CopyingEngine):
         url = config.server.url
         if url is None:
             url = self._start(sglang_arguments(config, str(model_path), replica))
-        server = config.server
-        self.client = HTTPClient(url, server.max_attempts, server.retry_delay, server.max_connections)
+        self.client = HTTPClient(url, config.server)
         self._version, self._asleep = 0, False
         self._in_flight: set[int] = set()
         self._generated = 0
@@ -118,18 +117,19 @@ class SGLangEngine(CopyingEngine):
         weakref.finalize(self, self.process.terminate)
         return f"http://127.0.0.1:{port}"
 
-    async def ready(self) -> None:
+    def ready(self) -> None:
         """Wait until the server answers."""
         end = time.monotonic() + self.config.server.max_start_wait_time
         while True:
             try:
-                await self.client.call("GET", "/health")
+                self.client.ask("GET", "/health")
                 return
             except WorkerError as error:
                 died = self.process.poll() if self.process is not None else None
                 if died is not None or time.monotonic() > end:
                     how = f"ended with exit code {died}" if died is not None else "did not answer in time"
                     raise WorkerError(self.replica, "start", f"the SGLang server {how}: {error}") from error
+                time.sleep(self.config.server.retry_delay)
 
     @property
     def version(self) -> int:

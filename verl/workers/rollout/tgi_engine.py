@@ -29,8 +29,7 @@ class TGIEngine(RolloutEngine):
             raise ConfigError("rollout.name=tgi needs actor_rollout_ref.rollout.server.url, such as http://host:8080")
         self.config, self.tokenizer = config, tokenizer
         self.longest = config.max_model_len or config.prompt_length + config.response_length
-        server = config.server
-        self.client = HTTPClient(server.url or "", server.max_attempts, server.retry_delay, server.max_connections)
+        self.client = HTTPClient(config.server.url, config.server)
         self.is_tgi: bool | None = None
         self._in_flight: dict[int, list[asyncio.Task[Completion]]] = {}
         self._asleep, self._generated = False, 0
@@ -73,7 +72,11 @@ class TGIEngine(RolloutEngine):
     async def _sample(self, request: GenerationRequest, number: int) -> Completion:
         params, seed = request.sampling, derive_seed(request.sampling.seed, request.request_id, number) % 2**31
         answer = self._ask_tgi if self.is_tgi else self._ask_openai
-        completion = await answer(request.prompt_ids, params, seed)
+        try:
+            completion = await answer(request.prompt_ids, params, seed)
+        except (LookupError, TypeError, ValueError) as error:
+            url, kind = self.client.url, "TGI" if self.is_tgi else "OpenAI-compatible"
+            raise WorkerError(0, "generate", f"{url} does not answer as {kind} servers do: {error!r}") from error
         self._generated += len(completion.token_ids)
         return completion
 
