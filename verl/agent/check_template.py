@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -55,6 +56,7 @@ class TemplateReport:
     """What was found. `problems` make multi-turn training wrong; `notes` are handled."""
 
     conversations: int = 0
+    done: set[str] = field(default_factory=set)  # checks that were reached
     problems: dict[str, str] = field(default_factory=dict)  # check -> first example
     notes: dict[str, str] = field(default_factory=dict)
     sample: tuple[list[int], list[bool]] = field(default_factory=lambda: ([], []))
@@ -89,41 +91,52 @@ def _conversation(rng: random.Random, tools: bool) -> list[Message]:
     for _ in range(rng.randint(1, 3)):
         thought = THINKING if rng.random() < 0.5 else ""
         messages.append({"role": "assistant", "content": thought + _text(rng)})
-        role = "tool" if tools and rng.random() < 0.5 else "user"
-        messages.append({"role": role, "content": _text(rng)} | ({"name": "look_up"} if role == "tool" else {}))
+        if tools and rng.random() < 0.5:  # results of one call, or of several side by side
+            results = [{"role": "tool", "name": "look_up", "content": _text(rng)} for _ in range(rng.randint(1, 3))]
+            messages += results
+        else:
+            messages.append({"role": "user", "content": _text(rng)})
     return messages
 
 
 def _one(stitcher: Stitcher, messages: list[Message], report: TemplateReport) -> None:
     """One conversation, stitched turn by turn as a rollout would and compared with whole renderings."""
-    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    ids = stitcher.opening(messages[:first])
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    asks = f"{messages[0]['role']} turns can be rendered"
+    report.done.add(asks)
+    try:
+        ids = stitcher.opening(messages[: answers[0]])
+    except (TemplateError, TypeError, ValueError) as error:
+        where = report.notes if messages[0]["role"] == "system" else report.problems
+        where.setdefault(asks, f"{type(error).__name__}: {error}")
+        return
     mask = [False] * len(ids)
     rewritten = False
-    for i in range(first, len(messages), 2):
-        answer, follow = messages[i], messages[i + 1]
-        sampled = stitcher.tokenizer(str(answer["content"]), add_special_tokens=False)["input_ids"]
-        ends = stitcher.end_token_ids
+    for i, end in zip(answers, [*answers[1:], len(messages)], strict=True):
+        follow, ends = messages[i + 1 : end], stitcher.end_token_ids
+        sampled = stitcher.tokenizer(str(messages[i]["content"]), add_special_tokens=False)["input_ids"]
+        report.done |= {"an answer ends with a mark", f"{follow[0]['role']} turns can be appended"}
         if not ends:
             report.problems.setdefault("an answer ends with a mark", "the tokenizer has no end-of-sequence token")
             return
         ids, mask = ids + sampled + [ends[-1]], mask + [True] * (len(sampled) + 1)
         try:
-            new = stitcher.appended([follow], ids)
+            new = stitcher.appended(follow, ids)
         except ConfigError as error:
-            report.problems.setdefault(f"{follow['role']} turns can be appended", str(error))
+            report.problems.setdefault(f"{follow[0]['role']} turns can be appended", str(error))
             return
         ids, mask = ids + new, mask + [False] * len(new)
-        rewritten = rewritten or not _prefix_kept(stitcher, messages[: i + 2], report)
+        rewritten = rewritten or not _prefix_kept(stitcher, messages[:end], i, report)
     if not report.sample[0] or len(ids) < len(report.sample[0]):
         report.sample = (ids, mask)
     if not rewritten:
         _compare(stitcher, ids, messages, report)
 
 
-def _prefix_kept(stitcher: Stitcher, messages: list[Message], report: TemplateReport) -> bool:
+def _prefix_kept(stitcher: Stitcher, messages: list[Message], answer: int, report: TemplateReport) -> bool:
     """Whether the rendering up to the last answer is the beginning of the rendering with what follows it."""
-    before = stitcher.render(messages[:-2], True) + str(messages[-2]["content"])
+    report.done.add("earlier turns are left alone")
+    before = stitcher.render(messages[:answer], True) + str(messages[answer]["content"])
     after = stitcher.render(messages, True)
     if after.startswith(before):
         return True
@@ -138,6 +151,7 @@ def _prefix_kept(stitcher: Stitcher, messages: list[Message], report: TemplateRe
 
 def _compare(stitcher: Stitcher, ids: list[int], messages: list[Message], report: TemplateReport) -> None:
     """Stitched ids against the template's own rendering of the whole conversation."""
+    report.done |= {"stitched turns equal the template's rendering", "tokens of a rendering are those of its parts"}
     whole = stitcher.ids(stitcher.render(messages, True))
     stitched = str(stitcher.tokenizer.decode(ids))
     rendered = str(stitcher.tokenizer.decode(whole))
@@ -155,6 +169,8 @@ def _compare(stitcher: Stitcher, ids: list[int], messages: list[Message], report
 
 
 CHECKS = (
+    "user turns can be rendered",
+    "system turns can be rendered",
     "an answer ends with a mark",
     "user turns can be appended",
     "tool turns can be appended",
@@ -171,9 +187,10 @@ def show(report: TemplateReport, tokenizer: PreTrainedTokenizerBase, console: Co
         if check in report.problems:
             table.add_row(check, Text("no", style="bold red"), Text(report.problems[check]))
         elif check in report.notes:
-            table.add_row(check, Text("no, handled", style="yellow"), Text(report.notes[check]))
+            handled = "no" if check.startswith("system") else "no, handled"
+            table.add_row(check, Text(handled, style="yellow"), Text(report.notes[check]))
         else:
-            table.add_row(check, Text("yes", style="green"), "")
+            table.add_row(check, Text("yes", style="green") if check in report.done else "not reached", "")
     console.print(table)
     if report.sample[0]:
         line = Text()
@@ -191,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: %(default)s)")
     parser.add_argument("--chat-template", help="file with a template to check instead of the tokenizer's own")
     options = parser.parse_args(argv)
+    if options.conversations < 1:
+        raise ConfigError(f"--conversations {options.conversations}: give at least 1")
     try:
         template = Path(options.chat_template).read_text(encoding="utf-8") if options.chat_template else None
     except OSError as error:

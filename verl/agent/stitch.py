@@ -60,7 +60,7 @@ class Stitcher:
             if found and ends:
                 place, end = min(ends)
                 return after[place + len(end) :]
-        roles = ", ".join(str(message["role"]) for message in messages)
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise ConfigError(
             f"the chat template cannot append {roles} turns to an answer"
             + (f": {problem}" if problem else f": it writes none of the end marks {self.end_texts} after an answer")
