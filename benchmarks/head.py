@@ -4,7 +4,8 @@
     python benchmarks/head.py --dtype bfloat16 --tokens 1024 --json benchmarks/results/head.json
 
 Times are medians of interleaved rounds in this process, and ratios medians over the rounds. The products a path needs
-are timed in the same rounds, in the width of blocks and the order in memory that proved fastest before the first.
+are timed in the same rounds twice: as plain calls on whole matrices, which return new tensors as those of autograd do,
+and as products of blocks into memory that is there already, in the width and order that proved fastest.
 Memory is the high-water mark of a fresh process per case, less what it held before and less the gradients of weight
 and hidden states.
 Shapes: T tokens, V vocabulary, D hidden.
@@ -32,7 +33,7 @@ from verl.models.heads import token_logprobs, token_loss_one_pass
 PATHS = ("eager", "chunked", "one pass")
 KEPT = "one pass, logits kept"
 PRODUCTS = ("logits", "hidden gradient", "weight gradient")
-FORWARD, WHOLE = "logits of a forward", "all logits in one call"
+FORWARD = "logits of a forward"
 WIDTHS = (512, 2048, 8192)  # of the blocks of the products
 ORDERS = ("rows", "columns")  # what of a block of logits lies side by side
 FACTS = ("d", "tokens", "entropy", "path")
@@ -96,11 +97,17 @@ class Case:
                 torch.mm(logits.T, hidden_TD, out=grad_CD)
 
     @torch.no_grad()
-    def all_logits(self) -> None:
-        """hidden @ weight.T as one matmul, into memory that is there already."""
-        if not hasattr(self, "whole"):
-            self.whole = self.weight_VD.new_zeros(len(self.hidden_TD) - 1, len(self.weight_VD))
-        torch.mm(self.hidden_TD[1:], self.weight_VD.T, out=self.whole)
+    def plain_product(self, name: str) -> None:
+        """The same product as one call on whole matrices, whose result is a new tensor."""
+        hidden_TD = self.hidden_TD[1:]
+        if not hasattr(self, "logits"):
+            self.logits = hidden_TD @ self.weight_VD.T
+        if name == "logits":
+            hidden_TD @ self.weight_VD.T
+        elif name == "hidden gradient":
+            self.logits @ self.weight_VD
+        else:
+            self.logits.T @ hidden_TD
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -124,8 +131,8 @@ def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, list[float]]
     works["forward"] = case.forward
     alone, together = fastest(case)
     works[FORWARD] = lambda: case.product("logits", *alone)
-    works[WHOLE] = case.all_logits
-    works |= {product: lambda product=product: case.product(product, *together) for product in PRODUCTS}
+    works |= {product: partial(case.product, product, *together) for product in PRODUCTS}
+    works |= {f"plain {product}": partial(case.plain_product, product) for product in PRODUCTS}
     samples: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
@@ -142,17 +149,15 @@ def logit_products(path: str, tokens: int, hidden_size: int) -> float:
 def ratios(path: str, samples: dict[str, list[float]], tokens: int, hidden_size: int) -> dict[str, float]:
     """Median seconds of a path, over eager's, and over those of the products it needs, taken in the same rounds."""
     count = logit_products(path, tokens, hidden_size)
-    others = ("hidden gradient", "weight gradient") if path != "forward" else ()
-    logits = samples[FORWARD if path == "forward" else "logits"]
-    needed = [sum(parts) for parts in zip([count * x for x in logits], *(samples[o] for o in others), strict=True)]
+    others = PRODUCTS[1:] if path != "forward" else ()
     out = {"seconds": statistics.median(samples[path]), "products": count + len(others)}
-    out["x its products"] = statistics.median(a / b for a, b in zip(samples[path], needed, strict=True))
-    if path == "forward":
-        out["share of the fastest matmul"] = 1 / out["x its products"]
-        out["share of one matmul"] = statistics.median(
-            a / b for a, b in zip(samples[WHOLE], samples[path], strict=True)
-        )
-    else:
+    for kind in ("plain ", ""):
+        logits = samples[FORWARD if path == "forward" and not kind else kind + "logits"]
+        parts = [[count * x for x in logits], *(samples[kind + other] for other in others)]
+        needed = [sum(part) for part in zip(*parts, strict=True)]
+        name = "x plain products" if kind else "x fastest products"
+        out[name] = statistics.median(a / b for a, b in zip(samples[path], needed, strict=True))
+    if path != "forward":
         out["x eager"] = statistics.median(a / b for a, b in zip(samples[path], samples["eager"], strict=True))
     return out
 
@@ -194,8 +199,8 @@ def memory_in_new_process(args: argparse.Namespace, path: str, hidden_size: int,
 def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\nforward + backward, {args.dtype}, V={args.vocab}, {args.threads} threads, median of {args.rounds} rounds")
     print(f"kept: one pass with whole logits of {args.kept_rows} rows. Products: matmuls of the size of the logits'\n")
-    print("| d | tokens | entropy | path | seconds | x eager | products | x its products |")
-    print("|--:|--:|---|---|--:|--:|--:|--:|")
+    print("| d | tokens | entropy | path | seconds | x eager | products | x plain products | x fastest products |")
+    print("|--:|--:|---|---|--:|--:|--:|--:|--:|")
     figures = []
     for hidden_size in args.hidden:
         for tokens in args.time_tokens:
@@ -208,7 +213,7 @@ def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
                     figures.append(facts | {name: round(value, 4) for name, value in found.items()})
                     eager = f"{found['x eager']:.2f}" if "x eager" in found else ""
                     row = (hidden_size, tokens, "yes" if entropy else "no", path, f"{found['seconds']:.3f}", eager)
-                    row += (f"{found['products']:.2f}", f"{found['x its products']:.2f}")
+                    row += tuple(f"{found[x]:.2f}" for x in ("products", "x plain products", "x fastest products"))
                     print("|", " | ".join(map(str, row)), "|", flush=True)
                 del case
     return figures

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head_blocks import Blocks, Head, Statistics
+from verl.models.head_blocks import PRODUCT_COLUMNS, Blocks, Head, Statistics
 from verl.models.head_kernels import CompiledKernels, Kernels, PieceKernels, statistics_dtype
 
 # (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None where the loss does not depend on it
@@ -72,8 +72,11 @@ def _most_rows(weight_VD: Tensor) -> int:
 
 
 def _columns(weight_VD: Tensor, rows: int, share: int = 1) -> int:
-    fit = share * _budget(weight_VD).logit_bytes // (rows * statistics_dtype(weight_VD).itemsize)
-    return min(weight_VD.shape[0], max(LEAST, fit // LEAST * LEAST))
+    narrow = weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4  # whose float32 values exist in pieces only
+    itemsize = weight_VD.dtype.itemsize if narrow else statistics_dtype(weight_VD).itemsize
+    fit = share * _budget(weight_VD).logit_bytes // (rows * itemsize)
+    unit = PRODUCT_COLUMNS if narrow and fit >= PRODUCT_COLUMNS else LEAST
+    return min(weight_VD.shape[0], max(LEAST, fit // unit * unit))
 
 
 def _even(num_rows: int, most: int) -> int:
