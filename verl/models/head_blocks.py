@@ -188,17 +188,13 @@ class Head:
         kept, self._kept = self._kept if self._kept and self._kept.rows is rows else None, None
         inverse = self._inverse(rows)
         slopes = Slopes.of(stats.logsumexp, stats.entropy, grad_logprobs, grad_entropy, inverse)
-        factor, at_target = slopes.factor, slopes.at_target(stats.logprobs, stats.entropy)
-        if factor is not None and kept and kept.total is not None:
-            factor, at_target = factor / kept.total, at_target * kept.total
-        grad_rows, scaled = None, rows.scaled_RD
+        at_target, scaled, factor, grad_rows = slopes.at_target(stats.logprobs, stats.entropy), rows.scaled_RD, None, None
+        if kept and kept.total is not None:  # the exponentials need a factor per row: rows are fewer than logits
+            factor = slopes.constant / kept.total
+            at_target = stats.logprobs.expm1().unsqueeze(1) * kept.total
+            scaled.mul_(factor)
         if out.hidden is not None:
             grad_rows = self._buffer("grad_rows", *scaled.shape, self.dtype).zero_()
-        if factor is not None and out.weight is not None:
-            into = (
-                scaled if kept else self._buffer("scaled", *scaled.shape, scaled.dtype)
-            )  # logits need them as they are
-            scaled = torch.mul(scaled, factor, out=into)
         blocks = list(self.blocks.column_slices(self.vocab_size))
         for columns in reversed(blocks) if kept else blocks:
             block = self._place(rows, columns, kept.spare_VD) if kept else self._logits(rows, columns)

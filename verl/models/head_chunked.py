@@ -27,7 +27,7 @@ class Budget:
     max_rows: int
 
 
-CPU = Budget(13 << 18, 5 << 19, 1024)  # 16 MB in all with gradients and matmul buffers (18 in bfloat16)
+CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers (20 in bfloat16)
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 LEAST = 64  # rows and columns of a block
 KEPT_BYTES = 8 << 20  # whole rows of logits
@@ -67,7 +67,7 @@ def _most_rows(weight_VD: Tensor) -> int:
     budget = _budget(weight_VD)
     row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
     if weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4:
-        row_bytes = row_bytes * 7 // 4  # matmuls of narrow types copy their factors
+        row_bytes *= 2  # matmuls of narrow types copy their factors
     return min(budget.max_rows, max(LEAST, budget.hidden_bytes // row_bytes // LEAST * LEAST))
 
 

@@ -41,16 +41,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Slopes:
-    """What turns a logit into its gradient where it is not the target's: `factor` p (constant + linear log p).
+    """What turns a logit into its gradient where it is not the target's: p (constant + linear log p).
 
-    A kernel leaves `factor` out: it scales rows, which is cheaper done to the hidden states and their gradient.
     `logprob` is the gradient of the target's log-prob, if it has one.
     """
 
     logsumexp: Tensor
     constant: Tensor
     linear: Tensor | None
-    factor: Tensor | None
     logprob: Tensor | None
 
     @classmethod
@@ -68,17 +66,17 @@ class Slopes:
         logsumexp = logsumexp.unsqueeze(1)
         if grad_entropy is None:
             assert a is not None, "neither output has a gradient"
-            return cls(logsumexp, torch.ones_like(a), None, -a, a)
+            return cls(logsumexp, -a, None, a)
         assert entropy is not None, "no entropy was taken"
         linear = -grad_entropy.unsqueeze(1) * scale
         constant = linear * entropy.unsqueeze(1)
-        return cls(logsumexp, constant if a is None else constant - a, linear, None, a)
+        return cls(logsumexp, constant if a is None else constant - a, linear, a)
 
     def at_target(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """(R, 1) gradient of the target's logit, but for `factor`: exact where its probability is close to 1."""
+        """(R, 1) gradient of the target's logit: exact where its probability is close to 1."""
         logprobs, minus = logprobs.unsqueeze(1), logprobs.expm1().unsqueeze(1)
         if self.linear is None:
-            return minus
+            return self.constant * minus
         assert entropy is not None, "no entropy was taken"
         out = self.linear * (logprobs + entropy.unsqueeze(1)) * logprobs.exp()
         return out if self.logprob is None else out - self.logprob * minus
@@ -94,7 +92,7 @@ class Kernels(Protocol):
         """
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
-        """In place: logits -> their gradient, but for `slopes.factor` and the targets."""
+        """In place: logits -> their gradient, but for the targets."""
 
 
 class PieceKernels:
@@ -131,7 +129,7 @@ class PieceKernels:
             into = piece if same else self._memory(0, piece, slopes.constant)
             y = self._shifted(piece, into, inverse, slopes.logsumexp, rows)
             if slopes.linear is None:
-                y.exp_()
+                y.exp_().mul_(slopes.constant[rows])
             else:
                 p = torch.exp(y, out=self._memory(1, piece, slopes.constant))
                 y.mul_(slopes.linear[rows]).add_(slopes.constant[rows]).mul_(p)

@@ -42,7 +42,7 @@ class TritonKernels:
         return False
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
-        """In place: logits -> their gradient, but for `slopes.factor` and the targets."""
+        """In place: logits -> their gradient, but for the targets."""
         rows, columns = logits.shape
         if rows == 0:
             return
