@@ -16,8 +16,10 @@ from tests.engine_cases import (
     save_tiny_model,
     tiny_qwen3,
 )
+from verl.config import HFModelConfig
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
+from verl.models.load import load_tokenizer
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.engine.forwards import within_caches
 
@@ -298,6 +300,20 @@ def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):
         build_engine(folder, model={"override_config": {"intermediate_size": 64}})
     with pytest.raises(ConfigError, match="num_hiden_layers"):
         build_engine(folder, model={"override_config": {"num_hiden_layers": 3}})
+    (tmp_path / "empty" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match=r"cannot be read .*: it was not downloaded whole"):
+        build_engine(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"model\.external_lib=nowhere: importing nowhere failed"):
+        build_engine(folder, model={"external_lib": "nowhere"})
+    with pytest.raises(ConfigError, match="empty holds no tokenizer with a vocabulary"):
+        load_tokenizer(HFModelConfig(path=str(tmp_path / "empty")))
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_named(folder):
+    batch = random_batch()
+    batch["tokens"][5] = 61
+    with pytest.raises(ConfigError, match="token 61 is not among the 61 that the model has embeddings for"):
+        build_engine(folder).forward_backward(batch, SquaredLogprob())
 
 
 def test_an_output_the_model_has_not_is_refused(folder):

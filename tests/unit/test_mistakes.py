@@ -16,6 +16,15 @@ def test_a_few_names_are_listed_and_many_are_not():
     assert did_you_mean("nome007", [f"name{number:03}" for number in range(9)]).startswith("did you mean 'name007'")
 
 
+def test_many_copies_of_a_run_that_starts_its_ranks_itself_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", "actor_rollout_ref.model.path=nowhere"]) == 2
+    assert "torchrun started this program 2 times" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -71,7 +71,8 @@ def _check_longest(longest: int, max_tokens: int) -> None:
     if longest > max_tokens:
         raise ConfigError(
             f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
-            f"*_max_token_len_per_gpu to at least {longest} or lower data.max_prompt_length/max_response_length"
+            f"*max_token_len_per_gpu to at least {longest}, or keep sequences shorter (data.max_prompt_length, "
+            "data.max_response_length, data.max_length)"
         )
 
 

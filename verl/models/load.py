@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -215,16 +216,22 @@ def _read_weights(
             f"{folder} holds no *.safetensors, only {', '.join(_listing(folder))}; convert the weights to safetensors, "
             "or set +model.override_config.init_random=true to start from random ones"
         )
-    model, info = auto_class.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, all of them
-        key_mapping=TEXT_NAMES,
-    )
+    try:
+        model, info = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, all of them
+            key_mapping=TEXT_NAMES,
+        )
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{folder} holds a *.safetensors that cannot be read ({error}): it was not downloaded whole, or is the "
+            "pointer that git keeps in its place; download it again"
+        ) from error
     lacking = sorted(info["missing_keys"])
     may_be_left = (*OTHER_PARTS, *(("lm_head.",) if may_lack else ()))
     wrong = [f"{name} is missing" for name in lacking if not name.startswith(may_lack or "\0")]
@@ -248,6 +255,8 @@ def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"{folder} holds no tokenizer that transformers can read ({error}); set model.tokenizer_path to one"
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what the library makes of a folder without its files
+        raise ConfigError(f"{folder} holds no tokenizer with a vocabulary; set model.tokenizer_path to one")
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:

@@ -134,9 +134,14 @@ def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int) -
         raise ConfigError(f"{key} does not divide the model's {heads} attention heads; use one of {sizes}")
 
 
-def check_lengths(config: PreTrainedConfig, longest: int) -> None:
-    """Refuses sequences so long that a forward's longest one decides the rotary frequencies of all others."""
+def check_sequences(config: PreTrainedConfig, longest: int, last_token: int) -> None:
+    """Refuses tokens without an embedding, and lengths of which one decides the rotary frequencies of all others."""
     text = config.get_text_config()
+    if last_token >= text.vocab_size:
+        raise ConfigError(
+            f"token {last_token} is not among the {text.vocab_size} that the model has embeddings for: the tokenizer "
+            "(model.tokenizer_path) is of another model, or tokens were added to it alone"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (part for part in (rope, *rope.values()) if isinstance(part, dict)):
         limit = min(part.get("original_max_position_embeddings") or longest, text.max_position_embeddings)

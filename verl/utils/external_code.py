@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,8 @@ def load_object(path: str, name: str, key: str) -> Any:
 def load_module(path: str, key: str) -> ModuleType:
     """The Python file or module `path`, run once per process."""
     if path.startswith("pkg://"):
-        return _import(path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", "."), path, key)
+        name = path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", ".")
+        return _import(name, f"{key}.path={path!r}")
     file = Path(path.removeprefix("file://")).expanduser().absolute()
     if not file.is_file():
         siblings = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
@@ -38,11 +40,17 @@ def load_module(path: str, key: str) -> ModuleType:
     return _run_file(file, path, key)
 
 
-def _import(name: str, path: str, key: str) -> ModuleType:
+def import_external(names: str | Sequence[str] | None) -> None:
+    """Let the modules of `model.external_lib` register what they bring."""
+    for name in [names] if isinstance(names, str) else names or ():
+        _import(name, f"model.external_lib={names}")
+
+
+def _import(name: str, asked: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise ConfigError(f"{key}.path={path!r}: importing {name} failed:\n{user_traceback(error)}") from error
+        raise ConfigError(f"{asked}: importing {name} failed:\n{user_traceback(error)}") from error
 
 
 def _run_file(file: Path, path: str, key: str) -> ModuleType:

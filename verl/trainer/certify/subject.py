@@ -1,7 +1,6 @@
 """What is judged: the models that a configuration trains, each with its loss, and small stand-ins for them."""
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from verl.models.load import build_config, load_causal_lm, load_value_model, no_
 from verl.models.tensor_file import write_tensors
 from verl.trainer.certify import reference
 from verl.utils.errors import ConfigError
+from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.torch_engine import TorchEngine
 from verl.workers.training import micro_batching
@@ -79,9 +79,7 @@ def build_engine(subject: Subject) -> TorchEngine:
 def subjects(config: RunConfig | SFTConfig) -> list[Subject]:
     """The policy, and the critic where there is one; or the model of supervised fine-tuning."""
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
-    libraries = model.external_lib or []
-    for name in [libraries] if isinstance(libraries, str) else libraries:
-        importlib.import_module(name)
+    import_external(model.external_lib)
     if isinstance(config, SFTConfig):
         return [sft(config)]
     critic = config.critic.enable

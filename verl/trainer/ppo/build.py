@@ -1,6 +1,6 @@
 """From a configuration to a run: which engine, which data, which reward, and how weights travel."""
 
-import importlib
+import os
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ from verl.trainer.ppo.rollout import build_rollout, build_weight_sync, training_
 from verl.trainer.ppo.sources import Sampler, SyncSource
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.errors import ConfigError
+from verl.utils.external_code import import_external
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.by_gathering import ByGathering
 from verl.workers.actor import Actor
@@ -37,6 +38,11 @@ from verl.workers.sampler import RanksEngine
 def build_run(config: RunConfig) -> Run:
     """Everything a run needs, loaded and connected. Mistakes in the configuration are found here, before any step."""
     check_supported(config)
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"torchrun started this program {os.environ['WORLD_SIZE']} times, and each would be a run of its own in "
+            "the same folder: main_ppo starts its ranks itself; start it once, with trainer.n_gpus_per_node=N"
+        )
     choose_platform(config.trainer.device)
     import_external(config.actor_rollout_ref.model.external_lib)
     get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
@@ -80,12 +86,6 @@ def connect(
         group,
     )
     return Run(config, trainer, validation(config, tokenizer, sampler), total_steps, tracking(config))
-
-
-def import_external(names: str | list[str] | None) -> None:
-    """Let the user's modules register what they bring; the ranks import them as well."""
-    for name in [names] if isinstance(names, str) else names or []:
-        importlib.import_module(name)
 
 
 def build_group(config: RunConfig, total_steps: int) -> WorkerGroup:

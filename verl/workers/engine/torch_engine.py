@@ -3,14 +3,12 @@
 Shapes: T packed tokens of the batch given, M of a micro-batch that the loss is about.
 """
 
-import importlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_
 from verl.models.placement import keep_freed_memory, move
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
+from verl.utils.external_code import import_external
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.forwards import MicroBatch, head_input, micro_batches, place
@@ -109,8 +108,7 @@ class TorchEngine(BaseEngine):
     def _build_model(self) -> nn.Module:
         """The model on the CPU; beyond rank 0 only its structure, on the meta device."""
         settings = self.model_config
-        for name in _listed(settings.external_lib):
-            importlib.import_module(name)
+        import_external(settings.external_lib)
         config, init_random = build_config(settings)
         if not self.has_value_head:
             registry.check_head(config)
@@ -213,7 +211,8 @@ class TorchEngine(BaseEngine):
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
         micro = micro or MicroBatching()
-        registry.check_lengths(self.model.config, int(batch.lengths.max()) if batch.num_sequences else 0)
+        if batch.num_sequences:
+            registry.check_sequences(self.model.config, int(batch.lengths.max()), int(batch["tokens"].max()))
         if micro.share_prefixes:
             registry.check_prefix_sharing(self.model.config, self.packed)
         return micro_batches(batch, columns, micro, self.device, self._most_on_any_rank, self.sequence_group)
@@ -381,10 +380,6 @@ def _only(wanted: tuple[str, ...], offered: tuple[str, ...], whose: str) -> None
     missing = [name for name in wanted if name not in offered]
     if missing:
         raise ConfigError(f"{whose} has no output {missing[0]!r}; it has {', '.join(offered)}")
-
-
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def own_device() -> torch.device:
