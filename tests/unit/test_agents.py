@@ -24,6 +24,7 @@ from verl.agent.tools import call_tool, load_tools, truncated
 from verl.config import load_config
 from verl.data.prompts import PromptRow, load_prompts
 from verl.rewards.base import Score
+from verl.trainer.metrics import turn_metrics
 from verl.trainer.ppo.sources import Sampler
 from verl.utils.errors import ConfigError, DataError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
@@ -137,6 +138,9 @@ def test_a_conversation_keeps_sampled_ids_and_masks_only_them(tokenizer: Any, to
     assert between == ("\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert (t.rollout_logprobs[t.loss_mask] == -0.5).all() and (t.rollout_logprobs[~t.loss_mask] == 0).all()
     assert t.extra["num_turns"] == 4 and t.policy_version == (0, 1)
+    metrics = turn_metrics([t])
+    assert metrics["tool_call_counts/mean"] == 1 and metrics["num_turns/max"] == 4
+    assert 0 < metrics["timing_s/agent_loop/generate_sequences/max"] < 60
     first, second = engine.requests
     assert second.prompt_ids == t.tokens[: len(second.prompt_ids)].tolist()
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
@@ -299,7 +303,9 @@ def test_logprobs_and_versions_of_a_loop_that_gives_none_are_those_of_its_answer
 ):
     t = ask(tokenizer, tmp_path, spoil)
     assert (t.rollout_logprobs[t.loss_mask] == -0.5).all() and (t.rollout_logprobs[~t.loss_mask] == 0).all()
-    assert t.policy_version == (0, 1) and t.stop_reason == "stop" and t.extra == {"num_turns": 4, "doubts": 1}
+    assert (
+        t.policy_version == (0, 1) and t.stop_reason == "stop" and t.extra["num_turns"] == 4 and t.extra["doubts"] == 1
+    )
     assert t.num_sampled == (3 if spoil else 6)
 
 
@@ -356,7 +362,7 @@ def test_rewards_of_loops_stay_and_scorers_are_told_what_tools_gave(tokenizer: A
 
     assert collected("judging", "a<|im_end|>", "b<|im_end|>").reward == 3.0 and not reward.inputs
     assert collected("tool_agent", call("add", a=1, b=2), "3<|im_end|>").reward == 1.0
-    assert reward.inputs[0].extra_info == {"num_turns": 4, "tool_rewards": [0.5]}
+    assert reward.inputs[0].extra_info["num_turns"] == 4 and reward.inputs[0].extra_info["tool_rewards"] == [0.5]
 
 
 def test_a_mask_of_another_length_is_refused():

@@ -7,7 +7,7 @@ verbatim and the response mask is exact by construction.
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class AgentLoopOutput:
             stop_reason=self.extra_fields.get("stop_reason", "stop" if ended == "completed" else ended),
             extra={
                 "num_turns": self.num_turns,
+                "agent_loop": self.metrics if isinstance(self.metrics, dict) else asdict(self.metrics),
                 **{name: value for name, value in self.extra_fields.items() if name not in _NOT_FOR_REWARDS},
                 **self.extra_fields.get("reward_extra_info", {}),
             },

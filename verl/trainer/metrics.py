@@ -59,9 +59,15 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """num_turns/{min,max,mean}."""
+    """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}, the last two of conversations by a loop."""
     turns = [float(t.extra.get("num_turns", 2)) for t in trajectories]
-    return mean_max_min("num_turns", torch.tensor(turns))
+    calls = [float(len(t.extra["tool_rewards"])) for t in trajectories if "tool_rewards" in t.extra]
+    out = mean_max_min("num_turns", torch.tensor(turns)) | mean_max_min("tool_call_counts", torch.tensor(calls))
+    seconds = [t.extra["agent_loop"] for t in trajectories if "agent_loop" in t.extra]
+    for name in dict.fromkeys(name for one in seconds for name in one):
+        values = torch.tensor([float(one[name]) for one in seconds if name in one])
+        out |= mean_max_min(f"timing_s/agent_loop/{name}", values)
+    return out
 
 
 def mismatch_metrics(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]:
