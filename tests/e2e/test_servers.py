@@ -131,7 +131,12 @@ def test_answers_of_another_run_are_not_continued(folder: Path, capsys: pytest.C
     config = load_config(begun)
     prompts = train_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model))
     sampling = training_sampling(config.actor_rollout_ref.rollout)
-    main_generation_server.begin(folder / "answers.parquet.parts", fingerprint(config, prompts, sampling))
+    journal = folder / "answers.parquet.parts"
+    main_generation_server.begin(journal, {"prompts": "others"})
+    main_generation_server.begin(
+        journal, fingerprint(config, prompts, sampling)
+    )  # nothing was answered: nothing is lost
+    journal.write_text(journal.read_text() + '{"prompt": 0, "responses": []}\n')
     assert main_generation_server.main(generation(folder)) == 2
     assert "holds answers of another run (sampling differs" in capsys.readouterr().err
     assert main_generation_server.main([a for a in generation(folder) if "output_path" not in a]) == 2

@@ -106,10 +106,11 @@ def fingerprint(config: RunConfig, prompts: PromptDataset, sampling: SamplingPar
 
 def begin(journal: Path, expected: dict[str, Any]) -> dict[int, list[str]]:
     """The answers that `journal` holds of this very run, by position; a line that was cut off goes."""
-    if not journal.exists():
+    head, *lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else [""]
+    whole = lines[:-1]  # what follows the last newline was being written
+    if not whole:
         atomic_write_text(journal, json.dumps(expected) + "\n")
         return {}
-    head, *lines = journal.read_text(encoding="utf-8").split("\n")
     found = json.loads(head)
     differs = [name for name in expected if found.get(name) != expected[name]]
     if differs:
@@ -117,7 +118,6 @@ def begin(journal: Path, expected: dict[str, Any]) -> dict[int, list[str]]:
             f"{journal} holds answers of another run ({differs[0]} differs: {found.get(differs[0])!r}, now "
             f"{expected[differs[0]]!r}); remove it, or give another data.output_path"
         )
-    whole = lines[:-1]  # what follows the last newline was being written
     atomic_write_text(journal, "".join(line + "\n" for line in [head, *whole]))
     return {entry["prompt"]: entry["responses"] for entry in map(json.loads, whole)}
 
