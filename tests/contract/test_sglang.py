@@ -169,6 +169,31 @@ def test_what_is_no_answer_is_an_error_that_names_the_server():
     odd.shutdown()
 
 
+class Beginning:
+    """A tokenizer that puts a mark before every text, as many do."""
+
+    bos_token = "<s>"
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("<s>" if i == 0 else chr(i) for i in ids)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0, *([0] if text.startswith("<s>") else []), *map(ord, text.removeprefix("<s>"))]}
+
+
+def test_tgi_is_not_given_the_mark_that_it_puts_before_a_text_itself(monkeypatch: pytest.MonkeyPatch):
+    engine, sent = TGIEngine(replace(CONFIG, server=ServerConfig(url="http://x")), Beginning()), []
+
+    async def answered(method: str, path: str, body: dict | None = None) -> dict:
+        sent.append(body)
+        return {"model_id": "x", "details": {"tokens": [{"id": 1, "logprob": -1.0}], "finish_reason": "length"}}
+
+    monkeypatch.setattr(engine.client, "call", answered)
+    asyncio.run(engine.generate(GenerationRequest(0, [0, 104, 105], SamplingParams(max_tokens=1))))
+    asyncio.run(engine.generate(GenerationRequest(0, [104, 105], SamplingParams(max_tokens=1))))
+    assert [body["inputs"] for body in sent if body] == ["hi", "hi"]
+
+
 class Counted:
     """A replica that reports what it is told to."""
 

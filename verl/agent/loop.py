@@ -146,12 +146,13 @@ class LLMServerClient:
         self.turn = 0
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None = None, **_: Any
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None = None, **media: Any
     ) -> TokenOutput:
         """Continue `prompt_ids`. Every turn of every sample has a random stream of its own.
 
         At most `max_tokens`, and what a sequence has room for; no room gives no tokens and stop_reason "length".
         """
+        refuse_media(**media)
         number = derive_seed(self.group, self.sample, self.turn)
         self.turn += 1
         given = {n: v for n, v in (sampling_params or {}).items() if v is not None and v != _NEUTRAL.get(n)}
@@ -230,15 +231,20 @@ class AgentLoopBase(ABC):
     def ct_build_initial_tokens(
         self, messages: Sequence[Message], tools: Any = None, images: Any = None, videos: Any = None, audios: Any = None
     ) -> list[int]:
-        """Token ids of the opening messages, ready to be answered."""
+        """Token ids of the opening messages, ready to be answered. `tools`: schemas to show instead of the run's."""
+        refuse_media(images=images, videos=videos, audios=audios)
+        if tools is not None:
+            schemas = [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
+            self.stitcher = Stitcher(self.tokenizer, schemas, template_kwargs=self.stitcher.kwargs)
         return self.stitcher.opening(messages)
 
     def ct_merge_assistant_token(self, token_ids: list[int], new_ids: list[int]) -> list[int]:
         """The conversation and an answer, verbatim."""
         return [*token_ids, *new_ids]
 
-    def ct_merge_non_assistant_msg(self, token_ids: list[int], messages: Sequence[Message], **_: Any) -> list[int]:
+    def ct_merge_non_assistant_msg(self, token_ids: list[int], messages: Sequence[Message], **media: Any) -> list[int]:
         """The conversation and appended tool or user turns, with the start of the next answer."""
+        refuse_media(**media)
         return [*token_ids, *self.stitcher.appended(messages, token_ids)]
 
 
@@ -250,6 +256,13 @@ def make_stitcher(config: Any, tokenizer: PreTrainedTokenizerBase, tools: Sequen
     """The stitcher of a run: the tools of the run, the template variables of the data."""
     schemas = [tool.tool_schema.model_dump() for tool in tools]
     return Stitcher(tokenizer, schemas, template_kwargs=config.data.apply_chat_template_kwargs)
+
+
+def refuse_media(**given: Any) -> None:
+    """DataError where an agent loop gives something beside text."""
+    for name, value in given.items():
+        if value and name.startswith(("image", "video", "audio")):
+            raise DataError(f"an agent loop gives {name}={value!r:.80}; only text is supported so far")
 
 
 def new_request_id() -> str:

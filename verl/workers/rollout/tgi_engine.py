@@ -91,7 +91,9 @@ class TGIEngine(RolloutEngine):
             parameters["temperature"] = params.temperature
             parameters |= {"top_p": params.top_p} if params.top_p < 1 else {}
             parameters |= {"top_k": params.top_k} if params.top_k > 0 else {}
-        text = self.tokenizer.decode(prompt_ids)
+        text, bos = self.tokenizer.decode(prompt_ids), self.tokenizer.bos_token
+        if bos and text.startswith(bos) and self.tokenizer(text)["input_ids"] != prompt_ids:
+            text = text.removeprefix(bos)  # the server puts one before what it is given
         reply = await self.client.call("POST", "/generate", {"inputs": text, "parameters": parameters})
         details = reply["details"]
         tokens = [(int(t["id"]), float(t["logprob"] or 0.0)) for t in details["tokens"]]
