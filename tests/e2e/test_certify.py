@@ -62,6 +62,12 @@ def test_two_ranks_that_share_the_model_and_its_sequences_are_certified():
     assert certificate.holds, certificate.verdict()
 
 
+def test_ranks_that_do_not_divide_the_heads_are_certified_without_sharing_sequences():
+    certificate = run(num_ranks=3)  # of 4 heads
+    assert "sharded" in {row.dimension for row in certificate.rows} and certificate.holds, certificate.verdict()
+    assert "Ulysses" not in {row.dimension for row in certificate.rows}
+
+
 def test_adapters_are_certified_with_a_gradient_in_each(monkeypatch):
     judges = []
 

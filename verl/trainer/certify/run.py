@@ -180,7 +180,8 @@ class Judge:
         packed = runs_packed(self.model_config, self.subject.model.use_remove_padding)
         todo += [] if cannot_share(self.model_config, packed) else sharing(self.batch)
         if self.ranks is not None:
-            todo += over_ranks(self.batch, self.ranks.size, packed)
+            heads = self.model_config.num_attention_heads if packed else 1
+            todo += over_ranks(self.batch, self.ranks.size, math.gcd(heads, self.ranks.size))
         tolerance = max(TOLERANCE, 10 * self.noise)
         for build in dict.fromkeys(variant.build for variant in todo):
             same = [variant for variant in todo if variant.build == build]

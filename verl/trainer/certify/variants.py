@@ -72,8 +72,8 @@ def sharing(batch: Batch) -> list[Variant]:
     return [Variant("prefix sharing", describe(m), dataclasses.replace(m, share_prefixes=True)) for m in limits]
 
 
-def over_ranks(batch: Batch, ranks: int, packed: bool) -> list[Variant]:
-    """The model in shards over `ranks` processes; sequences dealt out among them, or shared by all of them."""
+def over_ranks(batch: Batch, ranks: int, sharers: int) -> list[Variant]:
+    """The model in shards over `ranks` processes; sequences dealt out among them, or shared by `sharers` each."""
     budget = MicroBatching(max_tokens=2 * int(batch.lengths.max()))
     whole = {"reshard_after_forward": False}
     found = [
@@ -81,9 +81,9 @@ def over_ranks(batch: Batch, ranks: int, packed: bool) -> list[Variant]:
         Variant("sharded", f"{ranks} ranks, 1 sequence", MicroBatching(max_sequences=1), on_ranks=True),
         Variant("sharded", f"{ranks} ranks, gathered once", budget, engine=whole, on_ranks=True),
     ]
-    together = {"ulysses_sequence_parallel_size": ranks}
-    if packed:
-        found.append(Variant("Ulysses", f"{ranks} ranks", budget, engine=together, on_ranks=True))
+    together = {"ulysses_sequence_parallel_size": sharers}
+    if sharers > 1:
+        found.append(Variant("Ulysses", f"{sharers} of {ranks} ranks", budget, engine=together, on_ranks=True))
     return found
 
 
