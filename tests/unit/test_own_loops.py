@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.agent_cases import TOOLS, Scripted, agents, call, converse, row
+from tests.contract.test_rollout import letters_tokenizer
 from verl.agent.loop import (
     AgentLoopBase,
     AgentLoopOutput,
@@ -16,6 +17,7 @@ from verl.agent.loop import (
     LLMServerClient,
     TokenOutput,
     ToolListWrap,
+    make_stitcher,
     sampled_logprobs,
 )
 from verl.agent.run import Agents
@@ -23,7 +25,7 @@ from verl.config import load_config
 from verl.data.prompts import load_prompts
 from verl.rewards.base import Score
 from verl.trainer.ppo.sources import Sampler
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 from verl.workers.rollout.base import SamplingParams
 
 
@@ -169,6 +171,23 @@ def test_a_row_that_names_no_loop_is_found_before_the_run(tokenizer: Any, tool_f
     lines = [line, {**line, "agent_name": "tool_agent"}, {**line, "agent_name": "tool_agnt"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     made = agents(tokenizer, tool_file)
-    prompts = load_prompts(str(tmp_path / "rows.jsonl"), made.config.data, tokenizer)
     with pytest.raises(DataError, match=r"rows.jsonl line 3: column 'agent_name': unknown agent loop 'tool_agnt'"):
-        made.check_rows(prompts)
+        load_prompts(str(tmp_path / "rows.jsonl"), made.config.data, tokenizer, reserve=made.reserve)
+
+
+def test_tools_without_a_chat_template_are_refused_with_the_key(tool_file: Path):
+    made = agents(letters_tokenizer(), tool_file)
+    with pytest.raises(ConfigError, match=r"has no chat template; set actor_rollout_ref.model.custom_chat_template"):
+        made.reserve("tool_agent")
+
+
+def test_descriptions_of_tools_count_where_prompts_are_too_long(tokenizer: Any, tool_file: Path, tmp_path: Path):
+    line = {"prompt": "2+3=", "data_source": "x", "reward_model": {"ground_truth": "5"}}
+    lines = [{**line, "agent_name": "single_turn_agent"}, line]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    made = agents(tokenizer, tool_file, "data.max_prompt_length=100")
+    ids = make_stitcher(made.config, tokenizer, list(made.tools.values())).opening(
+        [{"role": "user", "content": "2+3="}]
+    )
+    with pytest.raises(DataError, match=rf"1 of 2 prompts are longer .*line 2 with {len(ids)}, "):
+        load_prompts(str(tmp_path / "rows.jsonl"), made.config.data, tokenizer, reserve=made.reserve)

@@ -1,17 +1,26 @@
 """Which loop answers a row, and many of them at once."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent import single_turn
-from verl.agent.loop import AGENT_LOOPS, AgentLoopBase, AgentLoopOutput, ConfigWrap, LLMServerClient, ToolListWrap
+from verl.agent.loop import (
+    AGENT_LOOPS,
+    AgentLoopBase,
+    AgentLoopOutput,
+    ConfigWrap,
+    LLMServerClient,
+    ToolListWrap,
+    make_stitcher,
+)
 from verl.agent.tool_agent import TOOL_AGENT
 from verl.agent.tools import load_tools, yaml_file
 from verl.config.run import RunConfig
-from verl.data.prompts import PromptDataset, PromptRow
+from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
@@ -35,18 +44,20 @@ class Agents:
             return self.loops[name]
         return None if name == single_turn.NAME and name not in AGENT_LOOPS else AGENT_LOOPS.get(name)
 
-    def check_rows(self, prompts: PromptDataset) -> None:
-        """DataError names the first row whose `agent_name` is no loop."""
-        for name, where in prompts.agent_names.items():
-            try:
-                self.loop_class(name)
-            except ConfigError as error:
-                raise DataError(f"{where}: column 'agent_name': {error}") from error
+    def reserve(self, agent_name: str | None) -> int:
+        """Tokens that descriptions of tools add to the prompt of a row; ConfigError where its loop is unknown."""
+        return 0 if self.loop_class(self.name_for(agent_name)) is None else self._tool_tokens
 
-    def name_for(self, row: PromptRow) -> str:
-        """The loop of a row."""
-        if row.agent_name:
-            return row.agent_name
+    @functools.cached_property
+    def _tool_tokens(self) -> int:
+        question = [{"role": "user", "content": "?"}]
+        with_tools, bare = (make_stitcher(self.config, self.tokenizer, t) for t in (list(self.tools.values()), []))
+        return len(with_tools.opening(question)) - len(bare.opening(question)) if self.tools else 0
+
+    def name_for(self, agent_name: str | None) -> str:
+        """The loop of a row that says `agent_name`."""
+        if agent_name:
+            return agent_name
         if self.config.actor_rollout_ref.rollout.multi_turn.enable and self.default == single_turn.NAME:
             return TOOL_AGENT
         return self.default
@@ -55,7 +66,7 @@ class Agents:
         self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine
     ) -> list[Trajectory]:
         """`sampling.n` conversations (a loop may return several sequences each, which then share its sample)."""
-        kind = self.loop_class(self.name_for(row))
+        kind = self.loop_class(self.name_for(row.agent_name))
         if kind is None:
             return await single_turn.single_turn(row, request_id, sampling, engine)
         samples = [self._one(kind, row, request_id, number, sampling, engine) for number in range(sampling.n)]
@@ -89,7 +100,8 @@ class Agents:
         result = await loop.run(chosen, **columns)
         outputs = result if isinstance(result, list) else [result]
         if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
-            raise DataError(f"{row.where}: agent loop {self.name_for(row)} returned {result!r}, not AgentLoopOutput")
+            name = self.name_for(row.agent_name)
+            raise DataError(f"{row.where}: agent loop {name} returned {result!r}, not AgentLoopOutput")
         return [output.trajectory(request_id, row.index, server.answers) for output in outputs]
 
 

@@ -83,6 +83,11 @@ class Stitcher:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The whole conversation as the template writes it."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"conversations need a chat template, and the tokenizer {self.tokenizer.name_or_path!r} has no chat "
+                "template; set actor_rollout_ref.model.custom_chat_template"
+            )
         tools: Any = self.tools or None
         text = self.tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.kwargs

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from verl.utils.suggest import did_you_mean
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+Reserve = Callable[[str | None], int]  # tokens that the loop of an agent_name adds to a prompt; ConfigError for no loop
 TRUNCATIONS = ("error", "left", "right", "middle")
 _CHUNK = 512
 
@@ -75,14 +76,20 @@ class PromptDataset:
     """Prompts by position. All rows are checked when it is built, so a broken one cannot stop a run half-way."""
 
     def __init__(
-        self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, max_samples: int
+        self,
+        rows: Rows,
+        source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        max_samples: int,
+        reserve: Reserve | None = None,
     ):
         if config.truncation not in TRUNCATIONS:
             raise ConfigError(f"data.truncation={config.truncation!r}; {did_you_mean(config.truncation, TRUNCATIONS)}")
         self._rows = rows
         self._config = config
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
-        self.agent_names: dict[str, str] = {}  # the first row that names each agent loop
+        self._reserve = reserve
         selected = _select(len(rows), max_samples, config)
         overlong = self._measure(selected)
         kept = selected
@@ -160,21 +167,25 @@ class PromptDataset:
         for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):
             if index not in wanted:
                 continue
-            if raw.get("agent_name"):
-                self.agent_names.setdefault(str(raw["agent_name"]), self._rows.where(index))
-            text = self._render(index, self._check(index, raw))
+            text, reserved = self._render(index, self._check(index, raw)), self._reserved(index, raw)
             # A token of an ASCII text covers at least one character, so a short text needs no tokenizer.
-            if not (text.isascii() and len(text) < limit):
-                pending.append((index, text))
+            if not (text.isascii() and len(text) + reserved < limit):
+                pending.append((index, text, reserved))
             if len(pending) >= _CHUNK:
                 overlong.update(self._overlong(pending))
                 pending = []
         overlong.update(self._overlong(pending))
         return overlong
 
-    def _overlong(self, pending: list[tuple[int, str]]) -> dict[int, int]:
-        ids = self._template.encode([text for _, text in pending])
-        lengths = {index: len(row) for (index, _), row in zip(pending, ids, strict=True)}
+    def _reserved(self, index: int, raw: Mapping[str, Any]) -> int:
+        try:
+            return self._reserve(raw.get("agent_name")) if self._reserve else 0
+        except ConfigError as error:
+            raise DataError(f"{self._rows.where(index)}: column 'agent_name': {error}") from error
+
+    def _overlong(self, pending: list[tuple[int, str, int]]) -> dict[int, int]:
+        ids = self._template.encode([text for _, text, _ in pending])
+        lengths = {index: len(row) + reserved for (index, _, reserved), row in zip(pending, ids, strict=True)}
         return {index: length for index, length in lengths.items() if length > self._config.max_prompt_length}
 
     def _refusal(self, overlong: Mapping[int, int], num_rows: int) -> str:
@@ -316,26 +327,34 @@ class CustomRows:
         return f"{self._name} item {index}"
 
 
-def train_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def train_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, reserve: Reserve | None = None
+) -> PromptDataset:
     """The prompts of data.train_files."""
-    return load_prompts(config.train_files, config, tokenizer, config.train_max_samples)
+    return load_prompts(config.train_files, config, tokenizer, config.train_max_samples, reserve)
 
 
-def validation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def validation_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, reserve: Reserve | None = None
+) -> PromptDataset:
     """The prompts of data.val_files, in file order unless data.validation_shuffle."""
     if config.val_files is None:
         raise ConfigError("data.val_files=null: there is nothing to validate on; set it, or trainer.test_freq=-1")
-    prompts = load_prompts(config.val_files, config, tokenizer, config.val_max_samples)
+    prompts = load_prompts(config.val_files, config, tokenizer, config.val_max_samples, reserve)
     return prompts.shuffled(config.seed) if config.validation_shuffle else prompts
 
 
 def load_prompts(
-    files: str | Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int = -1
+    files: str | Sequence[str],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    reserve: Reserve | None = None,
 ) -> PromptDataset:
     """The prompts of one or several data files, read by data.custom_cls when it is set."""
     if config.custom_cls.path:
         given = [files] if isinstance(files, str) else list(files)
         rows = CustomRows(given, tokenizer, config, max_samples)
-        return PromptDataset(rows, config.custom_cls.name or "", tokenizer, config, max_samples=-1)
+        return PromptDataset(rows, config.custom_cls.name or "", tokenizer, config, -1, reserve)
     file_rows = FileRows(files)
-    return PromptDataset(file_rows, file_rows.names(), tokenizer, config, max_samples)
+    return PromptDataset(file_rows, file_rows.names(), tokenizer, config, max_samples, reserve)

@@ -20,7 +20,7 @@ class PromptSampler:
     """
 
     def __init__(self, dataset: PromptDataset, shuffle: bool = True, seed: int | None = None):
-        self.dataset = dataset
+        self._dataset = dataset
         self._shuffle = shuffle
         self._seed = 1 if seed is None else seed
         self._epoch = 0
@@ -41,12 +41,12 @@ class PromptSampler:
     def steps_per_epoch(self, batch_size: int) -> int:
         """Whole batches in one epoch; ConfigError when there is none."""
         self._require_a_batch(batch_size)
-        return len(self.dataset) // batch_size
+        return len(self._dataset) // batch_size
 
     def take(self, count: int) -> list[PromptRow]:
         """The next `count` prompts."""
         self._require_a_batch(count)
-        left = len(self.dataset) - self._offset
+        left = len(self._dataset) - self._offset
         if left < count:
             self._dropped += left
             self._epoch += 1
@@ -54,22 +54,22 @@ class PromptSampler:
             self._order = self._epoch_order()
         positions = self._order[self._offset : self._offset + count]
         self._offset += count
-        return self.dataset.rows(positions.tolist())
+        return self._dataset.rows(positions.tolist())
 
     def _require_a_batch(self, count: int) -> None:
         if count < 1:
             raise ConfigError(f"a batch of {count} prompts was asked for; data.train_batch_size must be at least 1")
-        if count > len(self.dataset):
+        if count > len(self._dataset):
             raise ConfigError(
-                f"data.train_batch_size={count} is more than the {len(self.dataset)} prompts there are "
-                f"({self.dataset.summary.line()}); lower it to at most {len(self.dataset)} or add rows"
+                f"data.train_batch_size={count} is more than the {len(self._dataset)} prompts there are "
+                f"({self._dataset.summary.line()}); lower it to at most {len(self._dataset)} or add rows"
             )
 
     def _epoch_order(self) -> np.ndarray:
         """(rows,) positions. Sorting raw generator output: numpy keeps that stream fixed, unlike `permutation`'s."""
         if not self._shuffle:
-            return np.arange(len(self.dataset))
-        keys = np.random.PCG64(derive_seed(self._seed, "prompt order", self._epoch)).random_raw(len(self.dataset))
+            return np.arange(len(self._dataset))
+        keys = np.random.PCG64(derive_seed(self._seed, "prompt order", self._epoch)).random_raw(len(self._dataset))
         return np.argsort(keys, kind="stable")
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class PromptSampler:
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "num_rows": len(self.dataset),
-            "digest": self.dataset.digest,
+            "num_rows": len(self._dataset),
+            "digest": self._dataset.digest,
             "shuffle": self._shuffle,
             "seed": self._seed,
         }

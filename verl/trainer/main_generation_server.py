@@ -61,8 +61,8 @@ def generate(config: RunConfig) -> Path:
         raise ConfigError(f"data.output_path={output} must end in .parquet or .jsonl")
     import_external(config.actor_rollout_ref.model.external_lib)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts, agents = train_prompts(config.data, tokenizer), Agents(config, tokenizer)
-    agents.check_rows(prompts)
+    agents = Agents(config, tokenizer)
+    prompts = train_prompts(config.data, tokenizer, agents.reserve)
     rows = FileRows(config.data.train_files)
     if output.suffix == ".parquet":
         write_table(list(rows), io.BytesIO())  # what cannot be written is found before anything is answered

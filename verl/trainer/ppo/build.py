@@ -47,11 +47,13 @@ def build_run(config: RunConfig) -> Run:
     import_external(config.actor_rollout_ref.model.external_lib)
     get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts = PromptSampler(train_prompts(config.data, tokenizer), config.data.shuffle, config.data.seed)
+    agents = Agents(config, tokenizer)
+    rows = train_prompts(config.data, tokenizer, agents.reserve)
+    prompts = PromptSampler(rows, config.data.shuffle, config.data.seed)
     total_steps = count_steps(config, prompts)
     group = build_group(config, total_steps)
     try:
-        return connect(config, group, tokenizer, prompts, total_steps)
+        return connect(config, group, agents, prompts, total_steps)
     except BaseException:
         group.close()
         raise
@@ -60,13 +62,12 @@ def build_run(config: RunConfig) -> Run:
 def connect(
     config: RunConfig,
     group: WorkerGroup,
-    tokenizer: PreTrainedTokenizerBase,
+    agents: Agents,
     prompts: PromptSampler,
     total_steps: int,
 ) -> Run:
     """The driver's side of a run, over ranks that are there."""
-    arr, agents = config.actor_rollout_ref, Agents(config, tokenizer)
-    agents.check_rows(prompts.dataset)
+    arr, tokenizer = config.actor_rollout_ref, agents.tokenizer
     actor = Actor(config, group.part("actor", arr.actor.fsdp_config.ulysses_sequence_parallel_size))
     engine, weight_sync = rollout_over(config, group, actor, tokenizer)
     sampler = Sampler(engine, build_reward(config, tokenizer), tokenizer, agents, arr.rollout.free_cache_engine)
@@ -141,9 +142,7 @@ def validation(config: RunConfig, tokenizer: PreTrainedTokenizerBase, sampler: S
     if not config.data.val_files or not (settings.val_before_train or settings.val_only or settings.test_freq > 0):
         return None
     sampling = validation_sampling(config.actor_rollout_ref.rollout)
-    prompts = validation_prompts(config.data, tokenizer)
-    sampler.agents.check_rows(prompts)
-    return Validation(prompts, sampler, sampling)
+    return Validation(validation_prompts(config.data, tokenizer, sampler.agents.reserve), sampler, sampling)
 
 
 def tracking(config: RunConfig) -> Tracking:
