@@ -22,6 +22,7 @@ from verl.models.float64 import keep_float64
 from verl.models.load import load_tokenizer
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.engine.forwards import within_caches
+from verl.workers.rollout.native_engine import changes
 
 HEADS = ["eager", "chunked", "fused"]
 
@@ -185,6 +186,15 @@ def test_after_a_step_the_model_computes_with_the_rounded_trained_values(folder)
     computed = dict(engine.model.named_parameters())
     for name, trained in engine.export_weights():
         assert torch.equal(computed[name], trained.to(torch.bfloat16)), name
+
+
+def test_a_step_counts_as_a_change_of_every_parameter_so_that_nobody_samples_from_it_unpublished(folder):
+    engine = build_engine(folder)
+    assert engine.optimizer.defaults["fused"]  # torch does not count what fused kernels write
+    before = changes(engine.model)
+    engine.forward_backward(random_batch(), SquaredLogprob())
+    engine.optim_step()
+    assert all(now > then for now, then in zip(changes(engine.model), before, strict=True))
 
 
 FAMILIES = [

@@ -311,6 +311,7 @@ class TorchEngine(BaseEngine):
         if finite:
             self.weights.clip_gradients(norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
+            torch.autograd.graph.increment_version(self.weights.trainable)  # fused kernels do not count as writing
             self.weights.publish()
             metrics.mean("grad_norm", norm, 1)
         else:
