@@ -120,8 +120,8 @@ class Batch:
         rows = torch.repeat_interleave(self.cu_seqlens[:-1][index], lengths) + offsets
         return Batch(
             cu_seqlens,
-            {name: column[rows.to(column.device)] for name, column in self.token_columns.items()},
-            {name: column[index.to(column.device)] for name, column in self.sequence_columns.items()},
+            {name: column.index_select(0, rows.to(column.device)) for name, column in self.token_columns.items()},
+            {name: column.index_select(0, index.to(column.device)) for name, column in self.sequence_columns.items()},
         )
 
     def keep(self, names: Iterable[str]) -> "Batch":

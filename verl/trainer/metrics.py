@@ -40,13 +40,12 @@ def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int)
 
 def prompt_and_response_lengths(batch: Batch) -> tuple[Tensor, Tensor]:
     """(N,) tokens before the first sampled one, and from it to the end (tool tokens included)."""
-    position = batch.position_ids()
-    never = torch.iinfo(position.dtype).max
-    first = torch.full((batch.num_sequences,), never, dtype=position.dtype)
-    sampled = torch.where(batch["loss_mask"], position, never)
-    first = first.scatter_reduce(0, batch.sequence_ids(), sampled, "amin")
-    prompt = torch.minimum(first, batch.lengths)
-    return prompt, batch.lengths - prompt
+    starts, lengths = batch.cu_seqlens[:-1], batch.lengths
+    sampled = batch["loss_mask"].nonzero().squeeze(1)
+    none = sampled.new_tensor([batch.num_tokens])
+    first = torch.cat([sampled, none])[torch.searchsorted(sampled, starts)]  # maybe of a later sequence
+    prompt = torch.minimum(first - starts, lengths)
+    return prompt, lengths - prompt
 
 
 def mean_max_min(name: str, values: Tensor) -> dict[str, float]:

@@ -131,18 +131,17 @@ class MiniBatches:
                 generator = torch.Generator().manual_seed(derive_seed(self.seed, "mini-batches", step, epoch))
                 order = torch.randperm(len(groups), generator=generator).tolist()
             for start in range(0, len(order), self.prompts_per_step):
-                rows = torch.cat([groups[i] for i in order[start : start + self.prompts_per_step]])
+                rows = torch.tensor([row for i in order[start : start + self.prompts_per_step] for row in groups[i]])
                 whole = len(rows) == batch.num_sequences and not self.shuffle
                 yield rows, batch if whole else batch.select(rows)
 
 
-def group_rows(group_ids: Tensor) -> list[Tensor]:
+def group_rows(group_ids: Tensor) -> list[list[int]]:
     """Row numbers of each group, groups in order of first appearance."""
-    _, inverse = torch.unique(group_ids, return_inverse=True)
-    first: dict[int, list[int]] = {}
-    for row, group in enumerate(inverse.tolist()):
-        first.setdefault(group, []).append(row)
-    return [torch.tensor(rows) for rows in first.values()]
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(group_ids.tolist()):
+        groups.setdefault(group, []).append(row)
+    return list(groups.values())
 
 
 def weighted(batch: Batch, mode: str, scale_factor: float | None, dtype: torch.dtype = torch.float32) -> Batch:

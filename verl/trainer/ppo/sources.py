@@ -18,15 +18,18 @@ from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 @dataclass
 class Collected:
-    """Judged trajectories, grouped prompt by prompt, and the prompts they answer."""
+    """Judged trajectories, grouped prompt by prompt, and the prompts they answer.
+
+    The lists are not in its text: asyncio asks for that four times a step.
+    """
 
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)
-    rows: list[PromptRow] = field(default_factory=list)  # one per prompt, in order
+    rows: list[PromptRow] = field(default_factory=list, repr=False)  # one per prompt, in order
     generate_s: float = 0.0  # until the last answer was complete
     reward_s: float = 0.0  # from then until the last was judged
     num_reward_errors: int = 0
     num_abstained: int = 0
-    scores: list[Score] = field(default_factory=list)  # one per trajectory
+    scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
     engine_stats: dict[str, float] = field(default_factory=dict)  # what the rollout engine counted meanwhile
 
 

@@ -229,8 +229,7 @@ class NativeCore:
                 if part.shared:
                     admission.held = HeldPrompt(admission.prompt, self.version, logits_V.clone())
                     self.held.append(admission.held)
-        for admission in part.admissions:
-            self.table.append(admission, self.column, self.version)
+        self.table.append(part.admissions, self.column, self.version)
         self._measure()
         if max(part.repeats) == 1:
             return logits_NV
@@ -317,7 +316,8 @@ class NativeCore:
         window = Window(self.column, self.low, table.starts, self.ragged)
         sources, targets = table.compact(rows)
         self.decoder.move(sources, targets, table.count, window)
-        self._release()
+        if self.held:
+            self._release()
         self._measure()
         return finished
 

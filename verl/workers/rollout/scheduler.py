@@ -2,8 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ class RequestState:
     submitted_version: int
     stop_ids: tuple[int, ...]
     started: int = 0
-    running: int = 0
     completions: dict[int, Completion] = field(default_factory=dict)
 
     @property
@@ -193,32 +191,30 @@ class RowTable:
         if extra > 0:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, extra), value=-1)
 
-    def append(self, admission: Admission, column: int, version: int) -> None:
-        """New rows whose prompt ends before `column`, where their first token will be."""
+    def append(self, admissions: list[Admission], column: int, version: int) -> None:
+        """New rows whose prompts end before `column`, where their first tokens will be."""
         self._needs = None
-        start = column - len(admission.prompt)
-        for state, pairs in groupby(admission.rows, key=itemgetter(0)):
-            samples, params = [sample for _, sample in pairs], state.request.sampling
-            rows = slice(self.count, self.count + len(samples))
-            owns, top_k = column if admission.held else start, params.top_k if params.top_k > 0 else self.vocab
-            limit, earliest = column + params.max_tokens - 1, column + params.min_tokens
-            seed, number = params.seed, state.request.request_id
-            keys = [stream_key(seed, number, sample) for sample in samples]
-            numbers = [[start, owns, column, limit, earliest, top_k, key] for key in keys]
-            self.numbers[:, rows] = torch.tensor(numbers).T
-            self.top_p[rows] = params.top_p
-            self.greedy[rows] = params.temperature == 0
-            self.temperature[rows] = params.temperature or 1.0
-            self._widen_stops(len(state.stop_ids))
-            self.stop_ids[rows] = -1
-            if state.stop_ids:
-                self.stop_ids[rows, : len(state.stop_ids)] = torch.tensor(state.stop_ids)
-            state.running += len(samples)
-            self.rows += [Row(state, sample, column, version, admission.held) for sample in samples]
+        entering = [Row(state, n, column, version, a.held) for a in admissions for state, n in a.rows]
+        rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
+        numbers = []
+        for row, how in zip(entering, params, strict=True):
+            start = column - len(row.state.request.prompt_ids)
+            limit, earliest = column + how.max_tokens - 1, column + how.min_tokens
+            owns, top_k = column if row.prompt else start, how.top_k if how.top_k > 0 else self.vocab
+            key = stream_key(how.seed, row.state.request.request_id, row.sample)
+            numbers.append([start, owns, column, limit, earliest, top_k, key])
+        self.numbers[:, rows] = torch.tensor(numbers).T
+        self.top_p[rows] = torch.tensor([how.top_p for how in params])
+        self.greedy[rows] = torch.tensor([how.temperature == 0 for how in params])
+        self.temperature[rows] = torch.tensor([how.temperature or 1.0 for how in params])
+        stops = [row.state.stop_ids for row in entering]
+        self._widen_stops(max(map(len, stops)))
+        width = self.stop_ids.shape[1]
+        self.stop_ids[rows] = torch.tensor([[*ids, *[-1] * (width - len(ids))] for ids in stops])
+        self.rows += entering
 
     def compact(self, dead: list[int]) -> tuple[list[int], list[int]]:
         """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
-        self._needs = None
         gone, count = set(dead), self.count - len(dead)
         sources = [row for row in range(count, self.count) if row not in gone]
         targets = [row for row in dead if row < count]
@@ -242,9 +238,9 @@ class RowTable:
             row.first += by
 
     def needs(self) -> Needs:
-        """What the rows in use ask for; kept until rows enter or leave."""
+        """What the rows in use ask for, or those asked for that have left since rows last entered."""
         if self._needs is None:
-            params = {id(row.state): row.state.request.sampling for row in self.rows}.values()
+            params = {id(p): p for p in map(attrgetter("state.request.sampling"), self.rows)}.values()
             self._needs = Needs(
                 temperature=any(p.temperature not in (0, 1) for p in params),
                 greedy=any(p.temperature == 0 for p in params),
