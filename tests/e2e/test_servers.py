@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.config import load_config
 from verl.data.prompts import train_prompts
 from verl.models.load import load_tokenizer
-from verl.trainer import main_eval, main_generation_server
+from verl.trainer import main_eval, main_generation_server, serve
 from verl.trainer.main_eval import majority, pass_at, share
 from verl.trainer.main_generation_server import fingerprint
 from verl.trainer.ppo.rollout import load_engine, training_sampling
@@ -300,6 +301,16 @@ def post(address: str, path: str, data: bytes) -> tuple[int, str]:
 def test_a_body_that_cannot_be_answered_is_the_clients_mistake(address: str, body: str, says: str):
     code, text = post(address, "chat/completions" if "messages" in body else "completions", body.encode())
     assert code == 400 and says in json.loads(text)["error"]["message"]
+
+
+def test_an_address_that_cannot_be_listened_on_is_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert serve.main([f"model={folder / 'model'}", "--port", str(port), "rollout.response_length=8"]) == 2
+    assert f"cannot listen on --host 127.0.0.1 --port {port}" in capsys.readouterr().err
+    assert serve.main([]) == 2
 
 
 def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):

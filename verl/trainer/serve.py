@@ -330,7 +330,10 @@ def run(overrides: list[str], host: str, port: int, name: str | None) -> int:
     for key in unread_keys(config):
         print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     print(f"serving {server.name} on http://{host}:{port}/v1 (at most {longest} tokens a conversation)", flush=True)
-    web.run_app(server.application(), host=host, port=port, print=None, handler_cancellation=True)
+    try:
+        web.run_app(server.application(), host=host, port=port, print=None, handler_cancellation=True)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}") from error
     return 0
 
 
