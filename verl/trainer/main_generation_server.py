@@ -78,7 +78,7 @@ def generate(config: RunConfig) -> Path:
         raise first_failure(failures) from None
     finally:
         engine.close()
-    merged = [{**rows[prompts[i].index], "responses": answers[i]} for i in range(len(prompts))]
+    merged = [{**rows[prompt.index], "responses": answers[i]} for i, prompt in enumerate(prompts)]
     if output.suffix == ".jsonl":
         atomic_write_text(output, "".join(json.dumps(row, default=str) + "\n" for row in merged))
     else:
