@@ -59,7 +59,6 @@ class MultiTurnConfig(Section):
 class AgentLoopConfig(Section):
     """Agent loops."""
 
-    num_workers: int = key(8, "Workers that run agent loops.", least=1)
     default_agent_loop: str = key("single_turn_agent", "Loop of rows without agent_name.")
     agent_loop_config_path: str | None = key(None, "YAML file that lists further loops.")
 
