@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from tests.engine_cases import SHAPE, save_tiny_model
 from verl.algorithms import losses
 from verl.algorithms.losses import POLICY_LOSSES, register_policy_loss
 from verl.cli import main
@@ -90,6 +92,13 @@ def test_a_critic_with_adapters_is_certified_on_two_ranks(monkeypatch):
     certificate = run("critic.enable=True", "critic.model.lora_rank=4", num_ranks=2)
     assert {row.role for row in certificate.rows} == {"critic"}
     assert {"sharded", "Ulysses"} <= {row.dimension for row in certificate.rows}
+    assert certificate.holds, certificate.verdict()
+
+
+def test_a_family_with_experts_is_certified(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    save_tiny_model(tmp_path, AutoConfig.for_model("qwen3_moe", **{**SHAPE, **experts}))
+    certificate = run(f"actor_rollout_ref.model.path={tmp_path}")
     assert certificate.holds, certificate.verdict()
 
 

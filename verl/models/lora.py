@@ -73,14 +73,26 @@ def _new_settings(model: nn.Module, settings: HFModelConfig) -> "peft.LoraConfig
     exclude = settings.exclude_modules
     if hasattr(model, VALUE_HEAD):  # trained whole
         exclude = f"({exclude})|{VALUE_HEAD}" if isinstance(exclude, str) else [*(exclude or ()), VALUE_HEAD]
+    target = settings.target_modules
+    if target == "all-linear":
+        target = _all_linear(model)
     return peft.LoraConfig(
         task_type="TOKEN_CLS" if hasattr(model, VALUE_HEAD) else "CAUSAL_LM",
         base_model_name_or_path=settings.path,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
-        target_modules=settings.target_modules,
+        target_modules=target,
         exclude_modules=exclude,
     )
+
+
+def _all_linear(model: nn.Module) -> list[str]:
+    """Names of all linear layers below the head. Not those that peft takes for experts held as one tensor."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    joined = any(".experts." in name and parameter.dim() == 3 for name, parameter in model.named_parameters())
+    left_out = {"gate", "gate_proj", "up_proj", "down_proj"} if joined else set()
+    return sorted({name.rpartition(".")[2] for name in linear} - {VALUE_HEAD} - left_out)
 
 
 def _saved_settings(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
