@@ -175,6 +175,12 @@ def test_a_row_that_names_no_loop_is_found_before_the_run(tokenizer: Any, tool_f
         load_prompts(str(tmp_path / "rows.jsonl"), made.config.data, tokenizer, reserve=made.reserve)
 
 
+def test_a_misspelt_format_or_default_loop_is_found_before_the_run(tokenizer: Any, tool_file: Path):
+    for key, kind in (("multi_turn.format", "tool parser"), ("agent.default_agent_loop", "agent loop")):
+        with pytest.raises(ConfigError, match=f"unknown {kind} 'hermess'"):
+            agents(tokenizer, tool_file, f"actor_rollout_ref.rollout.{key}=hermess")
+
+
 def test_tools_without_a_chat_template_are_refused_with_the_key(tool_file: Path):
     made = agents(letters_tokenizer(), tool_file)
     with pytest.raises(ConfigError, match=r"has no chat template; set actor_rollout_ref.model.custom_chat_template"):

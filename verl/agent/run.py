@@ -17,6 +17,7 @@ from verl.agent.loop import (
     ToolListWrap,
     make_stitcher,
 )
+from verl.agent.parsers import TOOL_PARSERS
 from verl.agent.tool_agent import TOOL_AGENT
 from verl.agent.tools import load_tools, yaml_file
 from verl.config.run import RunConfig
@@ -36,7 +37,8 @@ class Agents:
         self.default = rollout.agent.default_agent_loop
         self.loops = loops_of_file(rollout.agent.agent_loop_config_path)
         self.tools = load_tools(rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
-        self.loop_class(self.default)  # a misspelt default is found before the run
+        self.loop_class(self.default)  # a misspelt default or format is found before the run
+        TOOL_PARSERS.get(rollout.multi_turn.format)
 
     def loop_class(self, name: str) -> Callable[..., AgentLoopBase] | None:
         """The loop called `name`; None for the single turn."""
