@@ -262,11 +262,14 @@ def peak_bytes(folder: Path, saved: Path, contents: tuple[str, ...]) -> tuple[in
 
 @pytest.mark.parametrize("contents", [SHARDS, HF], ids=["shards", "hf"])
 def test_a_save_holds_at_most_one_layer_beyond_the_shards(tmp_path, contents):
-    wide = tiny_qwen3(hidden_size=64, intermediate_size=256, num_hidden_layers=6, tie_word_embeddings=False)
+    # seven matrices of one size: gloo's two threads may each still hold the last one that they gathered
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
+    equal = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    wide = tiny_qwen3(**sizes, **equal, tie_word_embeddings=False)
     folder = save_tiny_model(tmp_path / "model", wide)
     for most, layer, model in run_ranks(2, peak_bytes, folder, tmp_path / "saved", contents):
         assert model > 5 * layer
-        assert most <= layer if contents == HF else most < 8192  # what random number generators take
+        assert most <= (layer if contents == HF else 8192), (most, layer, model)  # what random number generators take
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 2, 4), (1, 6), (5, 1)])

@@ -188,7 +188,8 @@ class Head:
         kept, self._kept = self._kept if self._kept and self._kept.rows is rows else None, None
         inverse = self._inverse(rows)
         slopes = Slopes.of(stats.logsumexp, stats.entropy, grad_logprobs, grad_entropy, inverse)
-        at_target, scaled, factor, grad_rows = slopes.at_target(stats.logprobs, stats.entropy), rows.scaled_RD, None, None
+        at_target, factor = slopes.at_target(stats.logprobs, stats.entropy), None
+        grad_rows, scaled = None, rows.scaled_RD
         if kept and kept.total is not None:  # the exponentials need a factor per row: rows are fewer than logits
             factor = slopes.constant / kept.total
             at_target = stats.logprobs.expm1().unsqueeze(1) * kept.total

@@ -72,7 +72,8 @@ def _most_rows(weight_VD: Tensor) -> int:
 
 
 def _columns(weight_VD: Tensor, rows: int, share: int = 1) -> int:
-    narrow = weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4  # whose float32 values exist in pieces only
+    # float32 values of narrow logits exist in pieces only
+    narrow = weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4
     itemsize = weight_VD.dtype.itemsize if narrow else statistics_dtype(weight_VD).itemsize
     fit = share * _budget(weight_VD).logit_bytes // (rows * itemsize)
     unit = PRODUCT_COLUMNS if narrow and fit >= PRODUCT_COLUMNS else LEAST
