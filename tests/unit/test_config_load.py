@@ -139,6 +139,7 @@ def test_values_take_the_type_of_their_key(override, path, value):
         ("data.train_batch_size=null", "null"),
         ("data.truncation=upward", "error, left, right, middle"),
         (f"{ACTOR}.ppo_epochs=0", "at least 1"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=1.5", "at most 1"),
         ("data=3", "section"),
         (f"{ACTOR}.optim.betas=[0.9]", "two numbers"),
         (f"{ACTOR}.checkpoint.save_contents=[model,optimiser]", "optimiser"),

@@ -14,7 +14,7 @@ class FSDPOptimizerConfig(Section):
     optimizer_impl: str = key("torch.optim", "Module the optimiser class is imported from.")
     lr: float = key(1e-3, "Peak learning rate.", least=0)
     lr_warmup_steps: int = key(-1, "Training steps of linear warm-up; <= 0 uses lr_warmup_steps_ratio.")
-    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all training steps.", least=0)
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all training steps.", least=0, most=1)
     total_training_steps: int = key(
         -1, "Length of the schedule in training steps (one may hold several optimiser steps); -1: the run."
     )
