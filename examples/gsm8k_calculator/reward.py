@@ -1,7 +1,7 @@
 """How well an answer calculates: the arithmetic inside every <<expression=value>>, and the final `#### answer` line.
 
 Score in [0, 1]: 0.8 x the share of right expressions + 0.2 if the final line repeats the last value and it is right.
-Zero with fewer than two expressions that count. An expression counts once, and only if it says something: see `counts`.
+Zero with fewer than two expressions that count: an expression counts once, and only if `told` and `says_something`.
 `acc` is 1 when the final answer is the true one. Model text is parsed here, never evaluated as code.
 """
 
@@ -19,8 +19,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     notes = NOTE.findall(solution_str)
     known, judged = set(numbers_in(extra_info["question"])), {}
     for expression, value in notes:
+        if not told(expression, known):
+            continue
         right = verdict(expression, value)
-        if counts(expression, known):
+        if says_something(expression):
             judged.setdefault(expression.replace(" ", ""), right)
         if right:
             known.add(number(value))
@@ -36,15 +38,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     }
 
 
-def counts(expression, known):
-    """Whether writing `expression` takes calculating with what is `known`: the question's numbers and earlier results.
+def told(expression, known):
+    """Whether it calculates with what is `known`: a number of the question, or the result of an expression told so."""
+    numbers = numbers_in(expression)
+    return len(numbers) >= 2 and not known.isdisjoint(numbers)
 
-    Two numbers or more, one of them known, none of them 0 or 1; and a value that is not 0, 1 or one of them, which
-    leaves out 2/2, 7-7 and 5-3+3.
+
+def says_something(expression):
+    """Whether its value takes calculating: none of its numbers is 0 or 1, and its value is not 0, 1 or one of them.
+
+    That leaves out 2/2, 7-7 and 5-3+3.
     """
     numbers, value = numbers_in(expression), evaluate(expression)
-    told = len(numbers) >= 2 and not known.isdisjoint(numbers)
-    return told and {0, 1}.isdisjoint(numbers) and value not in {0, 1, *numbers}
+    return {0, 1}.isdisjoint(numbers) and value not in {0, 1, *numbers}
 
 
 def numbers_in(text):

@@ -56,8 +56,20 @@ def test_a_final_line_that_does_not_repeat_the_last_value_earns_nothing_for_it()
         "<<7-7=0>><<5-5=0>>\n#### 0",
         "<<5-3+3=5>><<7*2/2=7>>\n#### 7",
         "<<44+44=88>><<88+88=176>>\n#### 176",
+        "<<4*1=4>><<4+4=8>><<8+8=16>>\n#### 16",
     ],
-    ids=["empty", "no sum", "one", "repeated", "0 and 1", "x/x", "x-x", "gives an operand", "not of the question"],
+    ids=[
+        "empty",
+        "no sum",
+        "one",
+        "repeated",
+        "0 and 1",
+        "x/x",
+        "x-x",
+        "gives an operand",
+        "not of the question",
+        "x*1",
+    ],
 )
 def test_fewer_than_two_different_expressions_that_say_something_earn_nothing(text: str):
     assert score(text) == 0.0
@@ -84,5 +96,5 @@ def test_gold_answers_are_exact_and_calculate_correctly(test_data: Path):
     ]
     counted = [r for r in results if r["expressions"] >= 2]
     assert all(r["acc"] == 1.0 for r in results)
-    assert len(counted) / len(results) > 0.85
+    assert len(counted) / len(results) > 0.8  # others calculate with numbers that the question has in words
     assert sum(r["arithmetic"] for r in counted) / len(counted) > 0.97
