@@ -1,6 +1,6 @@
 """What one rollout produced: the unit every stage passes on."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,8 @@ class Trajectory:
         """Token ids from the first sampled one to the end."""
         return self.tokens.tolist()[self.prompt_length :]
 
-    def with_reward(self, reward: float, **extra: Any) -> "Trajectory":
-        """The same trajectory, judged."""
-        return replace(self, reward=reward, extra={**self.extra, **extra})
+    def with_reward(self, reward: float | None, /, **extra: Any) -> "Trajectory":
+        """The same trajectory, judged; None where the judge failed or abstained."""
+        judged = object.__new__(Trajectory)  # its tensors were checked already, and a step judges hundreds
+        judged.__dict__.update(self.__dict__, reward=reward, extra={**self.extra, **extra})
+        return judged

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,10 @@ class Sampler:
             ]
             judgements = iter(await self.reward.score(inputs) if inputs else [])
             scores = [next(judgements) if t.reward is None else Score(t.reward) for t in trajectories]
-            return [(judged(t, s, row, x), s) for t, s, x in zip(trajectories, scores, texts, strict=True)]
+            return [
+                (t.with_reward(s.value, **{**s.extra, "data_source": row.data_source, "response_text": text}), s)
+                for t, s, text in zip(trajectories, scores, texts, strict=True)
+            ]
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,12 +94,6 @@ def first_failure(group: BaseExceptionGroup) -> BaseException:
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
     return failure
-
-
-def judged(trajectory: Trajectory, score: Score, row: PromptRow, text: str) -> Trajectory:
-    """The trajectory with its reward (None where the judge failed or abstained) and the parts of the score."""
-    extra: dict[str, Any] = {**trajectory.extra, **score.extra, "data_source": row.data_source, "response_text": text}
-    return replace(trajectory, reward=score.value, extra=extra)
 
 
 class SyncSource:
