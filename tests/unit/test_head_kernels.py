@@ -63,7 +63,7 @@ CASES = [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
 @pytest.mark.parametrize(("dtype", "tolerance"), CASES)
 def test_pieces_equal_the_definition(dtype, tolerance, with_entropy, monkeypatch):
     check("torch", dtype, with_entropy, tolerance)
-    monkeypatch.setattr("verl.models.head_kernels.PART_ELEMENTS", 6)
+    monkeypatch.setattr("verl.models.head_kernels.PART_BYTES", 24)
     check("torch", dtype, with_entropy, tolerance)
 
 

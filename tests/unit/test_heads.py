@@ -150,7 +150,7 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
     blocks = Blocks(rows=4, columns=columns)
     monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_, **__: blocks)
     monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_: blocks)
-    monkeypatch.setattr("verl.models.head_kernels.PART_ELEMENTS", 6)
+    monkeypatch.setattr("verl.models.head_kernels.PART_BYTES", 24)
     for got, want in zip(result(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 

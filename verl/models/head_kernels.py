@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PART_ELEMENTS = 1 << 17  # pieces of a block that stay in a core's cache
+PART_BYTES = 1 << 18  # pieces of a block that stay in a core's cache
 DEVICE_ELEMENTS = 1 << 23  # of a piece on other devices, where many small operations are slow
 SMALLEST_EXPONENT = {torch.float32: -80.0, torch.float64: -700.0}  # below, exp is subnormal and slow
 
@@ -165,7 +165,7 @@ def _row_sums(values: Tensor, exactly: bool) -> Tensor:
 def _pieces(logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """(rows, columns) pieces of a block, each without gaps in memory."""
     num_rows, num_columns = logits.shape
-    elements = PART_ELEMENTS if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    elements = PART_BYTES // logits.element_size() if logits.device.type == "cpu" else DEVICE_ELEMENTS
     if logits.stride(0) == 1:
         width = max(1, elements // max(1, num_rows))
         for column in range(0, num_columns, width):
