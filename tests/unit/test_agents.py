@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.agent_cases import TOOLS, Scripted, agents, call, converse
 from verl.agent.loop import (
@@ -21,18 +20,6 @@ from verl.agent.tools import call_tool, load_tools, truncated
 from verl.config import load_config
 from verl.trainer.metrics import turn_metrics
 from verl.utils.errors import ConfigError, DataError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(test_data: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen3")
-
-
-@pytest.fixture
-def tool_file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_tools.py"
-    path.write_text(TOOLS)
-    return path
 
 
 def test_a_conversation_keeps_sampled_ids_and_masks_only_them(tokenizer: Any, tool_file: Path):

@@ -372,29 +372,6 @@ def test_all_linear_passes_over_experts_that_are_one_tensor(tmp_path, family):
     assert any(name.endswith(layer) for name in adapted) and all(".self_attn." in name for name in adapted)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"target_modules": "nowhere"}, "no LoRA with model.target_modules='nowhere'"),
-        ({"target_modules": ["q_proj", "v_porj"]}, "target_modules names 'v_porj', .* did you mean 'v_proj'"),
-        ({"exclude_modules": ["nowhere"]}, "exclude_modules names 'nowhere', which is no module; known: down_proj"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "adapters of lm_head; only linear layers below the head"),
-        ({"target_modules": ["embed_tokens"]}, "adapters of model.embed_tokens; only linear"),
-        ({"lora_adapter_path": "nowhere"}, "nowhere has no adapter_config.json and no adapter_model.safetensors"),
-    ],
-)
-def test_what_cannot_have_adapters_is_refused(folder, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        build_engine(folder, model={**LORA, **settings})
-
-
-def test_adapters_beyond_plain_lora_are_refused(folder, tmp_path):
-    peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True).save_pretrained(tmp_path)
-    (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(ConfigError, match="has use_dora=True; only plain LoRA"):
-        build_engine(folder, model={"lora_adapter_path": str(tmp_path)})
-
-
 def test_generation_without_a_trainer_takes_the_adapters_or_refuses(folder, adapters):
     given = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.lora_adapter_path={adapters}"]
     rollout = ["actor_rollout_ref.rollout.dtype=float32", "data.max_prompt_length=8", "data.max_response_length=8"]

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.agent_cases import TOOLS, Scripted, agents, call, converse, row
+from tests.agent_cases import Scripted, agents, call, converse, row
 from tests.contract.test_rollout import letters_tokenizer
 from verl.agent.loop import (
     AgentLoopBase,
@@ -27,18 +26,6 @@ from verl.rewards.base import Score
 from verl.trainer.ppo.sources import Sampler
 from verl.utils.errors import ConfigError, DataError
 from verl.workers.rollout.base import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def tokenizer(test_data: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen3")
-
-
-@pytest.fixture
-def tool_file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_tools.py"
-    path.write_text(TOOLS)
-    return path
 
 
 class Asking(AgentLoopBase):

@@ -1,0 +1,37 @@
+"""Adapters that cannot be trained are refused with what to write instead."""
+
+import peft
+import pytest
+
+from tests.engine_cases import build_engine, save_tiny_model
+from verl.utils.errors import ConfigError
+
+LORA = {"lora_rank": 4, "lora_alpha": 10}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": "nowhere"}, "no LoRA with model.target_modules='nowhere'"),
+        ({"target_modules": ["q_proj", "v_porj"]}, "target_modules names 'v_porj', .* did you mean 'v_proj'"),
+        ({"exclude_modules": ["nowhere"]}, "exclude_modules names 'nowhere', which is no module; known: down_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "adapters of lm_head; only linear layers below the head"),
+        ({"target_modules": ["embed_tokens"]}, "adapters of model.embed_tokens; only linear"),
+        ({"lora_adapter_path": "nowhere"}, "nowhere has no adapter_config.json and no adapter_model.safetensors"),
+    ],
+)
+def test_what_cannot_have_adapters_is_refused(folder, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build_engine(folder, model={**LORA, **settings})
+
+
+def test_adapters_beyond_plain_lora_are_refused(folder, tmp_path):
+    peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match="has use_dora=True; only plain LoRA"):
+        build_engine(folder, model={"lora_adapter_path": str(tmp_path)})
