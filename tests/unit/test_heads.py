@@ -147,7 +147,7 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
 
     loss_columns = columns_for(len(tokens))
     whole = result()
-    blocks = Blocks(rows=4, columns=columns)
+    blocks = Blocks(rows=4, columns=columns, together=10, kept=6)
     monkeypatch.setattr("verl.models.head_chunked.narrow_blocks", lambda *_, **__: blocks)
     monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_: blocks)
     monkeypatch.setattr("verl.models.head_kernels.PART_BYTES", 24)
@@ -157,16 +157,16 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
 
 @pytest.mark.parametrize(("most_rows", "times"), [(100, 7 + 2 * 4), (3, 3 + 2 * 8)])
 def test_one_pass_computes_the_logits_of_its_first_rows_once(most_rows, times, monkeypatch):
-    """11 rows, 7 of which fit into the memory of the weight's gradient; fewer where a block has fewer."""
+    """Of 11 rows 7 fit into the memory of the weight's gradient, fewer in a short sweep; but not the first columns."""
     hidden, weight, tokens, cu_seqlens, _ = packed()
     needed = torch.ones(len(tokens), dtype=torch.bool)
     needed[torch.tensor([3, 11, 14])] = False
     computed = []
     logits = Head._logits
 
-    def counting(head, rows, columns, spare_VD=None):
-        computed.append(len(rows.targets) * (columns.stop - columns.start))
-        return logits(head, rows, columns, spare_VD)
+    def counting(head, rows, columns):
+        computed.append(len(rows.scaled_RD) * (columns.stop - columns.start))
+        return logits(head, rows, columns)
 
     def run():
         loss, outputs, _ = token_loss_one_pass(
@@ -181,7 +181,53 @@ def test_one_pass_computes_the_logits_of_its_first_rows_once(most_rows, times, m
     monkeypatch.setattr(Head, "_logits", counting)
     for got, want in zip(run(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    assert sum(computed) == times * V
+    kept = min(7, most_rows)
+    columns = 9 // kept
+    assert sum(computed) == times * V + kept * columns
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, "column"])
+def test_rows_with_and_without_room_sweep_together(temperature, with_entropy, monkeypatch):
+    """Blocks of 4, 2 and 3 rows in the first sweep, of which 6 keep their logits, then the others; with a bias."""
+    hidden, weight, tokens, cu_seqlens, needed = packed()
+    needed[:] = True
+    if temperature == "column":
+        temperature = torch.linspace(0.4, 2.0, len(tokens), dtype=torch.float64)
+    bias = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    columns = columns_for(len(tokens))
+
+    def loss_of(outputs, columns, cu_seqlens=None):
+        entropy = columns["w"] * outputs["entropy"] if with_entropy else 0.0
+        return -columns["w"] * outputs["logprobs"].exp() + entropy, {}
+
+    args = (tokens, cu_seqlens, needed, temperature)
+    logprobs, entropy = naive(hidden, weight, *args, bias=bias)
+    keep = torch.ones(len(tokens), dtype=torch.bool)
+    keep[cu_seqlens[:-1]] = False
+    want = loss_of({"logprobs": logprobs, "entropy": entropy}, columns)[0][keep].sum()
+    blocks = Blocks(rows=4, columns=5, together=9, kept=6)
+    assert [len(sweep) for sweep in blocks.sweeps(int(keep.sum()))] == [3, 2]
+    monkeypatch.setattr("verl.models.head_chunked.one_pass_blocks", lambda *_: blocks)
+    loss = token_loss_one_pass(
+        hidden, weight, *args[:3], loss_of, columns, temperature, with_entropy=with_entropy, bias=bias
+    )[0]
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
+    inputs = (hidden, weight, bias)
+    for got, exact in zip(gradients_of(loss, *inputs), gradients_of(want, *inputs), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 9, 10, 12, 13, 27])
+def test_sweeps_take_every_row_once_and_none_is_short(num_rows):
+    blocks = Blocks(rows=4, columns=5, together=8, kept=5)
+    sweeps = list(blocks.sweeps(num_rows))
+    parts = [part for sweep in sweeps for part in sweep]
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(num_rows))
+    assert all(part.stop - part.start <= 4 for part in parts) and all(sweeps)
+    sizes = [sweep[-1].stop - sweep[0].start for sweep in sweeps]
+    assert max(sizes) <= 8 and (num_rows <= 8 or min(sizes) >= 2)
+    assert not any(part.start < 5 < part.stop for part in parts)
 
 
 def test_sums_that_overflow_are_taken_again_from_the_largest_logit(monkeypatch):

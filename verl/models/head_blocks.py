@@ -1,23 +1,22 @@
 """Log-prob, entropy and their gradients from hidden states, one block of logits at a time.
 
-Shapes: M rows go through the head, R of them in one block, V vocabulary, C columns of it in one block, D hidden.
-A block is many rows by few columns, so that matmuls run at their full rate in a few megabytes. Logits are forgotten
-after the sweep that sums their exponentials, and the gradient computes them again, unless there is room for them, or
-for their exponentials: in the block itself when it holds whole rows, or in the memory of the weight's gradient before
-that gradient exists.
+Shapes: M rows go through the head, S of them in one sweep over the vocabulary, R in one block, V vocabulary, C columns
+of it in one block, D hidden. A block is many rows by few columns, so that matmuls run at their full rate in a few
+megabytes. Logits are forgotten after the sweep that sums their exponentials, and the gradient computes them again,
+unless there is room for them, or for their exponentials: in the block itself when it holds whole rows, or in the memory
+of the weight's gradient before that gradient exists. Rows with and without room sweep together, so that the weight and
+its gradient pass through memory once for both.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from verl.models.head_kernels import Kernels, Slopes, Sums, statistics_dtype
+from verl.models.head_kernels import NEEDS_NO_SHIFT, Kernels, Slopes, Sums, statistics_dtype
 
-NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost
 LARGEST_TOTAL = 1e20  # of exponentials; beyond, they are taken again from the largest logit
 PRODUCT_COLUMNS = 1024  # of a product with the weight in a narrow type on a CPU, which copies its factors
 PRODUCTS = 4  # that are added up in a narrow type before they go to the sum over all
@@ -25,19 +24,39 @@ PRODUCTS = 4  # that are added up in a narrow type before they go to the sum ove
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and columns of the logits that exist at one time; the first block may have fewer rows than the others."""
+    """Rows and columns of the logits that exist at one time, and rows that sweep the vocabulary together.
+
+    `together` None: those of one block. The first `kept` rows share no block with others.
+    """
 
     rows: int
     columns: int
-    first_rows: int | None = None
+    together: int | None = None
+    kept: int = 0
 
-    def row_slices(self, num_rows: int) -> Iterator[slice]:
-        """At least one slice, an empty one for no rows, so that a per-token loss can always name its metrics."""
-        first = min(num_rows, self.rows if self.first_rows is None else self.first_rows)
-        return chain([slice(0, first)], _slices(first, num_rows, self.rows))
+    def sweeps(self, num_rows: int) -> Iterator[list[slice]]:
+        """The blocks of rows of each sweep; an empty one for no rows, so that a per-token loss can name its metrics."""
+        if not num_rows:
+            yield [slice(0, 0)]
+        most, start, kept = self.together or self.rows, 0, self.kept
+        while start < num_rows:
+            left = num_rows - start
+            rows = left if left <= most else min(most, left - most // 4)  # a short sweep costs as much as a long one
+            middle, stop = start + min(kept, rows), start + rows
+            yield [*self._blocks(start, middle), *self._blocks(middle, stop)]
+            start, kept = stop, 0
+
+    def _blocks(self, begin: int, end: int) -> Iterator[slice]:
+        return _slices(begin, end, even(end - begin, self.rows))
 
     def column_slices(self, vocab_size: int) -> Iterator[slice]:
         return _slices(0, vocab_size, self.columns)
+
+
+def even(number: int, most: int) -> int:
+    """The size of parts of at most `most` that are about equal."""
+    num_parts = max(1, -(-number // max(1, most)))
+    return max(1, -(-number // num_parts))
 
 
 def _slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -46,7 +65,7 @@ def _slices(begin: int, end: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a sweep over the vocabulary leaves per row: (R,) each, in nats; entropy None unless asked for."""
+    """What a sweep over the vocabulary leaves per row: (S,) each, in nats; entropy None unless asked for."""
 
     logsumexp: Tensor
     logprobs: Tensor
@@ -55,12 +74,13 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of rows: scaled hidden states (R, D), the token each predicts (R,), 1 / temperature (R, 1) or None."""
+    """A block of rows: scaled hidden states (R, D), the token each predicts, 1 / temperature (R, 1) or None."""
 
+    within: slice  # of the rows of the sweep
     scaled_RD: Tensor
-    targets: Tensor
     inverse_temperature: Tensor | None
-    source: Tensor
+    keep: bool  # the blocks of logits, for the gradient
+    room_VD: Tensor | None  # where, behind those of the rows before; None: in the buffer
     by_target: Tensor  # (R,) rows in the order of their targets
     sorted_targets: Tensor
     sorted_list: list[int]
@@ -72,12 +92,39 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Rows that visit the columns of the vocabulary together: where they come from (S,), scaled (S, D), in blocks."""
+
+    source: Tensor
+    scaled_SD: Tensor
+    inverse_temperature: Tensor | None
+    blocks: list[Rows]
+
+    @property
+    def has_room(self) -> bool:
+        return self.blocks[0].room_VD is not None
+
+
+@dataclass(frozen=True)
 class Kept:
-    """Logits of all columns that a sweep has left, or their exponentials."""
+    """Logits that a sweep has left where its rows keep them, or their exponentials, of which `total` (S, 1) are sums.
+
+    Of rows that keep theirs in spare memory the first block of columns is not kept.
+    """
+
+    sweep: Sweep
+    total: Tensor | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How logits of some rows become their gradient, which is what the block holds times `factor` (R, 1), if any."""
 
     rows: Rows
-    spare_VD: Tensor | None  # memory they are in; None: the buffer of the block
-    total: Tensor | None  # (R, 1) sums of the exponentials; None for logits
+    slopes: Slopes
+    at_target: Tensor
+    is_kept: bool = False
+    factor: Tensor | None = None
 
 
 @dataclass
@@ -116,50 +163,79 @@ class Head:
         self._buffers: dict[str, Tensor] = {}
         self._kept: Kept | None = None
 
-    def rows(self, source: Tensor, targets: Tensor, temperature: Tensor | None) -> Rows:
-        """The hidden states at `source`, ready for the matmul; they hold until the next call."""
-        scaled = self._buffer("rows", len(source), self.hidden.shape[1], self.hidden.dtype)
-        torch.index_select(self.hidden, 0, source, out=scaled)
-        inverse = None if temperature is None else temperature.to(self.dtype).reciprocal().unsqueeze(1)
-        if inverse is not None and not self.low_precision:
-            scaled.mul_(inverse)
-        ordered, by_target = targets.sort(stable=True)
-        return Rows(scaled, targets, inverse, source, by_target, ordered, ordered.tolist())
+    def sweep(
+        self,
+        source: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        parts: list[slice],
+        room_VD: Tensor | None = None,
+    ) -> Sweep:
+        """The hidden states at `source`, ready for the matmul, in blocks; they hold until the next call.
 
-    def statistics(self, rows: Rows, with_entropy: bool, spare_VD: Tensor | None = None) -> Statistics:
+        `room_VD` is memory without content of the weight's shape and dtype: what `add_gradients` needs of the first
+        blocks, those of the first D rows, stays there until somebody writes to it.
+        """
+        inverse = None if temperature is None else temperature.to(self.dtype).reciprocal().unsqueeze(1)
+        scaled = self._buffer("rows", len(source), self.hidden.shape[1], self.hidden.dtype)
+        whole = len(parts) == 1 and self.blocks.columns >= self.vocab_size
+        blocks = []
+        for part in parts:
+            within = slice(part.start - parts[0].start, part.stop - parts[0].start)
+            ordered, by_target = targets[within].sort(stable=True)
+            room = room_VD if within.stop <= self.hidden.shape[1] else None
+            of_rows = None if inverse is None else inverse[within]
+            where = (whole or room is not None, room)
+            blocks.append(Rows(within, scaled[within], of_rows, *where, by_target, ordered, ordered.tolist()))
+        sweep = Sweep(source, scaled, inverse, blocks)
+        self._gather(sweep)
+        return sweep
+
+    def _gather(self, sweep: Sweep) -> None:
+        torch.index_select(self.hidden, 0, sweep.source, out=sweep.scaled_SD)
+        if sweep.inverse_temperature is not None and not self.low_precision:
+            sweep.scaled_SD.mul_(sweep.inverse_temperature)
+
+    def statistics(self, sweep: Sweep, with_entropy: bool) -> Statistics:
         """Sums over the vocabulary of e^(x-s) and (x-s) e^(x-s), s being the largest logit of the first block.
 
-        Where they are too large, sums are taken again with s the largest of all. `spare_VD` is memory without content
-        of the weight's shape and dtype: what `add_gradients` needs stays there, if R <= D, until somebody writes to it.
+        Where they are too large, the sums of those rows are taken again with s the largest of all.
         """
         self._kept = None
-        sums, exponentials = self._sums(rows, with_entropy, None, spare_VD)
-        if not bool((sums.total < LARGEST_TOTAL).all()):
-            sums, exponentials = self._sums(rows, with_entropy, self._largest(rows), spare_VD)
-        if spare_VD is not None or self.blocks.columns >= self.vocab_size:
-            self._kept = Kept(rows, spare_VD, sums.total if exponentials else None)
-        log_total = sums.total.log()
-        entropy = None if sums.weighted is None else (log_total - sums.weighted / sums.total).squeeze(1)
-        logsumexp = sums.shift + log_total
-        return Statistics(logsumexp.squeeze(1), (sums.target_logits - logsumexp).squeeze(1), entropy)
+        found, exponentials = self._sums(sweep.blocks, with_entropy, None)
+        for number, (rows, sums) in enumerate(zip(sweep.blocks, found, strict=True)):
+            if not bool((sums.total < LARGEST_TOTAL).all()):
+                found[number] = self._sums([rows], with_entropy, self._largest(rows))[0][0]
+        shift, total, target_logits = (
+            torch.cat([getattr(sums, name) for sums in found]) for name in ("shift", "total", "target_logits")
+        )
+        if any(rows.keep for rows in sweep.blocks):
+            self._kept = Kept(sweep, total if exponentials else None)
+        log_total, entropy = total.log(), None
+        if with_entropy:
+            weighted = torch.cat([sums.weighted for sums in found if sums.weighted is not None])
+            entropy = (log_total - weighted / total).squeeze(1)
+        logsumexp = shift + log_total
+        return Statistics(logsumexp.squeeze(1), (target_logits - logsumexp).squeeze(1), entropy)
 
-    def _sums(self, rows: Rows, with_entropy: bool, shift: Tensor | None, spare_VD: Tensor | None) -> tuple[Sums, bool]:
-        """The sums, and whether blocks hold exponentials now."""
-        sums, inverse, exponentials = None, self._inverse(rows), False
-        keep = spare_VD is not None or self.blocks.columns >= self.vocab_size
+    def _sums(self, blocks: list[Rows], with_entropy: bool, shift: Tensor | None) -> tuple[list[Sums], bool]:
+        """The sums of each block of rows, and whether what is kept are exponentials."""
+        found: list[Sums] = []
+        exponentials = False
         for columns in self.blocks.column_slices(self.vocab_size):
-            logits = self._logits(rows, columns, spare_VD)
-            if sums is None:
-                shift = self._largest_of(logits, inverse) if shift is None else shift
-                small = bool((shift.abs() < NEEDS_NO_SHIFT).all())
-                sums = Sums.zeros(torch.zeros_like(shift) if small else shift, with_entropy, not small)
-            where, index = rows.targets_within(columns)
-            if len(where):
-                target_logits = logits[where, index].to(self.dtype).unsqueeze(1)
-                sums.target_logits[where] = target_logits if inverse is None else target_logits * inverse[where]
-            exponentials = self.kernels.add_sums(logits, inverse, sums, keep)
-        assert sums is not None, "a vocabulary has tokens"
-        return sums, exponentials
+            for number, rows in enumerate(blocks):
+                logits, inverse = self._logits(rows, columns), self._inverse(rows)
+                if columns.start == 0:
+                    at = self._largest_of(logits, inverse) if shift is None else shift
+                    small = bool((at.abs() < NEEDS_NO_SHIFT).all())
+                    found.append(Sums.zeros(torch.zeros_like(at) if small else at, with_entropy, not small))
+                sums = found[number]
+                where, index = rows.targets_within(columns)
+                if len(where):
+                    target_logits = logits[where, index].to(self.dtype).unsqueeze(1)
+                    sums.target_logits[where] = target_logits if inverse is None else target_logits * inverse[where]
+                exponentials = self.kernels.add_sums(logits, inverse, sums, rows.keep)
+        return found, exponentials
 
     def _largest(self, rows: Rows) -> Tensor:
         parts = (self._logits(rows, columns) for columns in self.blocks.column_slices(self.vocab_size))
@@ -175,49 +251,85 @@ class Head:
 
     def add_gradients(
         self,
-        rows: Rows,
+        sweep: Sweep,
         stats: Statistics,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
         out: Gradients,
     ) -> None:
-        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,).
+        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (S,).
 
-        Computes the logits again unless `statistics` of the same rows has just left all of them.
+        Computes the logits again that `statistics` of the same sweep has not just left.
         """
-        kept, self._kept = self._kept if self._kept and self._kept.rows is rows else None, None
-        inverse = self._inverse(rows)
-        slopes = Slopes.of(stats.logsumexp, stats.entropy, grad_logprobs, grad_entropy, inverse)
-        at_target, factor = slopes.at_target(stats.logprobs, stats.entropy), None
-        grad_rows, scaled = None, rows.scaled_RD
-        if kept and kept.total is not None:  # the exponentials need a factor per row: rows are fewer than logits
-            factor = slopes.constant / kept.total
-            at_target = stats.logprobs.expm1().unsqueeze(1) * kept.total
-            scaled.mul_(factor)
+        kept, self._kept = self._kept if self._kept and self._kept.sweep is sweep else None, None
+        turns = self._turns(sweep, stats, grad_logprobs, grad_entropy, kept)
+        grad_rows = None
         if out.hidden is not None:
-            grad_rows = self._buffer("grad_rows", *scaled.shape, self.dtype).zero_()
-        blocks = list(self.blocks.column_slices(self.vocab_size))
-        for columns in reversed(blocks) if kept else blocks:
-            block = self._place(rows, columns, kept.spare_VD) if kept else self._logits(rows, columns)
-            if kept is None or kept.total is None:
-                self.kernels.to_gradient(block, inverse, slopes)
-            where, index = rows.targets_within(columns)
-            if len(where):
-                block[where, index] = at_target[where].squeeze(1).to(block.dtype)
-            if out.bias is not None:
-                self._add_to_bias(out.bias[columns], block, rows, factor)
-            if grad_rows is not None:
-                self._add_to_rows(grad_rows, block, columns)
-            if out.weight is not None:
-                into = out.weight[columns]
-                torch.addmm(into, block.T, scaled, beta=0 if out.empty else 1, out=into)
+            grad_rows = self._buffer("grad_rows", *sweep.scaled_SD.shape, self.dtype).zero_()
+        # the last block comes first: its gradient is written over what is kept of no other
+        for columns in reversed(list(self.blocks.column_slices(self.vocab_size))):
+            if columns.start == 0 and kept and sweep.has_room:
+                self._apply_factors(turns, grad_rows)
+                self._gather(sweep)
+                turns = self._turns(sweep, stats, grad_logprobs, grad_entropy, None)
+            for number, turn in enumerate(turns):
+                block = self._gradient(turn, columns)
+                within = turn.rows.within
+                if out.bias is not None:
+                    self._add_to_bias(out.bias[columns], block, turn)
+                if grad_rows is not None:
+                    self._add_to_rows(grad_rows[within], block, columns)
+                if out.weight is not None:
+                    into, beta = out.weight[columns], 0 if out.empty and number == 0 else 1
+                    torch.addmm(into, block.T, turn.rows.scaled_RD, beta=beta, out=into)
         out.empty = False
         if grad_rows is not None:
-            if rows.inverse_temperature is not None and not self.low_precision:
-                grad_rows.mul_(rows.inverse_temperature)
-            if factor is not None:
-                grad_rows.mul_(factor)
-            out.hidden.index_copy_(0, rows.source, grad_rows.to(out.hidden.dtype))
+            self._apply_factors(turns, grad_rows)
+            if sweep.inverse_temperature is not None and not self.low_precision:
+                grad_rows.mul_(sweep.inverse_temperature)
+            out.hidden.index_copy_(0, sweep.source, grad_rows.to(out.hidden.dtype))
+
+    def _turns(
+        self,
+        sweep: Sweep,
+        stats: Statistics,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        kept: Kept | None,
+    ) -> list[Turn]:
+        """Exponentials need a factor per row, which goes to the hidden states: there are fewer of them than logits."""
+        turns = []
+        for rows in sweep.blocks:
+            logsumexp, logprobs, entropy, a, b = (
+                None if x is None else x[rows.within]
+                for x in (stats.logsumexp, stats.logprobs, stats.entropy, grad_logprobs, grad_entropy)
+            )
+            slopes = Slopes.of(logsumexp, entropy, a, b, self._inverse(rows))
+            if kept is None or not rows.keep or kept.total is None:
+                turns.append(Turn(rows, slopes, slopes.at_target(logprobs, entropy), bool(kept and rows.keep)))
+                continue
+            total = kept.total[rows.within]
+            factor = slopes.constant / total
+            rows.scaled_RD.mul_(factor)
+            turns.append(Turn(rows, slopes, logprobs.expm1().unsqueeze(1) * total, True, factor))
+        return turns
+
+    @staticmethod
+    def _apply_factors(turns: list[Turn], grad_rows: Tensor | None) -> None:
+        for turn in turns:
+            if grad_rows is not None and turn.factor is not None:
+                grad_rows[turn.rows.within].mul_(turn.factor)
+
+    def _gradient(self, turn: Turn, columns: slice) -> Tensor:
+        """(R, C) the gradient of these logits, but for the factor of the turn."""
+        rows = turn.rows
+        block = self._place(rows, columns) if turn.is_kept else self._logits(rows, columns)
+        if turn.factor is None:
+            self.kernels.to_gradient(block, self._inverse(rows), turn.slopes)
+        where, index = rows.targets_within(columns)
+        if len(where):
+            block[where, index] = turn.at_target[where].squeeze(1).to(block.dtype)
+        return block
 
     def _add_to_rows(self, grad_rows: Tensor, block: Tensor, columns: slice) -> None:
         """grad_rows += block @ weight. Of narrow types a few products are added up before they go to the sum."""
@@ -232,15 +344,18 @@ class Head:
             if number % PRODUCTS == PRODUCTS - 1 or part.stop == block.shape[1]:
                 grad_rows.add_(product)
 
-    def _add_to_bias(self, grad_bias: Tensor, block: Tensor, rows: Rows, factor: Tensor | None) -> None:
-        per_row = torch.ones_like(rows.targets, dtype=self.dtype) if factor is None else factor.squeeze(1)
+    def _add_to_bias(self, grad_bias: Tensor, block: Tensor, turn: Turn) -> None:
+        rows = turn.rows
+        per_row = torch.ones(block.shape[0], dtype=self.dtype, device=block.device)
+        if turn.factor is not None:
+            per_row = turn.factor.squeeze(1)
         if rows.inverse_temperature is not None and not self.low_precision:
             per_row = per_row * rows.inverse_temperature.squeeze(1)
         grad_bias.addmv_(block.T.to(self.dtype), per_row)
 
-    def _logits(self, rows: Rows, columns: slice, spare_VD: Tensor | None = None) -> Tensor:
+    def _logits(self, rows: Rows, columns: slice) -> Tensor:
         """(R, C) in the weight's dtype, not yet divided by the temperature when that is a narrow one."""
-        logits = self._place(rows, columns, spare_VD)
+        logits = self._place(rows, columns)
         torch.mm(rows.scaled_RD, self.weight[columns].T, out=logits)
         if self.bias is not None:
             bias = self.bias[columns].to(logits.dtype)
@@ -248,19 +363,20 @@ class Head:
             logits.add_(bias if scaled else rows.inverse_temperature * bias)
         return logits
 
-    def _place(self, rows: Rows, columns: slice, spare_VD: Tensor | None) -> Tensor:
+    def _place(self, rows: Rows, columns: slice) -> Tensor:
         """(R, C) memory of a block: the buffer that all blocks share, or spare memory.
 
-        That is the first R * C elements of the rows of the block before, so that what is kept of a block is still there
-        when its rows are written to and the last block comes first. The first block stays in the buffer. On a CPU the
-        numbers of a column lie side by side, which makes matmuls faster, most of all in bfloat16.
+        Spare are the columns before, so that what is kept of a block is still there when its own columns are written to
+        and the last block comes first. On a CPU the numbers of a column lie side by side, which makes matmuls faster,
+        most of all in bfloat16.
         """
-        num_rows, num_columns = len(rows.targets), columns.stop - columns.start
-        if spare_VD is None or columns.start == 0:
+        num_rows, num_columns = len(rows.scaled_RD), columns.stop - columns.start
+        if rows.room_VD is None or columns.start == 0:
             memory = self._buffer("logits", num_columns, num_rows, self.weight.dtype)
         else:
-            before = spare_VD[columns.start - self.blocks.columns : columns.start]
-            memory = before.view(-1)[: num_rows * num_columns].view(num_columns, num_rows)
+            before = rows.room_VD[columns.start - self.blocks.columns : columns.start].view(-1)
+            begin = rows.within.start * num_columns
+            memory = before[begin : begin + num_rows * num_columns].view(num_columns, num_rows)
         return memory.T if memory.device.type == "cpu" else memory.view(num_rows, num_columns)
 
     def _buffer(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:

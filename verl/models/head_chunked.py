@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head_blocks import PRODUCT_COLUMNS, Blocks, Head, Statistics
+from verl.models.head_blocks import PRODUCT_COLUMNS, Blocks, Head, Statistics, even
 from verl.models.head_kernels import CompiledKernels, Kernels, PieceKernels, statistics_dtype
 
 # (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None where the loss does not depend on it
@@ -27,7 +27,8 @@ class Budget:
     max_rows: int
 
 
-CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers (20 in bfloat16)
+CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers
+CPU_NARROW = Budget(7 << 19, 1 << 22, 1024)  # whose matmuls are so fast that their start counts, and make copies: 36 MB
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 LEAST = 64  # rows and columns of a block
 KEPT_BYTES = 8 << 20  # whole rows of logits
@@ -39,51 +40,57 @@ def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, shar
 
     `share` 2 gives logits twice the memory: where there are no gradients.
     """
-    rows = _even(num_rows, chunk_size or _most_rows(weight_VD))
+    rows = even(num_rows, chunk_size or _most_rows(weight_VD)[0])
     return Blocks(rows, _columns(weight_VD, rows, share))
 
 
 def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, weight_gradient: bool) -> Blocks:
     """As many rows as possible whose logits can stay until their gradient is known.
 
-    Whole rows of logits where `chunk_size` asks for that or enough of them fit. Otherwise narrow blocks, the first of
-    them as large as the hidden size allows: its logits wait in the memory of the weight's gradient.
+    Whole rows of logits where `chunk_size` asks for that or enough of them fit. Otherwise narrow blocks, and as many
+    rows as the hidden size keep their logits in the memory of the weight's gradient.
     """
     vocab_size, hidden_size = weight_VD.shape
     fit = KEPT_BYTES // (vocab_size * weight_VD.dtype.itemsize)
     if chunk_size is not None or fit >= min(MIN_ROWS_KEPT, num_rows):
-        return Blocks(_even(num_rows, chunk_size or min(fit, _budget(weight_VD).max_rows)), vocab_size)
-    if not weight_gradient:
+        return Blocks(even(num_rows, chunk_size or min(fit, _budget(weight_VD).max_rows)), vocab_size)
+    if not (weight_gradient and weight_VD.is_contiguous()):
         return narrow_blocks(weight_VD, num_rows, None)
-    rows = max(1, min(num_rows, _most_rows(weight_VD)))
-    return Blocks(rows, _columns(weight_VD, rows), min(rows, hidden_size))
+    most, together = _most_rows(weight_VD)
+    rows = max(1, min(num_rows, most))
+    return Blocks(rows, _columns(weight_VD, rows), together, kept=hidden_size)
 
 
 def _budget(weight_VD: Tensor) -> Budget:
-    return CPU if weight_VD.device.type == "cpu" else ACCELERATOR
+    if weight_VD.device.type != "cpu":
+        return ACCELERATOR
+    return CPU_NARROW if _is_narrow_on_cpu(weight_VD) else CPU
 
 
-def _most_rows(weight_VD: Tensor) -> int:
+def _is_narrow_on_cpu(weight_VD: Tensor) -> bool:
+    """Where matmuls copy their factors, and float32 values of logits exist in pieces only."""
+    return weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4
+
+
+def _most_rows(weight_VD: Tensor) -> tuple[int, int]:
+    """(rows of a block, rows of a sweep) for which the hidden states and their gradients fit."""
     budget = _budget(weight_VD)
     row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
-    if weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4:
-        row_bytes *= 2  # matmuls of narrow types copy their factors
-    return min(budget.max_rows, max(LEAST, budget.hidden_bytes // row_bytes // LEAST * LEAST))
+    together = budget.hidden_bytes // row_bytes
+    block = together // 2 if _is_narrow_on_cpu(weight_VD) else together
+    return _whole(block, budget.max_rows), _whole(together, budget.max_rows)
+
+
+def _whole(rows: int, most: int) -> int:
+    return min(most, max(LEAST, rows // LEAST * LEAST))
 
 
 def _columns(weight_VD: Tensor, rows: int, share: int = 1) -> int:
-    # float32 values of narrow logits exist in pieces only
-    narrow = weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4
+    narrow = _is_narrow_on_cpu(weight_VD)
     itemsize = weight_VD.dtype.itemsize if narrow else statistics_dtype(weight_VD).itemsize
     fit = share * _budget(weight_VD).logit_bytes // (rows * itemsize)
     unit = PRODUCT_COLUMNS if narrow and fit >= PRODUCT_COLUMNS else LEAST
     return min(weight_VD.shape[0], max(LEAST, fit // unit * unit))
-
-
-def _even(num_rows: int, most: int) -> int:
-    """Rows per block so that blocks of at most `most` rows are about equal."""
-    num_blocks = max(1, -(-num_rows // max(1, most)))
-    return max(1, -(-num_rows // num_blocks))
 
 
 KERNELS: dict[str, Callable[[], Kernels]] = {"torch": PieceKernels, "compiled": CompiledKernels}
@@ -120,9 +127,10 @@ class ChunkedHead(torch.autograd.Function):
         logprobs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for part in head.blocks.row_slices(len(targets)):
-                rows = head.rows(source[part], targets[part], _part(temperature, part))
-                stats = head.statistics(rows, with_entropy)
+            for parts in head.blocks.sweeps(len(targets)):
+                part = slice(parts[0].start, parts[-1].stop)
+                sweep = head.sweep(source[part], targets[part], _part(temperature, part), parts)
+                stats = head.statistics(sweep, with_entropy)
                 logsumexp[part], logprobs[part] = stats.logsumexp, stats.logprobs
                 if entropy is not None:
                     entropy[part] = stats.entropy
@@ -141,10 +149,11 @@ class ChunkedHead(torch.autograd.Function):
         head = Head(hidden_TD, weight_VD, bias, blocks, kernels(ctx.kind))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for part in head.blocks.row_slices(len(targets)):
-                rows = head.rows(source[part], targets[part], _part(temperature, part))
+            for parts in head.blocks.sweeps(len(targets)):
+                part = slice(parts[0].start, parts[-1].stop)
+                sweep = head.sweep(source[part], targets[part], _part(temperature, part), parts)
                 stats = Statistics(logsumexp[part], logprobs[part], _part(entropy, part))
-                head.add_gradients(rows, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
+                head.add_gradients(sweep, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
         return (*out.finish(None if bias is None else bias.dtype), *(None,) * 6)
 
 
@@ -169,16 +178,16 @@ class OnePassHead(torch.autograd.Function):
         head = Head(hidden_TD, weight_VD, bias, blocks, kernels(kind))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
-        narrow = blocks.columns < weight_VD.shape[0] and weight_VD.is_contiguous()
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for part in head.blocks.row_slices(len(targets)):
-                rows = head.rows(source[part], targets[part], _part(temperature, part))
-                has_room = narrow and out.empty and len(rows.targets) <= weight_VD.shape[1]
-                stats = head.statistics(rows, with_entropy, out.weight if has_room else None)
+            for parts in head.blocks.sweeps(len(targets)):
+                part = slice(parts[0].start, parts[-1].stop)
+                room = out.weight if blocks.kept and out.empty else None
+                sweep = head.sweep(source[part], targets[part], _part(temperature, part), parts, room)
+                stats = head.statistics(sweep, with_entropy)
                 loss, grad_logprobs, grad_entropy = loss_of_rows(part, stats)
                 loss_sum += loss
                 if out.wanted and not (grad_logprobs is None and grad_entropy is None):
-                    head.add_gradients(rows, stats, grad_logprobs, grad_entropy, out)
+                    head.add_gradients(sweep, stats, grad_logprobs, grad_entropy, out)
         ctx.gradients = out.finish(None if bias is None else bias.dtype)
         return loss_sum
 

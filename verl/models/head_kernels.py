@@ -7,14 +7,16 @@ same order every time, so results repeat bit by bit.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-PART_BYTES = 1 << 18  # pieces of a block that stay in a core's cache
+PART_BYTES = 1 << 18  # pieces of a block that stay in a core's cache; in a narrow type, NARROW times as much
+NARROW = 2  # whose two float32 copies are all there is
 DEVICE_ELEMENTS = 1 << 23  # of a piece on other devices, where many small operations are slow
+NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost
 SMALLEST_EXPONENT = {torch.float32: -80.0, torch.float64: -700.0}  # below, exp is subnormal and slow
 
 
@@ -41,7 +43,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Slopes:
-    """What turns a logit into its gradient where it is not the target's: p (constant + linear log p).
+    """What turns a logit x into its gradient where it is not the target's: p (constant + linear log p).
 
     `logprob` is the gradient of the target's log-prob, if it has one.
     """
@@ -50,6 +52,16 @@ class Slopes:
     constant: Tensor
     linear: Tensor | None
     logprob: Tensor | None
+
+    @cached_property
+    def without_shift(self) -> tuple[Tensor, Tensor | None] | None:
+        """Constant and linear of the same gradient as e^x (constant + linear x); None where e^x might overflow."""
+        if not bool((self.logsumexp.abs() < NEEDS_NO_SHIFT).all()):
+            return None
+        scale = self.logsumexp.neg().exp()
+        if self.linear is None:
+            return self.constant * scale, None
+        return (self.constant - self.linear * self.logsumexp) * scale, self.linear * scale
 
     @classmethod
     def of(
@@ -100,6 +112,7 @@ class PieceKernels:
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._ones: Tensor | None = None
 
     def add_sums(self, logits: Tensor, inverse: Tensor | None, sums: Sums, keep: bool) -> bool:
         same = logits.dtype == sums.total.dtype
@@ -110,7 +123,7 @@ class PieceKernels:
             if sums.weighted is None:
                 into = piece if same else self._memory(0, piece, sums.total)
                 p = self._shifted(piece, into, inverse, shift, rows).exp_()
-                sums.total[rows] += _row_sums(p, same)
+                self._add_row_sums(sums.total[rows], p, same)
                 if keep and exponentials and not same:
                     piece.copy_(p)
             else:
@@ -118,21 +131,24 @@ class PieceKernels:
                 y = piece if whole else self._memory(0, piece, sums.total)
                 y = y if whole else self._shifted(piece, y, inverse, shift, rows)
                 p = torch.exp(y, out=self._memory(1, piece, sums.total))
-                sums.total[rows] += _row_sums(p, same)
-                sums.weighted[rows] += _row_sums(p.mul_(y), same)
+                self._add_row_sums(sums.total[rows], p, same)
+                self._add_row_sums(sums.weighted[rows], p.mul_(y), same)
         return exponentials
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, slopes: Slopes) -> None:
         same = logits.dtype == slopes.constant.dtype
+        shift, constant, linear = slopes.logsumexp, slopes.constant, slopes.linear
+        if not same and slopes.without_shift is not None:
+            (constant, linear), shift = slopes.without_shift, None
         for rows, columns in _pieces(logits):
             piece = logits[rows, columns]
-            into = piece if same else self._memory(0, piece, slopes.constant)
-            y = self._shifted(piece, into, inverse, slopes.logsumexp, rows)
-            if slopes.linear is None:
-                y.exp_().mul_(slopes.constant[rows])
+            into = piece if same else self._memory(0, piece, constant)
+            y = self._shifted(piece, into, inverse, shift, rows)
+            if linear is None:
+                y.exp_().mul_(constant[rows])
             else:
-                p = torch.exp(y, out=self._memory(1, piece, slopes.constant))
-                y.mul_(slopes.linear[rows]).add_(slopes.constant[rows]).mul_(p)
+                p = torch.exp(y, out=self._memory(1, piece, constant))
+                torch.addcmul(constant[rows], linear[rows], y, out=y).mul_(p)
             if not same:
                 piece.copy_(y)
 
@@ -156,16 +172,24 @@ class PieceKernels:
             flat = self._scratch[key] = torch.empty(size, dtype=like.dtype, device=like.device)
         return flat.as_strided(piece.shape, piece.stride())
 
+    def _add_row_sums(self, out: Tensor, values: Tensor, exactly: bool) -> None:
+        """(R, 1) += sums of (R, C). A product with ones takes half the time; it adds one number after another.
 
-def _row_sums(values: Tensor, exactly: bool) -> Tensor:
-    """(R, 1). A product with ones takes half the time; it adds one number after another, unnoticed in bfloat16."""
-    return values.sum(1, keepdim=True) if exactly else torch.mv(values, values.new_ones(values.shape[1])).unsqueeze(1)
+        That goes unnoticed in bfloat16.
+        """
+        if exactly:
+            out += values.sum(1, keepdim=True)
+            return
+        if self._ones is None or len(self._ones) < values.shape[1]:
+            self._ones = values.new_ones(values.shape[1])
+        out.view(-1).addmv_(values, self._ones[: values.shape[1]])
 
 
 def _pieces(logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """(rows, columns) pieces of a block, each without gaps in memory."""
     num_rows, num_columns = logits.shape
-    elements = PART_BYTES // logits.element_size() if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    size = logits.element_size()
+    elements = PART_BYTES * (NARROW if size < 4 else 1) // size if logits.device.type == "cpu" else DEVICE_ELEMENTS
     if logits.stride(0) == 1:
         width = max(1, elements // max(1, num_rows))
         for column in range(0, num_columns, width):
