@@ -3,9 +3,10 @@
     python benchmarks/head.py                       # V=152k, d=896 and 128, float32
     python benchmarks/head.py --dtype bfloat16 --tokens 1024 --json benchmarks/results/head.json
 
-Times are medians of interleaved rounds in this process, and ratios medians over the rounds. The products a path needs
-are timed in the same rounds twice: as plain calls on whole matrices, which return new tensors as those of autograd do,
-and as products of blocks into memory that is there already, in the width and order that proved fastest.
+Times are medians of rounds in this process, interleaved but for eager, and ratios medians over the rounds. The
+products a path needs are timed in the same rounds twice: as plain calls on whole matrices, which return new tensors as
+those of autograd do, and as products of blocks into memory that is there already, in the width and order that proved
+fastest.
 Memory is the high-water mark of a fresh process per case, less what it held before and less the gradients of weight
 and hidden states.
 Shapes: T tokens, V vocabulary, D hidden.
@@ -31,7 +32,6 @@ from torch import Tensor
 from verl.models.heads import token_logprobs, token_loss_one_pass
 
 PATHS = ("eager", "chunked", "one pass")
-SETTLE = 4.0  # seconds in which the system takes back the gigabytes that eager freed, on these cores
 KEPT = "one pass, logits kept"
 PRODUCTS = ("logits", "hidden gradient", "weight gradient")
 FORWARD = "logits of a forward"
@@ -126,7 +126,10 @@ def fastest(case: Case) -> tuple[tuple[int, str], tuple[int, str]]:
 
 
 def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, list[float]]:
-    """Seconds of each path, of the forward alone, and of the products, round by round; the first warms up."""
+    """Seconds of each path, of the forward alone, and of the products, round by round; the first warms up.
+
+    Eager comes after the others: for some seconds the system takes back the gigabytes that it freed, on the same cores.
+    """
     works: dict[str, Callable[[], None]] = {path: lambda path=path: case.run(path) for path in PATHS[1:]}
     works[KEPT] = lambda: case.run("one pass", kept_rows)
     works["forward"] = case.forward
@@ -134,12 +137,11 @@ def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, list[float]]
     works[FORWARD] = lambda: case.product("logits", *alone)
     works |= {product: partial(case.product, product, *together) for product in PRODUCTS}
     works |= {f"plain {product}": partial(case.plain_product, product) for product in PRODUCTS}
-    works["eager"] = lambda: case.run("eager")
     samples: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
             samples[name].append(seconds(work))
-        time.sleep(SETTLE)
+    samples["eager"] = [seconds(partial(case.run, "eager")) for _ in range(rounds + 1)]
     return {name: values[1:] for name, values in samples.items()}
 
 
@@ -161,7 +163,7 @@ def ratios(path: str, samples: dict[str, list[float]], tokens: int, hidden_size:
         name = "x plain products" if kind else "x fastest products"
         out[name] = statistics.median(a / b for a, b in zip(samples[path], needed, strict=True))
     if path != "forward":
-        out["x eager"] = statistics.median(a / b for a, b in zip(samples[path], samples["eager"], strict=True))
+        out["x eager"] = out["seconds"] / statistics.median(samples["eager"])
     return out
 
 

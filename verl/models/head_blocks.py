@@ -268,7 +268,7 @@ class Head:
             grad_rows = self._buffer("grad_rows", *sweep.scaled_SD.shape, self.dtype).zero_()
         # the last block comes first: its gradient is written over what is kept of no other
         for columns in reversed(list(self.blocks.column_slices(self.vocab_size))):
-            if columns.start == 0 and kept and sweep.has_room:
+            if columns.start == 0 and kept and sweep.has_room:  # of these nothing is kept: from the hidden states again
                 self._apply_factors(turns, grad_rows)
                 self._gather(sweep)
                 turns = self._turns(sweep, stats, grad_logprobs, grad_entropy, None)

@@ -28,7 +28,7 @@ class Budget:
 
 
 CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers
-CPU_NARROW = Budget(7 << 19, 1 << 22, 1024)  # whose matmuls are so fast that their start counts, and make copies: 36 MB
+CPU_NARROW = Budget(7 << 19, 1 << 22, 1024)  # whose matmuls are so fast that their start counts, and make copies: 40 MB
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 LEAST = 64  # rows and columns of a block
 KEPT_BYTES = 8 << 20  # whole rows of logits

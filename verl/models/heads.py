@@ -91,7 +91,7 @@ def token_logprobs(
 
     Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
     Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
-    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 20 in
+    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 40 in
     bfloat16, 256 on a GPU); `kernels` are "torch", "compiled" or "triton".
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
