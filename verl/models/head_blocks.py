@@ -95,6 +95,7 @@ class Rows:
 class Sweep:
     """Rows that visit the columns of the vocabulary together: where they come from (S,), scaled (S, D), in blocks."""
 
+    part: slice  # of the M rows
     source: Tensor
     scaled_SD: Tensor
     inverse_temperature: Tensor | None
@@ -171,23 +172,24 @@ class Head:
         parts: list[slice],
         room_VD: Tensor | None = None,
     ) -> Sweep:
-        """The hidden states at `source`, ready for the matmul, in blocks; they hold until the next call.
+        """The hidden states at the `parts` of `source` (M,), ready for the matmul; they hold until the next call.
 
-        `room_VD` is memory without content of the weight's shape and dtype: what `add_gradients` needs of the first
-        blocks, those of the first D rows, stays there until somebody writes to it.
+        The parts, a block of rows each, follow one another. `room_VD` is memory without content of the weight's shape
+        and dtype: what `add_gradients` needs of the first D rows stays there until somebody writes to it.
         """
-        inverse = None if temperature is None else temperature.to(self.dtype).reciprocal().unsqueeze(1)
-        scaled = self._buffer("rows", len(source), self.hidden.shape[1], self.hidden.dtype)
+        together = slice(parts[0].start, parts[-1].stop)
+        inverse = None if temperature is None else temperature[together].to(self.dtype).reciprocal().unsqueeze(1)
+        scaled = self._buffer("rows", together.stop - together.start, self.hidden.shape[1], self.hidden.dtype)
         whole = len(parts) == 1 and self.blocks.columns >= self.vocab_size
         blocks = []
         for part in parts:
-            within = slice(part.start - parts[0].start, part.stop - parts[0].start)
-            ordered, by_target = targets[within].sort(stable=True)
+            within = slice(part.start - together.start, part.stop - together.start)
+            ordered, by_target = targets[part].sort(stable=True)
             room = room_VD if within.stop <= self.hidden.shape[1] else None
             of_rows = None if inverse is None else inverse[within]
-            where = (whole or room is not None, room)
-            blocks.append(Rows(within, scaled[within], of_rows, *where, by_target, ordered, ordered.tolist()))
-        sweep = Sweep(source, scaled, inverse, blocks)
+            keep = whole or room is not None
+            blocks.append(Rows(within, scaled[within], of_rows, keep, room, by_target, ordered, ordered.tolist()))
+        sweep = Sweep(together, source[together], scaled, inverse, blocks)
         self._gather(sweep)
         return sweep
 

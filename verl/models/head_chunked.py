@@ -128,9 +128,8 @@ class ChunkedHead(torch.autograd.Function):
         entropy = torch.empty_like(logsumexp) if with_entropy else None
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for parts in head.blocks.sweeps(len(targets)):
-                part = slice(parts[0].start, parts[-1].stop)
-                sweep = head.sweep(source[part], targets[part], _part(temperature, part), parts)
-                stats = head.statistics(sweep, with_entropy)
+                sweep = head.sweep(source, targets, temperature, parts)
+                part, stats = sweep.part, head.statistics(sweep, with_entropy)
                 logsumexp[part], logprobs[part] = stats.logsumexp, stats.logprobs
                 if entropy is not None:
                     entropy[part] = stats.entropy
@@ -150,8 +149,8 @@ class ChunkedHead(torch.autograd.Function):
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for parts in head.blocks.sweeps(len(targets)):
-                part = slice(parts[0].start, parts[-1].stop)
-                sweep = head.sweep(source[part], targets[part], _part(temperature, part), parts)
+                sweep = head.sweep(source, targets, temperature, parts)
+                part = sweep.part
                 stats = Statistics(logsumexp[part], logprobs[part], _part(entropy, part))
                 head.add_gradients(sweep, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
         return (*out.finish(None if bias is None else bias.dtype), *(None,) * 6)
@@ -180,11 +179,10 @@ class OnePassHead(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for parts in head.blocks.sweeps(len(targets)):
-                part = slice(parts[0].start, parts[-1].stop)
                 room = out.weight if blocks.kept and out.empty else None
-                sweep = head.sweep(source[part], targets[part], _part(temperature, part), parts, room)
+                sweep = head.sweep(source, targets, temperature, parts, room)
                 stats = head.statistics(sweep, with_entropy)
-                loss, grad_logprobs, grad_entropy = loss_of_rows(part, stats)
+                loss, grad_logprobs, grad_entropy = loss_of_rows(sweep.part, stats)
                 loss_sum += loss
                 if out.wanted and not (grad_logprobs is None and grad_entropy is None):
                     head.add_gradients(sweep, stats, grad_logprobs, grad_entropy, out)

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PART_BYTES = 1 << 18  # pieces of a block that stay in a core's cache; in a narrow type, NARROW times as much
-NARROW = 2  # whose two float32 copies are all there is
+PART_BYTES = 1 << 18  # pieces of a block that stay in a core's cache; in a narrow type more:
+NARROW_FACTOR = 2  # its two float32 copies are all there is
 DEVICE_ELEMENTS = 1 << 23  # of a piece on other devices, where many small operations are slow
 NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost
 SMALLEST_EXPONENT = {torch.float32: -80.0, torch.float64: -700.0}  # below, exp is subnormal and slow
@@ -188,8 +188,10 @@ class PieceKernels:
 def _pieces(logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """(rows, columns) pieces of a block, each without gaps in memory."""
     num_rows, num_columns = logits.shape
-    size = logits.element_size()
-    elements = PART_BYTES * (NARROW if size < 4 else 1) // size if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    elements = DEVICE_ELEMENTS
+    if logits.device.type == "cpu":
+        size = logits.element_size()
+        elements = PART_BYTES * (NARROW_FACTOR if size < 4 else 1) // size
     if logits.stride(0) == 1:
         width = max(1, elements // max(1, num_rows))
         for column in range(0, num_columns, width):
