@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from verl.config import load_config
+from verl.trainer import checkpoints
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.quickstart.model import make_model
 from verl.trainer.quickstart.task import CHARACTERS, Problem, Split, write_split
@@ -55,7 +58,21 @@ def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
 def metrics(folder: Path, run: str) -> dict[int, dict[str, Any]]:
     """What the file tracker wrote, by step (VERL_FILE_LOGGER_ROOT must be `folder/metrics`)."""
     lines = (folder / "metrics" / "e2e" / f"{run}.jsonl").read_text().splitlines()
-    return {row["step"]: row["data"] for row in map(json.loads, lines)}
+    rows = {row["step"]: row["data"] for row in map(json.loads, lines)}
+    assert len(rows) == len(lines), "a step was logged twice"
+    return rows
+
+
+def watch_checkpoints(folder: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry per checkpoint that gets its name from now on: whether its step was in the metrics before."""
+    logged, publish = [], checkpoints.publish_directory
+
+    def watched(temporary: Path, target: Path) -> None:
+        logged.append(int(target.name.removeprefix("global_step_")) in metrics(folder, run))
+        publish(temporary, target)
+
+    monkeypatch.setattr(checkpoints, "publish_directory", watched)
+    return logged
 
 
 TIMINGS = ("timing_s/", "timing_per_token_ms/")

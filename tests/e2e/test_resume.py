@@ -15,6 +15,8 @@ from tests.e2e import jobs
 from verl.config.trainer import TrainerConfig
 from verl.models.tensor_file import file_digest, write_tensors
 from verl.observe.ledger import read_ledger
+from verl.observe.trackers import FileBackend
+from verl.observe.tracking import TrackingError
 from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.resume import find_resume
 from verl.utils.errors import CheckpointError
@@ -148,10 +150,11 @@ class TinyRole:
         return True
 
 
-def save(root: Path, *steps: int) -> None:
-    checkpoints = Checkpoints(root, {})
+def save(root: Path, *steps: int, keep: int | None = None) -> None:
+    checkpoints = Checkpoints(root, {"actor": keep})
     for step in steps:
         checkpoints.save(step, {"step": step}, {"actor": TinyRole()})
+        checkpoints.settle(wait=True)
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -165,9 +168,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder: Path, ca
 
 def test_pruning_never_counts_steps_of_a_line_that_was_left(tmp_path: Path):
     save(tmp_path, 1, 2, 3)
-    Checkpoints(tmp_path, {"actor": 1}).save(2, {}, {"actor": TinyRole()})
+    save(tmp_path, 2, keep=1)
     assert complete_steps(tmp_path) == [2, 3]  # 3 is the newer one that was skipped: no reason to drop 2
-    Checkpoints(tmp_path, {"actor": 1}).save(4, {}, {"actor": TinyRole()})
+    save(tmp_path, 4, keep=1)
     assert complete_steps(tmp_path) == [4]
 
 
@@ -182,6 +185,33 @@ def test_the_ledger_is_on_the_disk_before_the_checkpoint_that_follows_it(folder:
     jobs.train(folder, "run", "trainer.save_freq=2", "trainer.total_training_steps=2")
     first = next(place for place, name in enumerate(synced) if "latest_checkpointed_iteration" in name)
     assert {"step_000001.parquet", "step_000002.parquet", "ledger"} <= set(synced[:first])
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_a_step_is_logged_before_its_checkpoint_has_a_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+):
+    """Killed between the two, a run that goes on from the checkpoint would lack that step's line for good."""
+    logged = jobs.watch_checkpoints(folder, "run", monkeypatch)
+    jobs.train(folder, "run", EVERY_STEP, f"actor_rollout_ref.actor.checkpoint.async_save={background}")
+    assert logged == [True] * 6
+
+
+def test_a_tracker_that_fails_takes_no_checkpoint_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def log(self: FileBackend, data: dict[str, float], step: int) -> None:
+        if step == 2:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(FileBackend, "log", log)
+    with pytest.raises(TrackingError, match="no space left"):
+        jobs.train(folder, "run", EVERY_STEP)
+    assert complete_steps(folder / "run") == [1, 2]
+
+
+def test_a_run_that_starts_over_logs_its_first_validation_once(folder: Path):
+    for _ in range(2):
+        jobs.train(folder, "run", "trainer.save_freq=0", "trainer.total_training_steps=1")
+    assert list(jobs.metrics(folder, "run")) == [0, 1]
 
 
 NUM_KILLS = 20

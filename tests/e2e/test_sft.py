@@ -134,6 +134,12 @@ def test_a_run_killed_inside_its_saves_ends_like_one_that_never_was(folder: Path
     assert_same_run(folder, "whole", "killed", 8)
 
 
+def test_a_step_is_logged_before_its_checkpoint_has_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    logged = jobs.watch_checkpoints(folder, "run", monkeypatch)
+    train(folder, "run", "trainer.save_freq=1", "trainer.total_training_steps=3")
+    assert logged == [True] * 3
+
+
 def forked(run: Callable[[int], None]) -> tuple[int, int]:
     """(process, pipe to read from) of a child that runs `run(pipe to write to)`."""
     reader, writer = os.pipe()

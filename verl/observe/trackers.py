@@ -77,7 +77,7 @@ class ConsoleBackend:
 
 
 class FileBackend:
-    """JSON lines `{"step": 3, "data": {...}}`. One write per line: a killed run leaves whole lines."""
+    """JSON lines `{"step": 3, "data": {...}}`, each on the disk when logged. A killed run leaves whole lines."""
 
     def __init__(self, run: RunInfo, path: Path | None = None):
         self.path = path or metrics_path(run, os.environ)
@@ -90,6 +90,7 @@ class FileBackend:
         written = os.write(self._fd, line)
         if written != len(line):
             raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
+        os.fsync(self._fd)
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
@@ -99,7 +100,6 @@ class FileBackend:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def finish(self, exit_code: int) -> None:
-        os.fsync(self._fd)
         os.close(self._fd)
 
     def _drop_cut_line(self) -> None:

@@ -51,19 +51,19 @@ class Checkpoints:
         self._pending: _Pending | None = None
 
     def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Role]) -> None:
-        """Each role fills its own sub-folder of `global_step_<step>` ("." is the folder itself); `settle` finishes.
+        """Each role fills its own sub-folder of `global_step_<step>` ("." is the folder itself), or begins to.
 
-        Until then, and whenever the process is killed, the previous checkpoint stays in force.
+        Until `settle` gives it its name, and whenever the process is killed, the previous checkpoint stays in force:
+        what a run that goes on from this one must find is written in between.
         """
         self.settle(wait=True)
         folder = self.root / f".global_step_{step}.tmp"
         if leads():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        self._pending = _Pending(step, folder, state, roles)
         for name, role in roles.items():
             role.save(folder / name)
-        self.settle(wait=False)
+        self._pending = _Pending(step, folder, state, roles)
 
     def settle(self, wait: bool) -> None:
         """Give the checkpoint being saved its name, once all of it is written; then drop those that are too old."""

@@ -92,7 +92,6 @@ class SFTTrainer:
             with Progress(self.total_steps, self.global_step, stream) as progress, Interrupt(self):
                 while self.global_step < self.total_steps and not self.stopping:
                     metrics = self.one_step(progress)
-                    self.checkpoints.settle(wait=False)
                 self.checkpoints.settle(wait=True)
         return metrics
 
@@ -119,7 +118,10 @@ class SFTTrainer:
         metrics.update(self.mfu(batch, timer.seconds["update"]))
         metrics.update({f"train/{name}": value for name, value in memory_metrics().items()})
         metrics.update(timer.metrics())
-        self.tracking.log(metrics, self.global_step)
+        try:
+            self.tracking.log(metrics, self.global_step)
+        finally:
+            self.checkpoints.settle(wait=False)  # only now: a run that goes on from here lacks no step's line
         progress.step(self.global_step, metrics)
         if self.global_step == self.first_step:
             for key in unread_keys(self.config):

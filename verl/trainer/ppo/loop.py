@@ -112,7 +112,6 @@ class Run:
         with Progress(self.total_steps, self.trainer.global_step) as progress, Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
                 self.one_step(progress)
-                self.checkpoints.settle(wait=False)
             self.checkpoints.settle(wait=True)
         return self.last_validation
 
@@ -137,7 +136,10 @@ class Run:
         metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
         metrics.update(memory_of_forwards(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
-        self.tracking.log(metrics, record.step)
+        try:
+            self.tracking.log(metrics, record.step)
+        finally:
+            self.checkpoints.settle(wait=False)  # only now: a run that goes on from here lacks no step's line
         progress.step(record.step, metrics)
         self.advise(record.collected.engine_stats)
         if record.step == self.trainer.first_step:
@@ -191,7 +193,7 @@ class Run:
         self.trainer.first_step = step + 1
         if self.ledger is not None:
             self.ledger.rewind(step)
-        self.tracking.rewind(step)
+        self.tracking.rewind(-1 if folder is None else step)  # a run from the start logs step 0 as well
         for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir):
             if dumps:
                 remove_dumps_after(dumps, step)
