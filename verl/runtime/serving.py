@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from verl.runtime.torchrun import Rank
+from verl.runtime.torchrun import Rank, end_rank
 from verl.runtime.wire import pack, unpack
 
 BUILD = 0  # the number of the call that every rank answers first: its construction
@@ -44,8 +44,7 @@ def serve(
         return factory()
 
     asyncio.run(_Server(connection).run(build))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_rank()
 
 
 class _Server:

@@ -1,8 +1,11 @@
 """One process's place among the ranks of a job, and how it joins them: under torchrun, or started by a driver."""
 
+import atexit
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,6 +61,20 @@ class Rank:
             torch.set_num_threads(max(1, num_cores() // self.local_world_size))
         if not dist.is_initialized():
             dist.init_process_group(backend(), rank=self.rank, world_size=self.world_size, store=store, timeout=TIMEOUT)
+
+
+def end_rank() -> NoReturn:
+    """End the process of a rank whose work is done, with exit code 0 and without the interpreter's own end.
+
+    torch's caches hold process groups beyond their destruction, and with them gloo's threads: before Python 3.14, one
+    that gives back the tensors of a collective while the interpreter ends aborts the process.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()  # as multiprocessing does where it forks
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def backend() -> str:

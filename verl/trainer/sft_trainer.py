@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    from verl.runtime.torchrun import Rank, end_rank
     from verl.trainer.launch import missing_ranks, start_ranks
 
     try:
@@ -38,6 +39,8 @@ def _run(arguments: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             raise
         return 2  # what is wrong with a command is the same on every rank, and said once
+    if Rank.of_environment().world_size > 1:
+        end_rank()
     return 0
 
 
