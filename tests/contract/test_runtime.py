@@ -222,6 +222,18 @@ def test_a_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
     group.close()
 
 
+def test_every_call_in_flight_hears_of_a_death_though_their_caller_gives_up_at_the_first():
+    group = ProcessGroup(Counter, Layout(dp=2))
+    naps = group.post(0, "nap", [(60.0,), (60.0,), (60.0,)])
+    naps[0].add_done_callback(lambda _: [nap.cancel() for nap in naps])  # as asyncio.gather does
+    os.kill(group.broadcast("process")[1], signal.SIGKILL)
+    assert all(isinstance(nap.exception(timeout=20), WorkerError) for nap in naps)
+    for process in group._processes:
+        process.join(20)
+    assert [process.exitcode for process in group._processes] == [-signal.SIGKILL] * 2
+    group.close()
+
+
 def test_an_answer_that_comes_after_another_rank_died_is_dropped():
     group = ProcessGroup(Counter, Layout(dp=2))
     with pytest.raises(WorkerError, match="SIGKILL"):

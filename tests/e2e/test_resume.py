@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from verl.observe.ledger import read_ledger
 from verl.observe.trackers import FileBackend
 from verl.observe.tracking import TrackingError
 from verl.trainer.checkpoints import Checkpoints, complete_steps
+from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.resume import find_resume
 from verl.utils.errors import CheckpointError
 from verl.utils.sealed import write_sealed
@@ -197,14 +199,22 @@ def test_a_step_is_logged_before_its_checkpoint_has_a_name(
     assert logged == [True] * 6
 
 
-def test_a_tracker_that_fails_takes_no_checkpoint_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_a_tracker_that_fails_takes_no_checkpoint_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+):
+    def slow(*args: Any) -> str:
+        time.sleep(0.3)
+        return write_tensors(*args)
+
     def log(self: FileBackend, data: dict[str, float], step: int) -> None:
         if step == 2:
             raise OSError("no space left")
 
     monkeypatch.setattr(FileBackend, "log", log)
+    monkeypatch.setattr("verl.workers.engine.checkpoint.write_tensors", slow)
     with pytest.raises(TrackingError, match="no space left"):
-        jobs.train(folder, "run", EVERY_STEP)
+        jobs.train(folder, "run", EVERY_STEP, f"actor_rollout_ref.actor.checkpoint.async_save={background}")
     assert complete_steps(folder / "run") == [1, 2]
 
 
@@ -212,6 +222,30 @@ def test_a_run_that_starts_over_logs_its_first_validation_once(folder: Path):
     for _ in range(2):
         jobs.train(folder, "run", "trainer.save_freq=0", "trainer.total_training_steps=1")
     assert list(jobs.metrics(folder, "run")) == [0, 1]
+
+
+def test_validation_alone_takes_nothing_of_a_run_away(folder: Path):
+    dumps = [f"trainer.rollout_data_dir={folder / 'dumps'}", "trainer.save_freq=1"]
+    jobs.train(folder, "run", *dumps, "trainer.total_training_steps=3")
+    lines = (folder / "metrics" / "e2e" / "run.jsonl").read_text()
+    records = sorted(path for place in ("run/ledger", "dumps") for path in (folder / place).rglob("*"))
+    earlier = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / 'run' / 'global_step_1'}"]
+    for how in (earlier, ["trainer.resume_mode=disable"]):
+        jobs.train(folder, "run", *dumps, "trainer.total_training_steps=3", "trainer.val_only=True", *how)
+        assert (folder / "metrics" / "e2e" / "run.jsonl").read_text().startswith(lines)
+        assert sorted(path for place in ("run/ledger", "dumps") for path in (folder / place).rglob("*")) == records
+
+
+def test_ctrl_c_saves_what_nothing_else_would(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    original = PPOTrainer.step
+
+    def interrupted(trainer: PPOTrainer, timer: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return original(trainer, timer)
+
+    monkeypatch.setattr(PPOTrainer, "step", interrupted)
+    jobs.train(folder, "run", "trainer.save_freq=-1")
+    assert complete_steps(folder / "run") == [1]
 
 
 NUM_KILLS = 20

@@ -22,7 +22,7 @@ from verl.runtime.peers import Peers
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -297,6 +297,11 @@ def test_ranks_share_a_batch_by_tokens_and_attention(folder: Path):
 
 
 def test_keys_that_nothing_reads_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
-    train(folder, "run", "data.micro_batch_size_per_gpu=2", "trainer.save_freq=4", "trainer.test_freq=4")
+    train(folder, "run", "data.micro_batch_size_per_gpu=2", "checkpoint.async_save=True", "trainer.test_freq=4")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert said == ["warning: data.micro_batch_size_per_gpu was set, but nothing reads it in this run"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained(folder: Path):
+    with pytest.raises(ConfigError, match=r"default_local_dir=.*reward\.py/run cannot be made .*Not a directory"):
+        train(folder, "reward.py/run")

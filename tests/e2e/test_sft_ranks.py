@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.conftest import ROOT
 from tests.e2e import jobs, test_sft
@@ -187,6 +188,14 @@ def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch
     assert missing() == 0 and missing("trainer.nnodes=2", "trainer.n_gpus_per_node=2") == 0
     with pytest.raises(ConfigError, match="n_gpus_per_node=4, but torchrun started 2"):
         missing("trainer.n_gpus_per_node=4")
+
+
+def test_ctrl_c_is_the_end_of_a_run_not_a_traceback(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(arguments: list[str]) -> None:
+        raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.main", interrupted)
+    assert launch.start_ranks(2, []) == 130
 
 
 def test_ranks_that_sequence_parallel_cannot_share_are_refused(folder: Path):

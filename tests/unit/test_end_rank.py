@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from tests.conftest import ROOT
 from verl.runtime.torchrun import Rank
@@ -42,3 +44,31 @@ def test_a_rank_ends_in_success_whatever_gloo_has_still_to_give_back():
     ends = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert [out for out, _ in ends] == [b"done\n", b"done\n"]
+
+
+PARENT = """
+import subprocess, sys, time
+child = "import time; from verl.runtime.torchrun import end_with_parent; end_with_parent(); print(1); time.sleep(60)"
+rank = subprocess.Popen([sys.executable, "-uc", child], stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_with_the_process_that_started_it():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    rank = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 30
+    while is_running(rank) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not is_running(rank)
+
+
+def is_running(process: int) -> bool:
+    status = Path(f"/proc/{process}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()

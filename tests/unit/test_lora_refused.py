@@ -4,7 +4,7 @@ import peft
 import pytest
 
 from tests.engine_cases import build_engine, save_tiny_model
-from verl.utils.errors import ConfigError
+from verl.utils.errors import CheckpointError, ConfigError
 
 LORA = {"lora_rank": 4, "lora_alpha": 10}
 
@@ -35,3 +35,10 @@ def test_adapters_beyond_plain_lora_are_refused(folder, tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ConfigError, match="has use_dora=True; only plain LoRA"):
         build_engine(folder, model={"lora_adapter_path": str(tmp_path)})
+
+
+def test_adapters_of_another_scale_are_refused_on_resume(folder, tmp_path):
+    build_engine(folder, model=LORA).save(tmp_path / "saved")
+    build_engine(folder, model=LORA).load(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"was trained with model\.lora_alpha=10, now 20; set it back"):
+        build_engine(folder, model={**LORA, "lora_alpha": 20}).load(tmp_path / "saved")

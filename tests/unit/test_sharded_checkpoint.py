@@ -215,25 +215,27 @@ def test_a_damaged_shard_is_refused_on_every_rank_and_changes_none(folder, tmp_p
     assert all("damaged" in text or "another rank" in text for text, _ in answers)
 
 
-def fails_on_rank_1(folder: Path, saved: Path, background: bool) -> str:
+def fails_on_rank_1(folder: Path, saved: Path, background: bool, step: str) -> str:
     engine = engine_of(folder, {"dtype": "fp32"}, background)
     if dist.get_rank() == 1:
 
         def full(*_: object) -> str:
             raise OSError(28, "No space left on device")
 
-        checkpoint.write_tensors = full  # type: ignore[assignment]
+        setattr(checkpoint if step == "write_tensors" else checkpoint.export, step, full)
     try:
-        engine.save(saved, ("model",))
+        engine.save(saved, ("model", "hf_model"))
         engine.finish_save()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
 
 
+@pytest.mark.parametrize("step", ["write_tensors", "write_layers"])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_a_disk_that_is_full_for_one_rank_fails_the_save_of_all(folder, tmp_path, background):
-    first, second = run_ranks(2, fails_on_rank_1, folder, tmp_path / "saved", background)
+def test_a_disk_that_is_full_for_one_rank_fails_the_save_of_all(folder, tmp_path, background, step):
+    """Also where the others wait for its part of the layers that it will not write."""
+    first, second = run_ranks(2, fails_on_rank_1, folder, tmp_path / "saved", background, step, timeout_s=60)
     assert "another rank failed" in first and "No space left" in second
     assert not (tmp_path / "saved" / "manifest.json").exists()
 

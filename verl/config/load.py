@@ -93,7 +93,8 @@ def unread_keys(config: Any) -> list[str]:
             return True
         return any(is_read(other) for other, key in table.items() if key.follows == path and other not in was_set)
 
-    excepted = ("model_engine", "save_contents", "load_contents")  # read before the record begins, and by checkpoints
+    by_checkpoints = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
+    excepted = ("model_engine", *by_checkpoints)  # read before the record begins, and perhaps only at the last step
     return [path for path in config._set if path.rpartition(".")[2] not in excepted and not is_read(path)]
 
 

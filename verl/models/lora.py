@@ -7,6 +7,7 @@ adapters is one with the weights W + s B A (`merged`).
 
 import contextlib
 import copy
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,14 @@ def _read_adapters(model: nn.Module, folder: Path) -> None:
         )
     for name, value in saved.items():
         ours[name].data.copy_(value)
+
+
+def check_scale(model: Any, folder: Path) -> None:
+    """CheckpointError when the adapters in `folder` were trained with another s: they would be another model."""
+    if has_adapters(model) and (folder / SETTINGS).is_file():
+        saved, ours = json.loads((folder / SETTINGS).read_text())["lora_alpha"], model.peft_config[NAME].lora_alpha
+        if saved != ours:
+            raise CheckpointError(f"{folder} was trained with model.lora_alpha={saved}, now {ours}; set it back")
 
 
 def is_adapted(module: nn.Module) -> bool:

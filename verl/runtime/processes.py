@@ -112,6 +112,8 @@ class ProcessGroup(WorkerGroup):
 
     def _expect(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
         call = _Call(method, {rank: Future() for rank in ranks})
+        for future in call.futures.values():
+            future.set_running_or_notify_cancel()  # nobody can cancel it: the rank answers all the same
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -3,6 +3,8 @@
 import atexit
 import os
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -61,6 +63,18 @@ class Rank:
             torch.set_num_threads(max(1, num_cores() // self.local_world_size))
         if not dist.is_initialized():
             dist.init_process_group(backend(), rank=self.rank, world_size=self.world_size, store=store, timeout=TIMEOUT)
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it has, which would have ended it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def end_rank() -> NoReturn:

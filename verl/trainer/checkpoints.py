@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text, publish_directory
 from verl.utils.sealed import write_sealed
 
@@ -48,6 +49,12 @@ class Checkpoints:
 
     def __init__(self, root: Path, keep: Mapping[str, int | None], note: Callable[[str], None] = print):
         self.root, self.keep, self.note = Path(root), keep, note
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)  # not hours later, when there is something to save
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.default_local_dir={root} cannot be made ({error}); name another folder"
+            ) from error
         self._pending: _Pending | None = None
 
     def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Role]) -> None:
@@ -78,6 +85,15 @@ class Checkpoints:
             atomic_write_text(self.root / LATEST, str(pending.step))
             self._prune(pending.step)
             self.note(f"saved {target}")
+
+    def settle_after(self, log: Callable[[], None]) -> None:
+        """Log the step, then settle: a run that goes on from its checkpoint lacks no line. A failed log loses none."""
+        try:
+            log()
+        except Exception:
+            self.settle(wait=True)
+            raise
+        self.settle(wait=False)
 
     def _prune(self, newest: int) -> None:
         """Drop what `keep` no longer wants. Steps after `newest` are of a line that was left, and do not count."""

@@ -48,7 +48,11 @@ def _agrees(config: SFTConfig, rank: Rank) -> None:
 
 
 def start_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Be torchrun with `count` ranks of this program on this machine. 0: done; 1: a rank failed, and said why."""
+    """Be torchrun with `count` ranks of this program on this machine.
+
+    0: done; 1: a rank failed, and said why; 128 and more: stopped by that signal.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -59,4 +63,6 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
         torchrun([*options, "-m", MODULE, *arguments])
     except ChildFailedError:
         return 1
+    except SignalException as error:  # the ranks had it, too, and have saved what they had
+        return 128 + error.sigval
     return 0

@@ -7,6 +7,7 @@ first one logs and saves.
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,10 +119,7 @@ class SFTTrainer:
         metrics.update(self.mfu(batch, timer.seconds["update"]))
         metrics.update({f"train/{name}": value for name, value in memory_metrics().items()})
         metrics.update(timer.metrics())
-        try:
-            self.tracking.log(metrics, self.global_step)
-        finally:
-            self.checkpoints.settle(wait=False)  # only now: a run that goes on from here lacks no step's line
+        self.checkpoints.settle_after(partial(self.tracking.log, metrics, self.global_step))
         progress.step(self.global_step, metrics)
         if self.global_step == self.first_step:
             for key in unread_keys(self.config):

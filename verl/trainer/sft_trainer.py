@@ -27,19 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from verl.runtime.torchrun import Rank, end_rank
+    from verl.runtime.torchrun import Rank, end_rank, end_with_parent
     from verl.trainer.launch import missing_ranks, start_ranks
 
     try:
         config = load_config(arguments, config_name="sft_trainer")
         if count := missing_ranks(config):
             return start_ranks(count, arguments)
+        if is_one_of_many := Rank.of_environment().world_size > 1:
+            end_with_parent()
         run_sft(config)
     except (ConfigError, DataError):
         if os.environ.get("RANK", "0") == "0":
             raise
         return 2  # what is wrong with a command is the same on every rank, and said once
-    if Rank.of_environment().world_size > 1:
+    if is_one_of_many:
         end_rank()
     return 0
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class Run:
             if self.validation and due(record.step, self.config.trainer.test_freq, last):
                 with timer("testing"):
                     metrics.update(self.validate())
-            if due(record.step, self.config.trainer.save_freq, last):
+            if self.stop_requested or due(record.step, self.config.trainer.save_freq, last):
                 with timer("save_checkpoint"):
                     self.save()
         metrics.update(timer.metrics())
@@ -136,10 +137,7 @@ class Run:
         metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
         metrics.update(memory_of_forwards(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
-        try:
-            self.tracking.log(metrics, record.step)
-        finally:
-            self.checkpoints.settle(wait=False)  # only now: a run that goes on from here lacks no step's line
+        self.checkpoints.settle_after(partial(self.tracking.log, metrics, record.step))
         progress.step(record.step, metrics)
         self.advise(record.collected.engine_stats)
         if record.step == self.trainer.first_step:
@@ -187,10 +185,12 @@ class Run:
             self.trainer.load_state_dict(read_state(folder))
             self.trainer.version -= 1  # fit() publishes this version anew
             self.note(f"resumed from {folder}: step {self.trainer.global_step} of {self.total_steps} is done")
-            if self.trainer.global_step >= self.total_steps:
+            if self.trainer.global_step >= self.total_steps and not self.config.trainer.val_only:
                 self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
         step = self.trainer.global_step
         self.trainer.first_step = step + 1
+        if self.config.trainer.val_only:  # no step will be run again
+            return
         if self.ledger is not None:
             self.ledger.rewind(step)
         self.tracking.rewind(-1 if folder is None else step)  # a run from the start logs step 0 as well

@@ -74,13 +74,16 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
         work.append(_saves_adapters(engine, folder / ADAPTERS))
     about = {"contents": contents, "world_size": engine.world_size, "optimizer": type(engine.optimizer).__name__}
     seal = partial(_seal, folder, about)
+    layers: Iterator[Any] = iter(())
     if "hf_model" in contents:
-        writes, check = _exports(engine, folder / HUGGINGFACE, background)
+        writes, check, layers = _exports(engine, folder / HUGGINGFACE, background)
         work.append(writes)
         seal = partial(_seal, folder, about, check)
     engine.saving = Saving(partial(_write_rank, folder, engine.rank, work), seal)
     engine.saving.start(background)
     if not background:
+        for _ in layers:  # left by a rank that failed: the others wait for its part in gathering them
+            pass
         finish_save(engine, wait=True)
 
 
@@ -149,8 +152,13 @@ def _saves_adapters(engine: "TorchEngine", folder: Path) -> Work:
     return work
 
 
-def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Callable[[dict[str, str]], None]]:
-    """(What writes this rank's files of the Hugging Face folder, what checks the folder once all are written)."""
+def _exports(
+    engine: "TorchEngine", folder: Path, copy: bool
+) -> tuple[Work, Callable[[dict[str, str]], None], Iterator[Any]]:
+    """What writes this rank's files of the Hugging Face folder, what checks it once all are written, and the layers.
+
+    To take a layer is a collective unless they were copied.
+    """
     buffers = persistent_buffers(engine)
     plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.plain_name(full))}
     shapes = {**plain, **buffers}
@@ -176,7 +184,7 @@ def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Cal
             reloaded = export.reload(plan, digests, folder, next(iter(shapes.values())).dtype)
             export.compare_logits(reloaded, logits, folder)
 
-    return work, check
+    return work, check, layers
 
 
 def _handed_over(items: list[Any]) -> Iterator[Any]:
@@ -283,6 +291,7 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     for part, index in indices.items():
         _check_complete(index, folder, part)
     if "model" in wanted:
+        lora.check_scale(engine.model, folder / ADAPTERS)
         _check_fits(model_tensors(engine), indices["model"], folder)
     if "optimizer" in wanted:
         _check_optimizer(engine, indices["optimizer"], folder)
