@@ -259,6 +259,20 @@ def test_a_worker_that_cannot_be_built_says_why():
     assert caught.value.method == "__init__"
 
 
+class BrokenOnOne:
+    def __init__(self) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError("cannot be built here")
+        time.sleep(1.0)
+
+
+def test_a_worker_that_only_one_rank_cannot_build_says_why_too(capfd: pytest.CaptureFixture[str]):
+    """Its process stays until the driver has heard: an end of its own would hide what it said."""
+    with pytest.raises(WorkerError, match="cannot be built here"):
+        ProcessGroup(BrokenOnOne, Layout(dp=2))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_ranks_end_with_their_driver(tmp_path: Path):
     script = tmp_path / "driver.py"
     script.write_text(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -58,8 +59,14 @@ def test_a_critic_and_its_policy_are_certified_in_their_own_type_too():
     assert all(0 < row.own_error < 1e-4 for row in certificate.rows)
 
 
-def test_two_ranks_that_share_the_model_and_its_sequences_are_certified():
-    certificate = run(num_ranks=2)
+LEVERS = ("entropy_checkpointing=True", "entropy_from_logits_with_chunking=True", "ulysses_sequence_parallel_size=2")
+OWN = [*(f"{ACTOR}.{lever}" for lever in LEVERS), "actor_rollout_ref.model.use_fused_kernels=True"]
+
+
+@pytest.mark.parametrize("own", [[], OWN], ids=["defaults", "levers"])
+def test_two_ranks_that_share_the_model_and_its_sequences_are_certified(own):
+    """Also where the configuration has levers of its own beside those that the certificate tries."""
+    certificate = run(*own, num_ranks=2)
     assert {"sharded", "Ulysses", "prefix sharing"} <= {row.dimension for row in certificate.rows}
     assert certificate.holds, certificate.verdict()
 
@@ -98,6 +105,13 @@ def test_a_critic_with_adapters_is_certified_on_two_ranks(monkeypatch):
 def test_a_family_with_experts_is_certified(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     save_tiny_model(tmp_path, AutoConfig.for_model("qwen3_moe", **{**SHAPE, **experts}))
+    certificate = run(f"actor_rollout_ref.model.path={tmp_path}")
+    assert certificate.holds, certificate.verdict()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "phimoe"])
+def test_a_family_with_sizes_of_its_own_is_made_small_and_certified(tmp_path, family):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
     certificate = run(f"actor_rollout_ref.model.path={tmp_path}")
     assert certificate.holds, certificate.verdict()
 
@@ -215,6 +229,17 @@ def test_a_loss_that_looks_at_its_neighbours_is_caught(registered):
 
     certificate = run(f"{ACTOR}.policy_loss.loss_mode=centred")
     assert {"micro-batch size", "head mode"} <= set(certificate.culprits("actor"))
+
+
+def test_a_loss_with_a_number_per_sequence_is_certified(registered):
+    @registered("per sequence", per_token=False)
+    def per_sequence(logprobs, old_logprobs, advantages, batch, config):
+        log_ratios = (logprobs - old_logprobs) * batch["loss_mask"]
+        parts = [slice(*bounds) for bounds in itertools.pairwise(batch.cu_seqlens.tolist())]
+        return torch.cat([-advantages[part] * log_ratios[part].mean().exp() for part in parts]), {}
+
+    certificate = run(f"{ACTOR}.policy_loss.loss_mode=per sequence")
+    assert certificate.holds, certificate.verdict()
 
 
 def gain(logprobs, old_logprobs, advantages):

@@ -333,6 +333,8 @@ def mixed_types(folder, adapters):
     norm = engine.optim_step().values()["grad_norm"]
     with pytest.raises(ConfigError, match=r"strategy=fsdp holds frozen weights and LoRA adapters in one type"):
         started(folder, adapters, dtype="bf16", strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"strategy=fsdp with fsdp_size=1 takes no model that is frozen in part"):
+        started(folder, adapters, dtype="fp32", strategy="fsdp", fsdp_size=1)
     return kinds, norm
 
 

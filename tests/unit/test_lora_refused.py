@@ -19,7 +19,13 @@ def folder(tmp_path_factory):
     [
         ({"target_modules": "nowhere"}, "no LoRA with model.target_modules='nowhere'"),
         ({"target_modules": ["q_proj", "v_porj"]}, "target_modules names 'v_porj', .* did you mean 'v_proj'"),
-        ({"exclude_modules": ["nowhere"]}, "exclude_modules names 'nowhere', which is no module; known: down_proj"),
+        ({"exclude_modules": ["nowhere"]}, "exclude_modules names 'nowhere', which is no linear layer; known: down_p"),
+        ({"exclude_modules": ["self_attn"]}, "exclude_modules names 'self_attn', which is no linear layer"),
+        (
+            {"exclude_modules": "k_proj"},
+            r"'k_proj' matches the whole path of no linear layer, as 'model\.",
+        ),
+        ({"target_modules": ".*("}, r"target_modules='\.\*\(' is no regular expression"),
         ({"target_modules": ["q_proj", "lm_head"]}, "adapters of lm_head; only linear layers below the head"),
         ({"target_modules": ["embed_tokens"]}, "adapters of model.embed_tokens; only linear"),
         ({"lora_adapter_path": "nowhere"}, "nowhere has no adapter_config.json and no adapter_model.safetensors"),

@@ -40,10 +40,14 @@ def apply_levers(
     return lambda: OffloadedActivations(device, parameters)
 
 
+# Attributes of modules that draw random numbers while training; routers of experts call it jitter.
+RANDOM = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Whether two training forwards of the same tokens may differ."""
     layers = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    return layers or any(getattr(m, "attention_dropout", 0.0) for m in model.modules())
+    return layers or any(getattr(m, name, 0.0) for m in model.modules() for name in RANDOM)
 
 
 class ParameterStorages:

@@ -80,7 +80,8 @@ def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTra
 def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
     """(configuration, whether to make up the weights) as `model.*` asks for.
 
-    Dropout is off unless `override_config` sets it: an update must see the log-probs of the policy that sampled.
+    Dropout and the jitter of routers are off unless `override_config` sets them: an update must see the log-probs of
+    the policy that sampled.
     """
     override = dict(model.override_config)
     init_random = bool(override.pop("init_random", False))
@@ -92,7 +93,7 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
         )
     config = load_config(model.hf_config_path or model.path)
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
+        if name.endswith(("dropout", "_pdrop", "jitter_noise")) and isinstance(value, float):
             setattr(config, name, 0.0)
     apply_override(config, override)
     check_router(config)

@@ -8,6 +8,7 @@ adapters is one with the weights W + s B A (`merged`).
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,13 +134,25 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
-    """Every name of a list means some module; peft is content when one of them does."""
-    paths = [f".{name}" for name, _ in model.named_modules()]
-    for key in ("target_modules", "exclude_modules"):
-        for wanted in settings[key] if isinstance(settings[key], list) else ():
-            if not any(path.endswith(f".{wanted}") for path in paths):
-                linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-                raise ConfigError(f"model.{key} names {wanted!r}, which is no module; {did_you_mean(wanted, linear)}")
+    """Every name of a list means some module; peft is content when one of them does, or none that is excluded."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = [name for name, _ in model.named_modules()]
+    for key, what, paths in (("target_modules", "module", modules), ("exclude_modules", "linear layer", linear)):
+        given = settings[key]
+        for wanted in given if isinstance(given, list) else ():
+            if not any(f".{path}".endswith(f".{wanted}") for path in paths):
+                known = {path.rpartition(".")[2] for path in linear}
+                raise ConfigError(f"model.{key} names {wanted!r}, which is no {what}; {did_you_mean(wanted, known)}")
+        if isinstance(given, str):
+            try:
+                pattern = re.compile(given)
+            except re.error as error:
+                raise ConfigError(f"model.{key}={given!r} is no regular expression: {error}") from error
+            if key == "exclude_modules" and not any(pattern.fullmatch(path) for path in linear):
+                raise ConfigError(
+                    f"model.{key}={given!r} matches the whole path of no linear layer, as {linear[0]!r} is one; "
+                    f"list names, or write '.*{given}'"
+                )
 
 
 def _read_adapters(model: nn.Module, folder: Path) -> None:

@@ -65,7 +65,10 @@ class _Server:
         try:
             worker = build()
         except Exception:
-            return self.reply(BUILD, False, traceback.format_exc())
+            self.reply(BUILD, False, traceback.format_exc())
+            while await self.inbox.get() is not None:  # until the driver has heard why, and asks to end
+                pass
+            return
         self.reply(BUILD, True, None)
         while (message := await self.inbox.get()) is not None:
             self.begin(worker, *message)

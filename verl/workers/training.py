@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import TokenLoss
@@ -14,6 +14,7 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.models.flops import Speed
+from verl.models.levers import has_dropout
 from verl.observe.memory import memory_metrics
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
@@ -33,10 +34,7 @@ class EngineWorker:
 
     def facts(self) -> dict[str, Any]:
         """What a driver must know of the model: has_dropout, and its attention_length."""
-        model = self.engine.model
-        dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-        dropout = dropout or (getattr(model.config, "attention_dropout", 0.0) or 0.0) > 0
-        return {"has_dropout": dropout, "attention_length": self.attention_length()}
+        return {"has_dropout": has_dropout(self.engine.model), "attention_length": self.attention_length()}
 
     def forward(self, work: Work, outputs: tuple[str, ...], temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
         """Peak memory, and columns (T,) of the shard, without gradient."""

@@ -37,7 +37,7 @@ def attention(module, query, key, value, mask, scaling=None, sliding_window=None
     allowed = (distance >= 0) & (distance < (sliding_window or length))
     scores = torch.where(allowed, scores, float("-inf"))
     if s_aux is not None:  # one learnt score per head that takes its share of the attention and gives nothing
-        scores = torch.cat([s_aux.view(1, -1, 1, 1).expand(1, -1, length, 1).to(scores.dtype), scores], -1)
+        scores = torch.cat([s_aux.view(1, -1, 1, 1).expand(len(scores), -1, length, 1).to(scores.dtype), scores], -1)
     weights = scores.softmax(-1)[..., -length:]
     return torch.einsum("bhqk,bhkd->bqhd", weights, value.repeat_interleave(groups, 1)), None
 

@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=48, help="tokens of the longest one (48)")
     parser.add_argument("--seed", type=int, default=0, help="of the mini-batch and of a tiny model (0)")
     options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if options.ranks < 1:
+        parser.error(f"--ranks {options.ranks}: at least 1")
     try:
         certificate = certify(
             load_config(overrides), options.tiny, options.sequences, options.length, options.seed, options.ranks
@@ -199,7 +201,7 @@ class Judge:
     def errors(self, same: list[Variant], dtype: torch.dtype) -> list[tuple[float, str]]:
         """The relative error of each of these variants, which share an engine, and the parameter it is largest in."""
         subject, variant = self.subject, same[0]
-        changes = dict(variant.engine)
+        changes = {"ulysses_sequence_parallel_size": 1, **variant.engine}
         if dtype == torch.float64:
             changes |= {"model_dtype": "fp64", "dtype": "fp64", "mixed_precision": None}
         changed = dataclasses.replace(
@@ -217,8 +219,10 @@ class Judge:
     def mini_batch(self, variant: Variant, dtype: torch.dtype) -> Batch:
         """The mini-batch in the variant's order, with the trainer's own loss weights."""
         batch = self.batch if variant.order is None else self.batch.select(variant.order)
-        weights = torch.promote_types(dtype, torch.float32)
-        return weighted(batch, self.subject.loss_agg_mode, self.subject.scale, weights)
+        wide = torch.promote_types(dtype, torch.float32)
+        floating = {n: column.to(wide) for n, column in batch.token_columns.items() if column.is_floating_point()}
+        batch = batch.with_columns(**floating)  # as in the definition: a loss may mix them with sums of its own
+        return weighted(batch, self.subject.loss_agg_mode, self.subject.scale, wide)
 
     def gradient(self, engine: TorchEngine, variant: Variant, dtype: torch.dtype) -> reference.Gradient:
         """What the engine accumulates for the mini-batch."""

@@ -34,6 +34,9 @@ SMALL: dict[str, int] = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -72,7 +75,10 @@ def build_engine(subject: Subject) -> TorchEngine:
     engine = EngineRegistry.new(subject.model_type, subject.strategy, subject.model, subject.engine, subject.optim)
     engine.initialize()
     if has_dropout(engine.model):
-        raise ConfigError("dropout makes every gradient another; set it to 0 in model.override_config to certify")
+        raise ConfigError(
+            "dropout, or the jitter of a router, makes every gradient another; set it to 0 in model.override_config "
+            "to certify"
+        )
     return engine  # type: ignore[return-value]
 
 
@@ -185,6 +191,8 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in SMALL.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
+    if getattr(config, "qk_rope_head_dim", None) is not None and hasattr(config, "head_dim"):
+        config.head_dim = config.qk_rope_head_dim  # what the tables of rotations are made for
     config.num_attention_heads = 4
     if getattr(config, "num_key_value_heads", None) is not None:
         config.num_key_value_heads = {1: 4}.get(shared, 2)

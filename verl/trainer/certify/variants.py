@@ -51,10 +51,13 @@ def variants(batch: Batch, value_head: bool, own: MicroBatching, generator: torc
     accumulated = [Variant("accumulation", f"{k} calls", MicroBatching(max_sequences=2), calls=k) for k in (2, 3)]
     shared = [Variant("data parallel", f"{k} ranks", MicroBatching(max_sequences=2), shards=k) for k in (2, 3, n)]
     modes = ("eager", "chunked", "fused")
-    heads = [] if value_head else [Variant("head mode", mode, budget, engine={"head_mode": mode}) for mode in modes]
+    heads = []
     if not value_head:
-        chunks = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
-        heads.append(Variant("head mode", "chunks of 5 tokens", budget, engine=chunks))
+        plain, switches = {"use_fused_kernels": False}, ("entropy_checkpointing", "entropy_from_logits_with_chunking")
+        off = dict.fromkeys(switches, False)  # this configuration's own are in the other rows
+        heads = [Variant("head mode", mode, budget, engine={**off, "head_mode": mode}, model=plain) for mode in modes]
+        chunks = {**off, switches[1]: True, "entropy_from_logits_chunk_size": 5, "head_mode": "auto"}
+        heads.append(Variant("head mode", "chunks of 5 tokens", budget, engine=chunks, model=plain))
     layout = [
         Variant("gradient checkpointing", "on", budget, model={"enable_gradient_checkpointing": True}),
         Variant("gradient checkpointing", "off", budget, model={"enable_gradient_checkpointing": False}),

@@ -48,6 +48,11 @@ class FlatWeights(Weights):
                 "strategy=fsdp holds frozen weights and LoRA adapters in one type, and adapters are float32; use "
                 "fsdp_config.model_dtype=fp32, or strategy=fsdp2"
             )
+        if ranks.shard_size == 1 and len({parameter.requires_grad for parameter in model.parameters()}) > 1:
+            raise ConfigError(
+                "strategy=fsdp with fsdp_size=1 takes no model that is frozen in part (model.lora_rank); leave "
+                "fsdp_size at -1, or use strategy=fsdp2"
+            )
         shapes = [parameter.shape for parameter in model.parameters()]
         fill = _filler(model, values_of(model) if ranks.rank == 0 else {}, device)
         move(model, META)
