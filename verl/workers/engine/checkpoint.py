@@ -28,7 +28,7 @@ from verl.utils.paths import atomic_write_text
 from verl.utils.sealed import read_sealed, write_sealed
 from verl.workers.engine import rng
 from verl.workers.engine.manifest import FORMAT, MANIFEST, DamagedCheckpoint, read_manifest, verify_files
-from verl.workers.engine.saving import Saving
+from verl.workers.engine.saving import Saving, handed_over
 from verl.workers.engine.shards import Held, Index, Reader, from_json, held, merge, to_json, to_save
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ PREFIX = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 HUGGINGFACE, ADAPTERS = "huggingface", "lora_adapter"
 
 Work = Callable[[], dict[str, Any]]  # writes files; what the manifest must know of them
+Check = Callable[[dict[str, str]], None]  # of the digests of the files that all ranks have written
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -152,13 +153,8 @@ def _saves_adapters(engine: "TorchEngine", folder: Path) -> Work:
     return work
 
 
-def _exports(
-    engine: "TorchEngine", folder: Path, copy: bool
-) -> tuple[Work, Callable[[dict[str, str]], None], Iterator[Any]]:
-    """What writes this rank's files of the Hugging Face folder, what checks it once all are written, and the layers.
-
-    To take a layer is a collective unless they were copied.
-    """
+def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Check, Iterator[Any]]:
+    """What writes this rank's files of the Hugging Face folder, and the layers: each a collective, unless copied."""
     buffers = persistent_buffers(engine)
     plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.plain_name(full))}
     shapes = {**plain, **buffers}
@@ -172,7 +168,7 @@ def _exports(
     layers = plan.layers(chain(engine.export_weights(), buffers.items()))
     if copy:
         on_host = [(file, {n: t.to("cpu", copy=True) for n, t in layer.items()}) for file, layer in layers]
-        layers = _handed_over(on_host)
+        layers = handed_over(on_host)
 
     def work() -> dict[str, Any]:
         written = export.write_layers(plan, layers, folder, reload)
@@ -185,13 +181,6 @@ def _exports(
             export.compare_logits(reloaded, logits, folder)
 
     return work, check, layers
-
-
-def _handed_over(items: list[Any]) -> Iterator[Any]:
-    """Each item once, without keeping it."""
-    items.reverse()
-    while items:
-        yield items.pop()
 
 
 def _write_rank(folder: Path, rank: int, work: list[Work]) -> None:
@@ -207,7 +196,7 @@ def _said_by(folder: Path, rank: int) -> Path:
     return folder / f"written_by_rank_{rank}.json"
 
 
-def _seal(folder: Path, about: dict[str, Any], check: Callable[[dict[str, str]], None] | None = None) -> None:
+def _seal(folder: Path, about: dict[str, Any], check: Check | None = None) -> None:
     """Write the manifest from what all ranks say they wrote."""
     said = [read_sealed(_said_by(folder, rank)) for rank in range(about["world_size"])]
     if check is not None:

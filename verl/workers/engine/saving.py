@@ -1,7 +1,8 @@
 """One rank's part of a collective that must not leave the other ranks waiting when it fails, perhaps in a thread."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from verl.utils.errors import CheckpointError
 
@@ -42,3 +43,10 @@ class Saving:
     def raise_error(self) -> None:
         """Raise what went wrong here, or that it did on another rank."""
         raise self._error or CheckpointError("another rank failed with its part of this checkpoint; see its error")
+
+
+def handed_over(items: list[Any]) -> Iterator[Any]:
+    """Each item once, without keeping it."""
+    items.reverse()
+    while items:
+        yield items.pop()
