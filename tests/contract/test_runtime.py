@@ -218,7 +218,7 @@ def test_a_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
         group.broadcast("die_on", 1)
     assert caught.value.rank == 1 and caught.value.method == "die_on"
     assert "about to go" in str(caught.value) and "checkpoint" in str(caught.value)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 50  # GRACE_S is 60
     group.close()
 
 

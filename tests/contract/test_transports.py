@@ -2,9 +2,9 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -91,13 +91,13 @@ class Publishing:
     def publish(self, version: int) -> Any:
         return asyncio.run(self.sync.publish(version))
 
-    def loses(self, version: int, order: str, reason: str, within_s: float) -> None:
+    def loses(self, version: int, order: str, reason: str) -> str:
         """A publish in which a replica follows an `order` such as "fail 1"; what is said of it."""
-        self.extra, begin = {order: torch.ones(3), **MORE}, time.monotonic()
-        with pytest.raises(StaleWeightsError, match=rf"version {version} did not arrive .*{reason}"):
+        self.extra = {order: torch.ones(3), **MORE}
+        with pytest.raises(StaleWeightsError, match=rf"version {version} did not arrive .*{reason}") as caught:
             self.publish(version)
-        assert time.monotonic() - begin < within_s
         self.extra = {}
+        return str(caught.value)
 
     def close(self) -> None:
         asyncio.run(self.courier._close())
@@ -114,6 +114,11 @@ def publishing(servers: Router, tmp_path: Path) -> Iterator[Callable[..., Publis
     yield make
     for publisher in made:
         publisher.close()
+
+
+def nobody_waited(said: str) -> bool:
+    """No end learnt of the failure by the timeout alone."""
+    return not re.search(r"(?i)timed out|timeout|no answer|came for|offer", said)
 
 
 def leftovers() -> set[str]:
@@ -147,7 +152,7 @@ def test_both_replicas_compute_with_what_was_published(backend: str, publishing:
 def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(backend: str, publishing: Any):
     publisher = publishing(backend)
     publisher.publish(0)
-    publisher.loses(1, "fail 1", r"replica 1: .*no room for a tensor", within_s=15)
+    assert nobody_waited(publisher.loses(1, "fail 1", r"replica 1: .*no room for a tensor"))
     assert publisher.publish(2).num_replicas == 2
 
 
@@ -155,7 +160,7 @@ def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(bac
 def test_a_replica_that_stops_is_given_up_after_the_timeout(backend: str, publishing: Any):
     publisher = publishing(backend, timeout=1.0)
     publisher.publish(0)
-    publisher.loses(1, "stall 1", "trainer: ", within_s=10)
+    assert not nobody_waited(publisher.loses(1, "stall 1", "trainer: "))
     publisher.publish(2)
 
 
@@ -186,11 +191,30 @@ def test_a_trainer_that_fails_half_way_leaves_nobody_waiting(backend: str, publi
         raise ValueError("a shard is gone")
 
     rank.engine.export_weights = half
-    begin = time.monotonic()
-    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*: trainer: a shard is gone"):
+    with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*: trainer: a shard is gone") as caught:
         publisher.publish(1)
-    assert time.monotonic() - begin < 15  # the timeout is 20
+    assert nobody_waited(str(caught.value))
     rank.engine.export_weights = lambda: weights
+    publisher.publish(2)
+
+
+def test_a_trainer_that_cannot_send_what_it_announced_closes_its_connections(
+    publishing: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Its error is alive for as long as the replicas are waited for, and what it names must not keep them waiting."""
+    publisher = publishing("nccl")
+    publisher.publish(0)
+    publisher.extra, begin = dict(MORE), broadcast.Broadcast._broadcast
+
+    def second_fails(transport: broadcast.Broadcast, half: int, run: Tensor) -> None:
+        if half == 1:
+            raise TransportError("the line is gone")
+        begin(transport, half, run)
+
+    with monkeypatch.context() as patch, pytest.raises(StaleWeightsError, match=r"trainer: the line is gone") as caught:
+        patch.setattr(broadcast.Broadcast, "_broadcast", second_fails)
+        publisher.publish(1)
+    assert nobody_waited(str(caught.value)) and str(caught.value).count("Connection") == 2
     publisher.publish(2)
 
 
@@ -199,7 +223,7 @@ def test_a_replica_that_dies_is_named(backend: str, tmp_path: Path):
     (server,) = start(tmp_path, 1)
     publisher = Publishing(Router([server]), settings(backend, tmp_path))
     publisher.publish(0)
-    publisher.loses(1, "die 0", r"replica 0: .*ended with signal SIGKILL", within_s=20)
+    assert nobody_waited(publisher.loses(1, "die 0", r"replica 0: .*ended with signal SIGKILL"))
     server.close()
 
 

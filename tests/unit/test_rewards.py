@@ -175,11 +175,11 @@ def test_slow_rewards_leave_the_callers_thread_pool_free(kind):
     """The default executor has a few threads: an engine that steps in it must not wait for rewards."""
 
     async def slow_async(**_):
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
         return 1.0
 
     async def engine_delay():
-        reward = wrap(slow_async if kind == "async" else lambda **_: time.sleep(0.3) or 1.0, num_threads=2)
+        reward = wrap(slow_async if kind == "async" else lambda **_: time.sleep(0.6) or 1.0, num_threads=2)
         tasks = [asyncio.create_task(reward.score([item()])) for _ in range(64)]
         await asyncio.sleep(0.05)
         started = time.monotonic()
@@ -189,7 +189,7 @@ def test_slow_rewards_leave_the_callers_thread_pool_free(kind):
         await asyncio.gather(*tasks, return_exceptions=True)
         return time.monotonic() - started
 
-    assert asyncio.run(engine_delay()) < 2
+    assert asyncio.run(engine_delay()) < 5  # 6.4, where six threads carry out all of them
 
 
 def test_answers_nobody_waits_for_any_more_are_not_judged():
@@ -281,14 +281,14 @@ def test_a_call_that_hangs_is_timed_out_and_the_others_are_still_judged():
     release = threading.Event()
 
     def function(solution_str, **_):
-        return release.wait(30) if solution_str == "hang" else 1.0
+        return release.wait(90) if solution_str == "hang" else 1.0
 
     started = time.monotonic()
     reward = wrap(function, on_error="count", timeout_s=0.3, num_threads=1)
     scores = score(reward, item("a"), item("hang"), item("b"), item("hang"), item("c"))
     assert [s.value for s in scores] == [1.0, None, 1.0, None, 1.0]
     assert "reward.timeout_s=0.3" in scores[1].error
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 45  # the call hangs for 90
     assert [s.value for s in score(reward, item("a"))] == [1.0]  # fresh threads took over
     release.set()
 
@@ -306,13 +306,13 @@ def test_waiting_for_a_turn_is_not_running_time():
 
 def test_an_async_call_that_hangs_is_timed_out():
     async def function(solution_str, **_):
-        await asyncio.sleep(30 if solution_str == "hang" else 0)
+        await asyncio.sleep(90 if solution_str == "hang" else 0)
         return 1.0
 
     started = time.monotonic()
     scores = score(wrap(function, on_error="count", timeout_s=0.2), item("a"), item("hang"), item("b"))
     assert [s.value for s in scores] == [1.0, None, 1.0]
-    assert "reward.timeout_s=0.2" in scores[1].error and time.monotonic() - started < 5
+    assert "reward.timeout_s=0.2" in scores[1].error and time.monotonic() - started < 45
 
 
 def test_a_busy_event_loop_does_not_make_async_calls_late():

@@ -106,7 +106,7 @@ def test_a_long_answer_is_read_in_no_time():
     assert extract_answer("####" * 100_000 + " x") is None
     assert extract_answer("#### " + "$ " * 100_000) is None
     assert extract_answer("1" * 100_000 + "x", "flexible") is not None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # a tenth of a second; patterns took minutes
 
 
 def test_the_outside_world_finds_the_scorer_where_it_always_was():

@@ -83,7 +83,7 @@ def test_degenerate_text_takes_time_in_proportion_to_its_length(name: str, fille
     begin = time.perf_counter()
     for text in (opening * 20_000, opening + filler * 100_000, (opening + filler) * 20_000):
         find(name, text)
-    assert time.perf_counter() - begin < 10  # 0.1 seconds; patterns took minutes
+    assert time.perf_counter() - begin < 30  # 0.1 seconds; patterns took minutes
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])

@@ -118,7 +118,7 @@ def test_a_large_validation_takes_seconds():
     values = [float(generator.random() < 0.4) for _ in uids]
     started = time.monotonic()
     metrics(values, uids, pred=[str(generator.randrange(5)) for _ in uids])
-    assert time.monotonic() - started < 20  # about half a second on an idle core; a loop over draws takes minutes
+    assert time.monotonic() - started < 60  # about half a second on an idle core; a loop over draws takes minutes
 
 
 def answer(group: int, reward: float | None, source: str = "toy", **extra) -> Trajectory:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,7 @@ class Broadcast(PieceTransport):
         self.store: dist.Store | None = None
         self.group: Any = None
         self.runs: dict[int, Tensor] = {}
+        self.works: dict[int, Any] = {}  # broadcasts under way by half; one that lives keeps the connections open
         self.sent = 0  # pieces, since the group was formed
 
     def prepare(self) -> dict[str, Any]:
@@ -78,18 +79,17 @@ class Broadcast(PieceTransport):
 
     def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
         assert self.store is not None
-        works: dict[int, Callable[[], None]] = {}
         for bucket in buckets:
             half, (entries, size) = self.sent % 2, layout(bucket, dtype)
-            works.pop(half, lambda: None)()
+            self._finish(half)
             if half not in self.runs or len(self.runs[half]) < size:
                 self.runs[half] = torch.empty(size, dtype=torch.uint8, device=self.device)
             piece = write(bucket, entries, self.runs[half])
             self._tell({"entries": entries, "size": size})
-            works[half] = self._broadcast(self.runs[half][:size])
+            self._broadcast(half, self.runs[half][:size])
             yield piece
-        for finish in works.values():
-            finish()
+        for half in list(self.works):
+            self._finish(half)
         self._tell({"end": ""})
         if self.device != "cpu":
             self.runs.clear()  # the engine needs the memory
@@ -102,24 +102,26 @@ class Broadcast(PieceTransport):
                 self.store.delete_key(f"piece {self.sent - 3}")
         self.sent += 1
 
-    def _broadcast(self, run: Tensor) -> Callable[[], None]:
-        """Begin to send or receive `run`; call the result to wait until it is done."""
+    def _broadcast(self, half: int, run: Tensor) -> None:
+        """Begin to send or receive `run`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self.timeout)
         with told("the broadcast of weights failed"):
-            work = self.group.broadcast([run], options)
+            self.works[half] = self.group.broadcast([run], options)
 
-        def finish() -> None:
-            end = time.monotonic() + self.timeout
-            with told("the broadcast of weights failed"):
-                while self.device != "cpu" and not work.is_completed():  # where wait() waits for a stream only
-                    if time.monotonic() > end:
-                        raise RuntimeError(f"not done after {self.timeout} s")
-                    time.sleep(0.0002)
-                work.wait()
-
-        return finish
+    def _finish(self, half: int) -> None:
+        """Wait until the broadcast of this half is done. No frame holds it: an error's traceback would keep it."""
+        if half not in self.works:
+            return
+        end = time.monotonic() + self.timeout
+        with told("the broadcast of weights failed"):
+            while self.device != "cpu" and not self.works[half].is_completed():  # where wait() waits for a stream only
+                if time.monotonic() > end:
+                    raise RuntimeError(f"not done after {self.timeout} s")
+                time.sleep(0.0002)
+            self.works[half].wait()
+        del self.works[half]
 
     def receive_pieces(self, version: int) -> Iterator[Piece]:
         assert self.store is not None
@@ -130,7 +132,8 @@ class Broadcast(PieceTransport):
             if "end" in message:
                 break
             run = torch.empty(message["size"], dtype=torch.uint8, device=self.device)
-            self._broadcast(run)()
+            self._broadcast(0, run)
+            self._finish(0)
             yield read(message["entries"], run)
         if message["end"]:
             raise TransportError(f"the trainer could not send its weights: {message['end']}")
@@ -146,6 +149,7 @@ class Broadcast(PieceTransport):
                 self.group.abort()
         if self.listener is not None:
             self.listener.close()
+        self.works.clear()
         self.group = self.store = self.listener = None
         self.runs.clear()
         self.sent = 0
