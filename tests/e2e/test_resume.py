@@ -1,5 +1,6 @@
 """A run that was stopped, or killed, and went on is the run that never stopped."""
 
+import errno
 import os
 import random
 import shutil
@@ -216,6 +217,22 @@ def test_a_tracker_that_fails_takes_no_checkpoint_with_it(
     with pytest.raises(TrackingError, match="no space left"):
         jobs.train(folder, "run", EVERY_STEP, f"actor_rollout_ref.actor.checkpoint.async_save={background}")
     assert complete_steps(folder / "run") == [1, 2]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_a_full_disk_ends_the_run_with_what_to_do_and_gives_its_room_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+):
+    def write(path: Path, tensors: Any) -> str:
+        if "global_step_2" in str(path):
+            path.write_bytes(b"the first part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_tensors(path, tensors)
+
+    monkeypatch.setattr("verl.workers.engine.checkpoint.write_tensors", write)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved .*No space left.* goes on from .*_step_1$"):
+        jobs.train(folder, "run", EVERY_STEP, f"actor_rollout_ref.actor.checkpoint.async_save={background}")
+    assert complete_steps(folder / "run") == [1] and not list((folder / "run").glob(".global_step_*"))
 
 
 def test_a_run_that_starts_over_logs_its_first_validation_once(folder: Path):

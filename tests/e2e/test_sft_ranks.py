@@ -22,12 +22,13 @@ from tests.e2e.test_sft import config, train
 from tests.ranks import RankError, run_ranks
 from verl.config import ConfigError
 from verl.observe.tracking import Tracking
-from verl.trainer import launch
+from verl.trainer import launch, sft_trainer
 from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.quickstart.model import make_model
 from verl.trainer.quickstart.task import CHARACTERS
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
+from verl.utils.errors import DataError
 
 EXACT = ["engine.model_dtype=fp64", "engine.dtype=float64", "optim.lr_scheduler_type=cosine", "trainer.test_freq=2"]
 
@@ -172,6 +173,20 @@ def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(
     wrong = [*command, "trainer.n_gpus_per_node=2", "trainer.resume_mode=resume_path"]
     done = subprocess.run(wrong, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode and done.stderr.count("error: trainer.resume_mode=resume_path needs") == 1
+
+
+def test_a_mistake_that_only_one_rank_meets_is_not_swallowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def run(config: Any) -> None:
+        raise DataError("rows.jsonl does not exist on this machine")
+
+    waited: list[float] = []
+    monkeypatch.setattr("verl.trainer.sft_trainer.run_sft", run)
+    monkeypatch.setattr("verl.trainer.sft_trainer.time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "1")
+    assert sft_trainer.main([]) == 2 and len(waited) == 1
+    assert capsys.readouterr().err == "error: rows.jsonl does not exist on this machine\n"
 
 
 def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):

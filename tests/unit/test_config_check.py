@@ -14,7 +14,7 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         (["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16"], ["8", "16"]),
         (["data.train_batch_size=8", "critic.ppo_mini_batch_size=16"], ["critic.ppo_mini_batch_size=16", "8"]),
         (["data.train_batch_size=10", "data.gen_batch_size=4"], ["10", "4"]),
-        (["trainer.n_gpus_per_node=3", "data.train_batch_size=4", f"{ROLLOUT}.n=4"], ["16 sequences", "3", "is 15"]),
+        (["trainer.n_gpus_per_node=3", "data.train_batch_size=4", f"{ROLLOUT}.n=4"], ["16 sequences", "3", "=3, or"]),
         ([f"{ACTOR}.use_dynamic_bsz=False"], [f"{ACTOR}.ppo_micro_batch_size_per_gpu"]),
         ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=False"], [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]),
         (["data.max_response_length=40000"], ["16384", "40512"]),
@@ -49,6 +49,11 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/b"], ["global_step_N", "/a/b"]),
         (["data.custom_cls.path=x.py"], ["custom_cls"]),
         (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
+        ([f"{ACTOR}.optim.lr=nan"], ["optim.lr must be float, but it is nan"]),
+        (
+            ["data.train_batch_size=31", f"{ROLLOUT}.n=6", "trainer.n_gpus_per_node=8"],
+            ["x rollout.n=6 = 186 sequences", "set data.train_batch_size=32, or a multiple of 4"],
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
 )

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -239,6 +240,23 @@ def test_rows_that_lose_every_answer_to_truncation_are_left_out_and_counted(tmp_
 def test_rows_with_images_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="only text conversations"):
         dataset(tmp_path, [chat("ab", "c") | {"images": ["x.png"]}], make_tokenizer("abcdefgh"))
+    with pytest.raises(DataError, match=r"line 2.*only text conversations"):
+        dataset(tmp_path, [chat("ab", "c") | {"images": value} for value in ([], 3)], make_tokenizer("abcdefgh"))
+
+
+def test_messages_as_text_are_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(DataError, match=r"'messages' is a string, expected a list .*parse it if it is JSON"):
+        dataset(tmp_path, [{"messages": json.dumps(chat("ab", "c")["messages"])}], make_tokenizer("abcdefgh"))
+
+
+def test_a_column_that_turns_thinking_off_may_hold_words(tmp_path: Path, qwen3):
+    def texts(value: Any) -> list[str]:
+        data = dataset(tmp_path, [chat("Hi", "Yes") | {"enable_thinking": value}], qwen3)
+        return [trained_text(qwen3, item) for item in data[0]]
+
+    assert texts("false") == texts(False) == texts(0) != texts("True") == texts(True)
+    with pytest.raises(DataError, match="column 'enable_thinking' is 'perhaps'; allowed: true, false"):
+        texts("perhaps")
 
 
 CUSTOM = """

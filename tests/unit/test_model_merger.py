@@ -1,6 +1,7 @@
 """Shards of ours, and pickled ones of the reference, become the one model that was sharded; anything amiss is named."""
 
 import base64
+import dataclasses
 import json
 import os
 import subprocess
@@ -166,6 +167,18 @@ def test_a_damaged_shard_a_taken_target_and_a_wrong_folder_are_refused(models, t
     for refused in (["--backend", "megatron"], ["--trust-remote-code"]):
         with pytest.raises(ConfigError, match=refused[0]):
             main(["merge", *where, *refused, "--target_dir", str(tmp_path / "merged")])
+
+
+def test_adapters_alone_and_a_target_nobody_can_write_are_refused(models, tmp_path):
+    engine = build_engine(models["odd"], "fp32", model={"lora_rank": 2, "target_modules": "all-linear"})
+    engine.checkpoint_config = dataclasses.replace(engine.checkpoint_config, save_lora_only=True)
+    engine.save(tmp_path / "adapters")
+    with pytest.raises(CheckpointError, match=r"LoRA adapters alone .*lora_adapter folder"):
+        main(["merge", "--local_dir", str(tmp_path / "adapters"), "--target_dir", str(tmp_path / "merged")])
+    save_shards(models["odd"], tmp_path / "saved")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"could not be written: .*Not a directory"):
+        main(["merge", "--local_dir", str(tmp_path / "saved"), "--target_dir", str(tmp_path / "file" / "merged")])
 
 
 def test_a_difference_is_named_by_the_comparison(models, tmp_path):

@@ -57,6 +57,8 @@ def test_line_numbers_count_blank_lines(tmp_path):
         ('[{"a": 1},\n 7]', "row 1 (the first is 0): expected an object, found 7"),
         ('[{"a": 1},\n {]', "line 2: not valid JSON"),
         ("\n", "no rows"),
+        ('{"a": "\\ud83d\\ude00"}\n{"a": ["\\uD83D"]}', r"line 2: '\ud83d' is half of a surrogate pair"),
+        (r'[{"a": "\udc00"}]', r"row 0 (the first is 0): '\udc00' is half"),
     ],
 )
 def test_a_broken_json_file_is_named_with_the_place(tmp_path, text, message):

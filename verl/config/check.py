@@ -1,5 +1,6 @@
 """Combinations that cannot work, with the numbers, and features that are still to come."""
 
+import math
 from typing import Any
 
 from verl.config import foreign, schema
@@ -111,11 +112,11 @@ def check_ranks(config: RunConfig, devices: int) -> None:
         ("data.train_batch_size", data.train_batch_size),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", actor.ppo_mini_batch_size),
     ):
-        total = prompts * rollout.n
+        total, unit = prompts * rollout.n, ranks // math.gcd(ranks, rollout.n)
         if total % ranks:
             raise ConfigError(
                 f"{path}={prompts} x rollout.n={rollout.n} = {total} sequences cannot be shared by {ranks} "
-                f"data-parallel ranks; the nearest that can is {total // ranks * ranks or ranks}"
+                f"data-parallel ranks; set {path}={max(round(prompts / unit), 1) * unit}, or a multiple of {unit}"
             )
 
 

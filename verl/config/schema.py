@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -118,13 +119,13 @@ def convert(value: Any, key: Key, text: str | None = None) -> Any:
     if value is None and key.default is None:
         return None
     for member in members(key.type):
-        if _is_exactly(value, member):
+        if _is_exactly(value, member) and value == value:  # NaN is a number of no key
             return _check_allowed(value, key)
     for member in members(key.type):
         converted = _lossless(value, member, text)
         if converted is not None:
             return _check_allowed(converted, key)
-    shown = f"{value!r} ({type(value).__name__})" if value is not None else "null"
+    shown = f"{value!r} ({type(value).__name__})" if value is not None and value == value else str(value or "null")
     raise ConfigError(f"{key.path} must be {type_name(key.type)}, but it is {shown}; {key.doc}")
 
 
@@ -140,9 +141,10 @@ def _lossless(value: Any, member: Any, text: str | None) -> Any:
         return float(value)
     if member is float and isinstance(value, str):
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
             return None
+        return None if math.isnan(number) else number
     if member is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if member is str and isinstance(value, int | float):

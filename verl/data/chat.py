@@ -78,7 +78,7 @@ def _text(message: Message) -> str:
 def _warn_no_template(name: str) -> None:
     logger.warning(
         "the tokenizer %r has no chat template: prompts are the plain message contents, without role marks; "
-        "set actor_rollout_ref.model.custom_chat_template to use one",
+        "set model.custom_chat_template (below actor_rollout_ref in PPO) to use one",
         name,
     )
 

@@ -17,6 +17,7 @@ from verl.data.turns import Piece, Tokens, TurnTokenizer
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
 
+_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _CHUNK = 1024  # rows tokenised at once: a fast tokenizer uses every core
 
 
@@ -121,9 +122,11 @@ class ConversationDataset:
 
     def _messages(self, row: Mapping[str, Any]) -> list[Message]:
         for column in ("images", "videos"):
-            if row.get(column) is not None and len(row[column]):
+            if row.get(column) not in (None, [], ""):
                 raise ValueError(f"the row has {column}; only text conversations are supported so far")
         key = self._config.messages_key
+        if isinstance(row.get(key), str):
+            raise ValueError(f"{key!r} is a string, expected a list of {{role, content}}; parse it if it is JSON")
         if row.get(key) is not None:
             messages = read_messages(row[key])
         elif row.get("prompt") is not None and row.get("response") is not None:
@@ -150,7 +153,7 @@ class ConversationDataset:
         if thinking is None:
             thinking = self._config.enable_thinking_default
         if thinking is not None:
-            kwargs["enable_thinking"] = bool(thinking)
+            kwargs["enable_thinking"] = _truth(thinking, self._config.enable_thinking_key)
         return PromptTemplate(self._tokenizer, kwargs)
 
     def _limit(self, ids: list[int], mask: list[bool]) -> Tokens:
@@ -235,6 +238,14 @@ def _parsed(value: Any, key: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"column {key!r} is a string that is not JSON ({error.msg})") from error
+
+
+def _truth(value: Any, key: str) -> bool:
+    """A column of truth values, which some files hold as numbers or words."""
+    word = str(value).lower()
+    if word not in _WORDS:
+        raise ValueError(f"column {key!r} is {value!r}; allowed: true, false")
+    return _WORDS[word]
 
 
 def _given(value: Any) -> Any:

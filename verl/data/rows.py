@@ -7,6 +7,7 @@ Needs neither torch nor a tokenizer.
 import bisect
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError
 from verl.utils.suggest import did_you_mean
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON may escape half of a pair, or a pair
 
 
 class Rows(Protocol):
@@ -149,8 +152,7 @@ class JsonFile:
         except json.JSONDecodeError as error:
             raise DataError(f"{self.path} line {error.lineno}: not valid JSON ({error.msg})") from error
         for number, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise DataError(f"{self.path} row {number} (the first is 0): expected an object, found {_short(row)}")
+            self._check(row, f"row {number} (the first is 0)", text)
         return list(range(len(rows))), rows
 
     def _parse_lines(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
@@ -162,11 +164,24 @@ class JsonFile:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{self.path} line {number}: not valid JSON ({error.msg}): {_short(line)}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{self.path} line {number}: expected an object, found {_short(row)}")
+            self._check(row, f"line {number}", line)
             numbers.append(number)
             rows.append(row)
         return numbers, rows
+
+    def _check(self, row: object, place: str, source: str) -> None:
+        if not isinstance(row, dict):
+            raise DataError(f"{self.path} {place}: expected an object, found {_short(row)}")
+        if not _SURROGATE.search(source):
+            return
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(
+                f"{self.path} {place}: {half!a} is half of a surrogate pair, which no text holds; write the whole "
+                "character where the file was made, or leave it out"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._rows)

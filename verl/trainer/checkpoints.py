@@ -5,16 +5,17 @@
 <root>/latest_checkpointed_iteration.txt  N of the newest complete one
 """
 
+import contextlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from verl.utils.errors import ConfigError
+from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import atomic_write_text, publish_directory
 from verl.utils.sealed import write_sealed
 
@@ -65,26 +66,47 @@ class Checkpoints:
         """
         self.settle(wait=True)
         folder = self.root / f".global_step_{step}.tmp"
-        if leads():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        for name, role in roles.items():
-            role.save(folder / name)
+        with self._writing(step, folder):
+            if leads():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            for name, role in roles.items():
+                role.save(folder / name)
         self._pending = _Pending(step, folder, state, roles)
 
     def settle(self, wait: bool) -> None:
         """Give the checkpoint being saved its name, once all of it is written; then drop those that are too old."""
         pending = self._pending
-        if pending is None or not all([role.finish_save(wait) for role in pending.roles.values()]):
+        if pending is None:
             return
-        self._pending = None
+        target = step_folder(self.root, pending.step)
+        with self._writing(pending.step, pending.folder):
+            if not all([role.finish_save(wait) for role in pending.roles.values()]):
+                return
+            self._pending = None
+            if leads():
+                write_sealed(pending.folder / STATE, pending.state)
+                publish_directory(pending.folder, target)
+                atomic_write_text(self.root / LATEST, str(pending.step))
         if leads():
-            write_sealed(pending.folder / STATE, pending.state)
-            target = step_folder(self.root, pending.step)
-            publish_directory(pending.folder, target)
-            atomic_write_text(self.root / LATEST, str(pending.step))
             self._prune(pending.step)
             self.note(f"saved {target}")
+
+    @contextlib.contextmanager
+    def _writing(self, step: int, folder: Path) -> Iterator[None]:
+        """What the disk refuses, as CheckpointError; the part that was written gives its room back."""
+        try:
+            yield
+        except OSError as error:
+            self._pending = None
+            if leads():
+                shutil.rmtree(folder, ignore_errors=True)
+            steps = complete_steps(self.root)
+            newest = f"goes on from {step_folder(self.root, steps[-1])}" if steps else "begins anew"
+            raise CheckpointError(
+                f"step {step} could not be saved in {self.root}: {error}. Repair that (is the disk full?), then run "
+                f"the same command: it {newest}"
+            ) from error
 
     def settle_after(self, log: Callable[[], None]) -> None:
         """Log the step, then settle: a run that goes on from its checkpoint lacks no line. A failed log loses none."""

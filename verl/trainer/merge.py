@@ -74,13 +74,17 @@ def merge(source: Source, model: PreTrainedModel, folder: Path, target: Path) ->
     names = base_names(source, model)
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(folder / "huggingface", temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
     plan = export.plan_export(model, {name: source.shapes[full] for name, full in names.items()})
-    written = export.write_layers(plan, plan.layers(_whole(source, names)), temporary, plan.wants_reload("auto"))
-    if written.tensors:
-        export.reload(plan, written.tensors, temporary, next(iter(source.shapes.values())).dtype)
-    _write_adapters(source, folder, temporary / ADAPTER)
-    publish_directory(temporary, target)
+    try:
+        shutil.copytree(folder / "huggingface", temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
+        written = export.write_layers(plan, plan.layers(_whole(source, names)), temporary, plan.wants_reload("auto"))
+        if written.tensors:
+            export.reload(plan, written.tensors, temporary, next(iter(source.shapes.values())).dtype)
+        _write_adapters(source, folder, temporary / ADAPTER)
+        publish_directory(temporary, target)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"--target_dir {target} could not be written: {error}; name another folder") from error
     return sum(len(file.tensors) for file in plan.files)
 
 
@@ -107,6 +111,11 @@ def compare(source: Source, model: PreTrainedModel, other: Path) -> int:
 
 def base_names(source: Source, model: PreTrainedModel) -> dict[str, str]:
     """Name in the source by name in the model; adapters left out, tied tensors once. Anything amiss is an error."""
+    if source.shapes and all(".lora_" in name for name in source.shapes):
+        raise CheckpointError(
+            "the checkpoint holds LoRA adapters alone (checkpoint.save_lora_only=True), without the model they belong "
+            f"to; peft loads its {ADAPTER} folder onto that model, and merge_and_unload() makes them one"
+        )
     needed = [name for name, _ in model.named_parameters()]
     state = model.state_dict().keys()
     needed += [name for name, _ in model.named_buffers() if name in state]

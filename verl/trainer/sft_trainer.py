@@ -2,11 +2,14 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from verl.config import SFTConfig, load_config
 from verl.utils.command import command
 from verl.utils.errors import ConfigError, DataError
+
+PATIENCE_S = 10.0  # the first rank has spoken and ended by then, and with it the others
 
 HELP = """Fine-tune a model on conversations.
 
@@ -38,9 +41,9 @@ def _run(arguments: list[str]) -> int:
             end_with_parent()
         run_sft(config)
     except (ConfigError, DataError):
-        if os.environ.get("RANK", "0") == "0":
-            raise
-        return 2  # what is wrong with a command is the same on every rank, and said once
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(PATIENCE_S)  # what is wrong with a command is wrong on every rank: the first says it for all
+        raise
     if is_one_of_many:
         end_rank()
     return 0
