@@ -162,12 +162,14 @@ def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(
     extra = [*EXACT, "trainer.total_training_steps=2", "trainer.logger=[console,file]"]
     train(folder, "one", *extra)
     command = [sys.executable, "-m", "verl.trainer.sft_trainer", *test_sft.overrides(folder, "two", *extra)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     environment.pop("MASTER_PORT")
     done = subprocess.run(
         [*command, "trainer.n_gpus_per_node=2"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not list((folder / "tmp").iterdir())
     assert done.stdout.count("step:1 ") == done.stdout.count("saved ") == 1
     assert_close(folder, "one", "two", 2)
     wrong = [*command, "trainer.n_gpus_per_node=2", "trainer.resume_mode=resume_path"]

@@ -1,6 +1,7 @@
 """How many ranks a run of fine-tuning has, and who starts them: torchrun, here or by hand."""
 
 import os
+import tempfile
 from collections.abc import Sequence
 
 from verl.config import SFTConfig
@@ -59,10 +60,11 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
     if (interface := loopback()) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
-    try:
-        torchrun([*options, "-m", MODULE, *arguments])
-    except ChildFailedError:
-        return 1
-    except SignalException as error:  # the ranks had it, too, and have saved what they had
-        return 128 + error.sigval
+    with tempfile.TemporaryDirectory() as folder:  # torchrun would leave one behind
+        try:
+            torchrun([*options, f"--log-dir={folder}", "-m", MODULE, *arguments])
+        except ChildFailedError:
+            return 1
+        except SignalException as error:  # the ranks had it, too, and have saved what they had
+            return 128 + error.sigval
     return 0
