@@ -1,11 +1,13 @@
 """What a newcomer mistypes: one line that says what to type, never a traceback or a page of names."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from verl import cli
 from verl.trainer.quickstart.model import make_tokenizer
+from verl.utils.command import command
 from verl.utils.suggest import did_you_mean
 
 
@@ -14,6 +16,19 @@ def test_a_few_names_are_listed_and_many_are_not():
     said = did_you_mean("zzz", [f"name{number:03}" for number in range(500)])
     assert said.startswith("known: name000, name001") and said.endswith(" and 476 more") and len(said) < 300
     assert did_you_mean("nome007", [f"name{number:03}" for number in range(9)]).startswith("did you mean 'name007'")
+
+
+def test_a_full_disk_is_one_line_whatever_was_written(capsys: pytest.CaptureFixture[str]):
+    def run(error: OSError) -> int:
+        def write(_: list[str]) -> None:
+            raise error
+
+        return command([], "", write)
+
+    assert run(OSError(errno.ENOSPC, "No space left on device", "/data/step.parquet")) == 2
+    assert "no room is left on the disk: [Errno 28] No space left on device: '/data/step" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        run(FileNotFoundError(errno.ENOENT, "No such file"))
 
 
 def test_many_copies_of_a_run_that_starts_its_ranks_itself_are_refused(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.errors import CheckpointError, ConfigError, WorkerError
 from verl.utils.paths import atomic_write_text, publish_directory
 from verl.utils.sealed import write_sealed
 
@@ -94,18 +94,18 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self, step: int, folder: Path) -> Iterator[None]:
-        """What the disk refuses, as CheckpointError; the part that was written gives its room back."""
+        """What ends a save, as CheckpointError with what to do; the part that was written gives its room back."""
         try:
             yield
-        except OSError as error:
+        except (OSError, CheckpointError, WorkerError) as error:
             self._pending = None
             if leads():
                 shutil.rmtree(folder, ignore_errors=True)
             steps = complete_steps(self.root)
             newest = f"goes on from {step_folder(self.root, steps[-1])}" if steps else "begins anew"
             raise CheckpointError(
-                f"step {step} could not be saved in {self.root}: {error}. Repair that (is the disk full?), then run "
-                f"the same command: it {newest}"
+                f"step {step} could not be saved in {self.root}: {str(error).rstrip()}\nRepair that "
+                f"(is the disk full?), then run the same command: it {newest}"
             ) from error
 
     def settle_after(self, log: Callable[[], None]) -> None:

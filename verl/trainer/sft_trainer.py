@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from verl.config import SFTConfig, load_config
 from verl.utils.command import command
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import VerlError
 
 PATIENCE_S = 10.0  # the first rank has spoken and ended by then, and with it the others
 
@@ -40,9 +40,9 @@ def _run(arguments: list[str]) -> int:
         if is_one_of_many := Rank.of_environment().world_size > 1:
             end_with_parent()
         run_sft(config)
-    except (ConfigError, DataError):
+    except VerlError:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(PATIENCE_S)  # what is wrong with a command is wrong on every rank: the first says it for all
+            time.sleep(PATIENCE_S)  # what is wrong with a command is wrong on all ranks: the first says it
         raise
     if is_one_of_many:
         end_rank()

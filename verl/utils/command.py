@@ -1,5 +1,6 @@
 """What commands whose arguments are key=value overrides share: help, exit codes, errors without a traceback."""
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,5 +21,10 @@ def command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[str]
         code = run(arguments)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: no room is left on the disk: {error}; make some and run the command again", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0

@@ -100,7 +100,7 @@ def finish_save(engine: "TorchEngine", wait: bool) -> bool:
     if state == Saving.DONE and engine.rank == 0:
         saving.attempt(saving.seal)
     if engine.ranks.least(saving.state(wait=True), engine.device) == Saving.FAILED:
-        saving.raise_error()
+        saving.raise_error(engine.ranks.texts(saving.reason()))
     return True
 
 
@@ -300,7 +300,7 @@ def _verify(engine: "TorchEngine", folder: Path, wanted: list[str], manifest: di
     checking = Saving(partial(verify_files, folder, names[engine.rank :: engine.world_size], manifest), lambda: None)
     checking.start(background=False)
     if engine.ranks.least(checking.state(wait=True), engine.device) == Saving.FAILED:
-        checking.raise_error()
+        checking.raise_error(engine.ranks.texts(checking.reason()))
 
 
 def _check_complete(index: Index, folder: Path, part: str) -> None:

@@ -74,6 +74,13 @@ class Ranks:
         """The smallest `number` of any rank."""
         return number if self.world_size == 1 else int(_reduced(torch.tensor(number, device=device), dist.ReduceOp.MIN))
 
+    def texts(self, text: str) -> list[str]:
+        """The `text` of every rank."""
+        found = [text] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, text)
+        return found
+
     def norm(self, part: float, device: torch.device) -> float:
         """2-norm of what has 2-norm `part` on this rank, over the ranks that hold one copy of the parameters."""
         if self.shards is None:

@@ -40,9 +40,14 @@ class Saving:
                 return self.RUNNING
         return self.DONE if self._error is None else self.FAILED
 
-    def raise_error(self) -> None:
-        """Raise what went wrong here, or that it did on another rank."""
-        raise self._error or CheckpointError("another rank failed with its part of this checkpoint; see its error")
+    def reason(self) -> str:
+        """What went wrong here; empty if nothing did."""
+        return "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+
+    def raise_error(self, reasons: list[str]) -> None:
+        """Raise what went wrong here, or on another rank. `reasons`: every rank's."""
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        raise self._error or CheckpointError(f"rank {rank} failed with its part of this checkpoint: {reason}")
 
 
 def handed_over(items: list[Any]) -> Iterator[Any]:
