@@ -1,5 +1,7 @@
 """Counted operations of every family against torch's own counter, which watches a forward pass."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -64,3 +66,21 @@ def test_an_update_is_three_forwards_and_two_where_weights_are_frozen():
 def test_the_peak_of_a_cpu_is_measured_once():
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
     assert peak_flops(torch.device("cpu"), torch.float32) == peak_flops(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H800 PCIe", 756),
+    ],
+)
+def test_the_peak_of_a_gpu_is_its_makers(monkeypatch: pytest.MonkeyPatch, name: str, teraflops: int):
+    """Dense bfloat16, of the data sheets; cards of one family differ."""
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_name=lambda _: name))
+    assert peak_flops.__wrapped__(torch.device("cuda"), torch.bfloat16) == teraflops * 1e12

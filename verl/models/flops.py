@@ -17,10 +17,13 @@ from transformers import PreTrainedConfig
 # dense bfloat16 matmuls per second, from the makers' data sheets; the first name that the device's holds counts
 PUBLISHED = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H20": 148e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H800 PCIe": 756e12,
     "H800": 989e12,
     "A100": 312e12,
     "A800": 312e12,
