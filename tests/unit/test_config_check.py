@@ -19,6 +19,7 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=False"], [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]),
         (["data.max_response_length=40000"], ["16384", "40512"]),
         (["critic.ppo_max_token_len_per_gpu=100"], ["critic", "100", "1024"]),
+        (["critic.forward_max_token_len_per_gpu=100"], ["critic.forward_max_token_len_per_gpu=100", "1024"]),
         ([f"{ROLLOUT}.max_model_len=1000"], ["1000", "1024"]),
         ([f"{ROLLOUT}.enable_chunked_prefill=False", f"{ROLLOUT}.max_num_batched_tokens=100"], ["100", "512"]),
         ([f"{ROLLOUT}.temperature=0"], ["temperature"]),

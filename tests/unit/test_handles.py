@@ -5,13 +5,14 @@ import torch
 
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
 from verl.algorithms.losses import make_actor_loss
-from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig
+from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
+from verl.config.load import unread_keys
 from verl.config.run import ActorRolloutRefConfig
 from verl.data.packing import MicroBatching
 from verl.runtime.inline import InlineGroup
 from verl.utils.errors import ConfigError
 from verl.workers.actor import Actor
-from verl.workers.training import EngineWorker, MiniBatches, micro_batching
+from verl.workers.training import FORWARD, LOG_PROB, PPO, EngineWorker, MiniBatches, micro_batching
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,26 @@ def test_the_shuffle_follows_from_seed_step_and_epoch():
 
 
 def test_micro_batches_are_tokens_unless_a_number_of_sequences_is_set():
-    assert micro_batching(True, 100, 4) == MicroBatching(max_tokens=100)
-    assert micro_batching(False, 100, 4) == MicroBatching(max_sequences=4)
-    assert micro_batching(False, 100, None) == MicroBatching(max_tokens=100)
-    with pytest.raises(ConfigError, match="0 sequences"):
-        micro_batching(False, 100, 0)
+    sizes = {"ppo_max_token_len_per_gpu": 100, "ppo_micro_batch_size_per_gpu": 4}
+    assert micro_batching(ActorConfig(**sizes, use_dynamic_bsz=True), PPO) == MicroBatching(max_tokens=100)
+    assert micro_batching(ActorConfig(**sizes, use_dynamic_bsz=True), PPO, 2) == MicroBatching(max_tokens=200)
+    assert micro_batching(ActorConfig(**sizes), PPO, 2) == MicroBatching(max_sequences=4)
+    assert micro_batching(ActorConfig(ppo_max_token_len_per_gpu=100), PPO) == MicroBatching(max_tokens=100)
+    with pytest.raises(ConfigError, match="max_sequences=0 is impossible"):
+        micro_batching(ActorConfig(ppo_micro_batch_size_per_gpu=0), PPO)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_limit_of_a_micro_batch_that_does_not_decide_counts_as_unread(dynamic):
+    roles = {"actor_rollout_ref.actor": PPO, "actor_rollout_ref.rollout": LOG_PROB, "critic": FORWARD}
+    asked = [f"{role}.{key}" for role, keys in roles.items() for key in keys[1:]]
+    flag = f"actor_rollout_ref.actor.use_dynamic_bsz={dynamic}"
+    config = load_config([flag, "critic.ppo_micro_batch_size_per_gpu=1", *[f"{key}=2000" for key in asked]])
+    arr = config.actor_rollout_ref
+    for section, keys in zip((arr.actor, arr.rollout, config.critic), roles.values(), strict=True):
+        micro_batching(section, keys)
+    unread = [key for key in unread_keys(config) if key in asked]
+    assert unread == [key for key in asked if key.endswith("micro_batch_size_per_gpu") == dynamic]
 
 
 def test_shared_prompts_and_sequences_reach_training_and_log_probs(folder):

@@ -133,7 +133,8 @@ def _budgets(config: RunConfig) -> None:
         own = sharing if adapted else arr.ref.fsdp_config.ulysses_sequence_parallel_size
         passes.append(("actor_rollout_ref.ref", arr.ref, *log_prob, own))
     if uses_critic(config):
-        passes.append(("critic", critic, *ppo, critic.fsdp.ulysses_sequence_parallel_size))
+        forward = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+        passes += [("critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size) for keys in (ppo, forward)]
     for role, part, flag, micro, budget, shared in passes:
         if not part[flag] and part[micro] is None:
             raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")

@@ -37,7 +37,7 @@ from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import schedule_over
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, weighted
+from verl.workers.training import SFT, EngineWorker, micro_batching, weighted
 
 T = TypeVar("T")
 
@@ -78,11 +78,7 @@ class SFTTrainer:
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
-        self.micro = (
-            MicroBatching(max_tokens=data.max_token_len_per_gpu * self.replica)
-            if data.use_dynamic_bsz
-            else MicroBatching(max_sequences=data.micro_batch_size_per_gpu)
-        )
+        self.micro = micro_batching(data, SFT, self.replica)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the metrics of the last one. Ctrl-C saves after the step in progress."""

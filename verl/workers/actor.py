@@ -14,7 +14,7 @@ from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
+from verl.workers.training import LOG_PROB, PPO, EngineWorker, MiniBatches, micro_batching, weighted
 
 
 class Actor:
@@ -29,18 +29,8 @@ class Actor:
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
         shared = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
-        self.train_micro = micro_batching(
-            actor.use_dynamic_bsz,
-            actor.ppo_max_token_len_per_gpu * shared,
-            actor.ppo_micro_batch_size_per_gpu,
-            actor.use_prefix_grouper,
-        )
-        self.infer_micro = micro_batching(
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu * shared,
-            rollout.log_prob_micro_batch_size_per_gpu,
-            actor.use_prefix_grouper,
-        )
+        self.train_micro = micro_batching(actor, PPO, shared, actor.use_prefix_grouper)
+        self.infer_micro = micro_batching(rollout, LOG_PROB, shared, actor.use_prefix_grouper)
 
     @property
     def model(self) -> nn.Module:

@@ -12,7 +12,7 @@ from verl.runtime.group import WorkerGroup
 from verl.workers.actor import schedule_over
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
+from verl.workers.training import FORWARD, PPO, EngineWorker, MiniBatches, micro_batching, weighted
 
 
 class Critic:
@@ -26,14 +26,8 @@ class Critic:
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )
         shared = critic.fsdp.ulysses_sequence_parallel_size  # by so many ranks is each micro-batch
-        self.train_micro = micro_batching(
-            critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu * shared, critic.ppo_micro_batch_size_per_gpu
-        )
-        self.infer_micro = micro_batching(
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu * shared,
-            critic.forward_micro_batch_size_per_gpu,
-        )
+        self.train_micro = micro_batching(critic, PPO, shared)
+        self.infer_micro = micro_batching(critic, FORWARD, shared)
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) value of the state before each sampled token, 0 elsewhere."""

@@ -8,7 +8,7 @@ from verl.models.lora import wants_lora
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, WithoutAdapters, micro_batching
+from verl.workers.training import LOG_PROB, EngineWorker, WithoutAdapters, micro_batching
 
 
 class Reference:
@@ -19,12 +19,7 @@ class Reference:
         arr = config.actor_rollout_ref
         ref, rollout = arr.ref, arr.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
-        self.micro = micro_batching(
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu * ranks_per_replica(config),
-            ref.log_prob_micro_batch_size_per_gpu,
-            arr.actor.use_prefix_grouper,
-        )
+        self.micro = micro_batching(ref, LOG_PROB, ranks_per_replica(config), arr.actor.use_prefix_grouper)
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""

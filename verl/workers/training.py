@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import TokenLoss
 from verl.checkpoint_engine.ends import End
+from verl.config.base import Section
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
@@ -17,11 +18,13 @@ from verl.models.flops import Speed
 from verl.models.levers import has_dropout
 from verl.observe.memory import memory_metrics
 from verl.plugin.platform import get_platform
-from verl.utils.errors import ConfigError
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
 
-DEFAULT_MAX_TOKENS = 16384
+PPO = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+FORWARD = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+LOG_PROB = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+SFT = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
 Work = tuple[Batch, MicroBatching]  # what a rank computes on, and in which micro-batches
 
 
@@ -102,16 +105,17 @@ def with_memory(metrics: Metrics) -> Metrics:
 
 
 def micro_batching(
-    use_dynamic_bsz: bool, max_tokens: int, max_sequences: int | None, share_prefixes: bool = False
+    section: Section, keys: tuple[str, str, str], sharers: int = 1, share_prefixes: bool = False
 ) -> MicroBatching:
-    """Token budget where it is asked for or where nothing is, otherwise a fixed number of sequences."""
-    if use_dynamic_bsz or max_sequences is None:
-        return MicroBatching(max_tokens=max_tokens or DEFAULT_MAX_TOKENS, share_prefixes=share_prefixes)
-    if max_sequences < 1:
-        raise ConfigError(
-            f"a micro-batch of {max_sequences} sequences is impossible; use 1 or more, or use_dynamic_bsz"
-        )
-    return MicroBatching(max_sequences=max_sequences, share_prefixes=share_prefixes)
+    """A fixed number of sequences where one is set and no token budget asked for, otherwise a token budget.
+
+    Of the two limits only the one that decides is read, so that a run can say that the other does nothing. `sharers`
+    are the ranks that hold a micro-batch together.
+    """
+    flag, size, budget = keys
+    if section[flag] or section[size] is None:
+        return MicroBatching(max_tokens=section[budget] * sharers, share_prefixes=share_prefixes)
+    return MicroBatching(max_sequences=section[size], share_prefixes=share_prefixes)
 
 
 class MiniBatches:

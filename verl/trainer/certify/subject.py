@@ -21,7 +21,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.torch_engine import TorchEngine
-from verl.workers.training import micro_batching
+from verl.workers.training import PPO, SFT, micro_batching
 
 TINY_RANK = 4
 SMALL: dict[str, int] = {
@@ -103,7 +103,7 @@ def actor(config: RunConfig) -> Subject:
         model=config.actor_rollout_ref.model,
         engine=part.fsdp_config,
         optim=part.optim,
-        micro=micro_batching(part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu, part.ppo_micro_batch_size_per_gpu),
+        micro=micro_batching(part, PPO),
         loss=make_actor_loss(part),
         loss_of=reference.actor_loss(part, scale),
         loss_agg_mode=part.loss_agg_mode,
@@ -121,7 +121,7 @@ def value_model(config: RunConfig) -> Subject:
         model=part.model,
         engine=part.fsdp,
         optim=part.optim,
-        micro=micro_batching(part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu, part.ppo_micro_batch_size_per_gpu),
+        micro=micro_batching(part, PPO),
         loss=make_value_loss(part),
         loss_of=reference.value_loss(part, scale),
         loss_agg_mode=part.loss_agg_mode,
@@ -138,7 +138,7 @@ def sft(config: SFTConfig) -> Subject:
         model=config.model,
         engine=config.engine,
         optim=config.optim,
-        micro=micro_batching(data.use_dynamic_bsz, data.max_token_len_per_gpu, data.micro_batch_size_per_gpu),
+        micro=micro_batching(data, SFT),
         loss=LikelihoodLoss(),
         loss_of=reference.likelihood_loss,
         loss_agg_mode="token-mean",
