@@ -41,7 +41,8 @@ class Broadcast(PieceTransport):
         self.group: Any = None
         self.runs: dict[int, Tensor] = {}
         self.works: dict[int, Any] = {}  # broadcasts under way by half; one that lives keeps the connections open
-        self.sent = 0  # pieces, since the group was formed
+        self.sent = 0  # messages, since the group was formed
+        self.forgotten = 0  # of them; the others are in the store
 
     def prepare(self) -> dict[str, Any]:
         """A port that the first rank of the trainer will listen on; the others give theirs up."""
@@ -79,6 +80,7 @@ class Broadcast(PieceTransport):
 
     def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
         assert self.store is not None
+        self._forget()
         for bucket in buckets:
             half, (entries, size) = self.sent % 2, layout(bucket, dtype)
             self._finish(half)
@@ -98,9 +100,18 @@ class Broadcast(PieceTransport):
         assert self.store is not None
         with told("the store of the weights' transport failed"):
             self.store.set(f"piece {self.sent}", json.dumps(message))
-            if self.sent > 2:  # those before were read: their broadcasts are over
-                self.store.delete_key(f"piece {self.sent - 3}")
         self.sent += 1
+
+    def _forget(self) -> None:
+        """Delete the messages of the publish before, which has ended everywhere.
+
+        Not earlier: a broadcast that is over here may not have begun at a worker that gets it from other workers.
+        """
+        assert self.store is not None
+        with told("the store of the weights' transport failed"):
+            for number in range(self.forgotten, self.sent):
+                self.store.delete_key(f"piece {number}")
+        self.forgotten = self.sent
 
     def _broadcast(self, half: int, run: Tensor) -> None:
         """Begin to send or receive `run`."""
@@ -152,7 +163,7 @@ class Broadcast(PieceTransport):
         self.works.clear()
         self.group = self.store = self.listener = None
         self.runs.clear()
-        self.sent = 0
+        self.sent = self.forgotten = 0
 
 
 class Gloo(Broadcast):
