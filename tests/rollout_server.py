@@ -31,7 +31,7 @@ class StandIn(ModuleEngine):
                 case ["fail", number] if int(number) == self.replica:
                     raise RuntimeError("no room for a tensor")
                 case ["stall", number] if int(number) == self.replica:
-                    time.sleep(4)
+                    time.sleep(5)
                 case ["die", number] if int(number) == self.replica:
                     os.kill(os.getpid(), signal.SIGKILL)
         [arrived] = await super().load_bucket([named for named in bucket if named[0] in self.params])

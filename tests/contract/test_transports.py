@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -42,6 +43,7 @@ from verl.workers.training import EngineWorker
 BACKENDS = ["naive", "nccl", "file"]
 BUCKET = 60_000  # bytes: the small model takes several pieces
 SEQUENCES = [[1, 2, 3, 4]]
+TIMEOUT = 3.0  # seconds; "stall" takes 5
 MORE = {f"after {n}": torch.ones(20_000) for n in range(8)}  # pieces that follow what goes wrong
 
 
@@ -118,16 +120,22 @@ def publishing(servers: Router, tmp_path: Path) -> Iterator[Callable[..., Publis
 
 def nobody_waited(said: str) -> bool:
     """No end learnt of the failure by the timeout alone."""
-    return not re.search(r"(?i)timed out|timeout|no answer|came for|offer", said)
+    return not re.search(r"(?i)timed out|timeout|no answer|came for|offer|did not take", said)
 
 
-def leftovers() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("verl-weights-*")}
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where ends meet in this test alone; a socket's path must be short."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr(shared_memory, "SHARED_MEMORY", Path(folder))
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_both_replicas_compute_with_what_was_published(backend: str, publishing: Any, servers: Router, tmp_path: Path):
-    before, publisher = leftovers(), publishing(backend)
+def test_both_replicas_compute_with_what_was_published(
+    backend: str, publishing: Any, servers: Router, memory: Path, tmp_path: Path
+):
+    publisher = publishing(backend)
     for version in range(4):
         publisher.step()
         publisher.extra = {"more": torch.arange(100_000.0 * version)} if version else {}  # beyond the buffer
@@ -142,7 +150,7 @@ def test_both_replicas_compute_with_what_was_published(backend: str, publishing:
             assert asyncio.run(replica.score(SEQUENCES))[0] == pytest.approx(
                 scores(publisher.model, SEQUENCES)[0], abs=1e-6
             )
-    assert leftovers() == before
+    assert not list(memory.iterdir())
     assert len(list(tmp_path.glob("shared/*/*"))) == (backend == "file")  # only the newest version is kept
     publisher.close()
     assert not list(tmp_path.glob("shared/*"))
@@ -158,7 +166,7 @@ def test_a_replica_that_fails_is_named_at_once_and_the_next_publish_succeeds(bac
 
 @pytest.mark.parametrize("backend", ["naive", "nccl"])
 def test_a_replica_that_stops_is_given_up_after_the_timeout(backend: str, publishing: Any):
-    publisher = publishing(backend, timeout=1.0)
+    publisher = publishing(backend, timeout=TIMEOUT)
     publisher.publish(0)
     assert not nobody_waited(publisher.loses(1, "stall 1", "trainer: "))
     publisher.publish(2)
@@ -166,13 +174,13 @@ def test_a_replica_that_stops_is_given_up_after_the_timeout(backend: str, publis
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_replica_that_is_silent_is_given_up_and_may_come_back(backend: str, publishing: Any, servers: Router):
-    publisher = publishing(backend, timeout=1.0)
+    publisher = publishing(backend, timeout=TIMEOUT)
     publisher.publish(0)
     publisher.extra = dict(MORE)
     process = servers.engines[1].process
     process.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*replica 1: no answer for 1.0 s"):
+        with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*replica 1: no answer for 3.0 s"):
             publisher.publish(1)
     finally:
         process.send_signal(signal.SIGCONT)
@@ -214,7 +222,8 @@ def test_a_trainer_that_cannot_send_what_it_announced_closes_its_connections(
     with monkeypatch.context() as patch, pytest.raises(StaleWeightsError, match=r"trainer: the line is gone") as caught:
         patch.setattr(broadcast.Broadcast, "_broadcast", second_fails)
         publisher.publish(1)
-    assert nobody_waited(str(caught.value)) and str(caught.value).count("Connection") == 2
+    assert nobody_waited(str(caught.value))
+    assert len(re.findall(r"replica \d: .*?(Connection|Broken pipe|peer)", str(caught.value))) == 2
     publisher.publish(2)
 
 
@@ -356,7 +365,7 @@ def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(shared_memory, "device_half", device_half)
     monkeypatch.setattr(shared_memory, "opened", lambda handle: table[handle[0]])
     sent = [(f"{n}", torch.randn(50 + n)) for n in range(40)]
-    ends = [shared_memory.SharedMemory(4000, timeout=5) for _ in range(3)]
+    ends = [shared_memory.SharedMemory(4000, timeout=60) for _ in range(3)]
     arguments = shared_memory.SharedMemory.build_topology(1, 2, [])
     place = arguments[0]["place"][0]
     assert os.stat(place).st_mode & 0o077 == 0
@@ -392,10 +401,10 @@ def test_a_library_that_a_plug_in_brings_to_torch_is_used():
 
     dist.Backend.register_backend("acmeccl", create, devices=["cpu"])
     store = dist.HashStore()
-    group = broadcast.process_group("acmeccl", store, 0, 1, broadcast.timedelta(seconds=5))
+    group = broadcast.process_group("acmeccl", store, 0, 1, broadcast.timedelta(seconds=60))
     assert made == [(0, 1)] and group.size() == 1
     with pytest.raises(ConfigError, match=r"no process groups of 'nobodyccl' in this torch"):
-        broadcast.process_group("nobodyccl", store, 0, 1, broadcast.timedelta(seconds=5))
+        broadcast.process_group("nobodyccl", store, 0, 1, broadcast.timedelta(seconds=60))
 
 
 def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
