@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -15,8 +16,6 @@ from verl.utils.errors import VerlError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
 
-SECONDS_PER_TOKEN = 0.004  # slow enough to be interrupted half-way
-
 
 class StandIn(ABC):
     """A server in a thread of its own; `url` is where it listens."""
@@ -26,16 +25,19 @@ class StandIn(ABC):
         self.names: dict[str, int] = {}
         self.unseeded = itertools.count(-1, -1)
         self.calls: list[tuple[str, Any]] = []
+        self.expected, self.last_step = 0, math.inf
+        self.delay = 0.0  # seconds before a sample is begun
         step = engine.core.step
         self.loop = asyncio.new_event_loop()
-        self.slow = True
 
-        def paced() -> Any:
-            if self.slow:
-                threading.Event().wait(SECONDS_PER_TOKEN)
+        def halting() -> Any:
+            if len(engine.core.states) < self.expected or self.halted:
+                threading.Event().wait(0.001)
+                return []
+            self.expected = 0
             return step()
 
-        engine.core.step = paced  # type: ignore[method-assign]
+        engine.core.step = halting  # type: ignore[method-assign]
         self.runner = web.AppRunner(self.application())
         self.url = f"http://127.0.0.1:{self.loop.run_until_complete(self._start())}"
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -50,13 +52,25 @@ class StandIn(ABC):
     def application(self) -> web.Application:
         """The endpoints."""
 
+    def halt(self, samples: float, steps: int) -> None:
+        """Begin when so many samples are here, and stand still after so many steps, until `go_on`."""
+        self.expected, self.last_step = samples, self.engine.core.counters.decode_steps + steps
+
+    @property
+    def halted(self) -> bool:
+        return self.engine.core.counters.decode_steps >= self.last_step
+
+    def go_on(self) -> None:
+        self.expected, self.last_step = 0, math.inf
+
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
 
     async def answer(self, name: str, ids: list[int], sampling: SamplingParams) -> Any:
         number = sampling.seed or next(self.unseeded)  # the stream of random numbers must depend on nothing else
+        await asyncio.sleep(self.delay)
         self.names[name] = number
         if number in self.engine.core.states:  # its client hung up and asks again
             await self.engine.abort(number)

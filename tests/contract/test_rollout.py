@@ -1,12 +1,13 @@
 """One suite for every rollout engine: token ids in; token ids, log-probs and versions out."""
 
 import asyncio
+import contextlib
 import copy
 import functools
+import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from math import nan
 
 import pytest
 import torch
@@ -125,16 +126,27 @@ def engine(adapter: Adapter, model: PreTrainedModel) -> RolloutEngine:
     return adapter.build(CONFIG, model)
 
 
-async def some_tokens(engine: RolloutEngine) -> None:
-    """Until a few tokens of what was asked for are there, and not yet all."""
-    if STANDINS:
-        counters = STANDINS[-1].engine.core.counters
-        begin = counters.decode_steps
-        while counters.decode_steps < begin + 4:
+@contextlib.contextmanager
+def few_tokens(samples: float) -> Iterator[Callable[[], Awaitable[None]]]:
+    """Of so many samples that are asked for meanwhile, a few tokens, as soon as what this yields was awaited; no more
+    come before the end."""
+    if not STANDINS:
+        yield a_few_turns
+        return
+    server = STANDINS[-1]
+
+    async def halted() -> None:
+        while not server.halted:
             await asyncio.sleep(0.001)
-    else:
-        for _ in range(6):
-            await asyncio.sleep(0)
+
+    server.halt(samples, steps=4)
+    yield halted
+    server.go_on()
+
+
+async def a_few_turns() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
 
 
 NO_PUSH = "weights cannot be pushed to such a server"
@@ -264,7 +276,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(engine: Rollou
         complete(engine, ask(prompt=[1] * 17))
 
 
-WRONG = [{"prompt": [10**6]}, {"prompt": [-1]}, {"temperature": 1e-300}, {"temperature": nan}]
+WRONG = [{"prompt": [10**6]}, {"prompt": [-1]}, {"temperature": 1e-300}, {"temperature": math.nan}]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -293,9 +305,10 @@ def test_update_weights_is_sampled_and_stamped(adapter: Adapter):
 
 def test_an_update_between_two_tokens_stamps_both_versions(engine: RolloutEngine, model: PreTrainedModel):
     async def scenario() -> list[Completion]:
-        task = asyncio.create_task(engine.generate(ask(ignore_eos=True)))
-        await some_tokens(engine)
-        await engine.update_weights(model, 3)
+        with few_tokens(samples=1) as are_there:
+            task = asyncio.create_task(engine.generate(ask(ignore_eos=True)))
+            await are_there()
+            await engine.update_weights(model, 3)
         return await task
 
     [c] = asyncio.run(scenario())
@@ -306,9 +319,10 @@ def test_abort_returns_what_was_produced(engine: RolloutEngine):
     whole = complete(engine, ask(0, n=2, ignore_eos=True), ask(1, ignore_eos=True))
 
     async def scenario() -> list[list[Completion]]:
-        tasks = [asyncio.create_task(engine.generate(ask(i, n=2 - i, ignore_eos=True))) for i in range(2)]
-        await some_tokens(engine)
-        await engine.abort(0)
+        with few_tokens(samples=3) as are_there:
+            tasks = [asyncio.create_task(engine.generate(ask(i, n=2 - i, ignore_eos=True))) for i in range(2)]
+            await are_there()
+            await engine.abort(0)
         return await asyncio.gather(*tasks)
 
     (first, second), [other] = asyncio.run(scenario())
@@ -322,9 +336,10 @@ def test_abort_all_also_ends_what_waits(adapter: Adapter, model: PreTrainedModel
     engine = adapter.build(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=2), model)
 
     async def scenario() -> list[list[Completion]]:
-        tasks = [asyncio.create_task(engine.generate(ask(i, n=3, ignore_eos=True))) for i in range(4)]
-        await some_tokens(engine)
-        await engine.abort()
+        with few_tokens(samples=12) as are_there:
+            tasks = [asyncio.create_task(engine.generate(ask(i, n=3, ignore_eos=True))) for i in range(4)]
+            await are_there()
+            await engine.abort()
         return await asyncio.gather(*tasks)
 
     got = asyncio.run(scenario())
@@ -332,6 +347,20 @@ def test_abort_all_also_ends_what_waits(adapter: Adapter, model: PreTrainedModel
     assert [len(group) for group in got] == [3, 3, 3, 3]
     [[after]] = complete(engine, ask(0))
     assert after.stop_reason != "aborted"
+
+
+def test_abort_ends_what_is_still_on_its_way_to_the_engine(engine: RolloutEngine):
+    async def scenario() -> list[list[Completion]]:
+        with few_tokens(samples=math.inf):
+            for server in STANDINS:
+                server.delay = 0.2
+            tasks = [asyncio.create_task(engine.generate(ask(i, n=2, ignore_eos=True))) for i in range(2)]
+            await asyncio.sleep(0)
+            await engine.abort(0)
+            await engine.abort()
+            return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    assert {c.stop_reason for group in asyncio.run(scenario()) for c in group} == {"aborted"}
 
 
 def test_sleep_refuses_to_generate_and_wake_continues_as_before(engine: RolloutEngine):

@@ -108,7 +108,6 @@ def test_a_publish_is_probed_and_a_refused_one_is_an_error(tmp_path: Path):
     model = small_model(tied=False)
     model.save_pretrained(tmp_path)
     stand_in = SGLangStandIn(native_behind(model, CONFIG), letters_tokenizer())
-    stand_in.slow = False
     engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url)), tmp_path, (EOS,))
 
     async def trainer(sequences):

@@ -180,10 +180,11 @@ class SGLangEngine(CopyingEngine):
         )
 
     async def abort(self, request_id: int | None = None) -> None:
-        if request_id is None:
-            await self.client.call("POST", "/abort_request", {"abort_all": True})
-        else:  # SGLang aborts every request whose name begins so
-            await self.client.call("POST", "/abort_request", {"rid": f"{request_id}:"})
+        wanted = set(self._in_flight) if request_id is None else {request_id} & self._in_flight
+        while left := wanted & self._in_flight:  # one that is still on its way is not aborted by the first call
+            for number in left:  # SGLang aborts every request whose name begins so
+                await self.client.call("POST", "/abort_request", {"rid": f"{number}:"})
+            await asyncio.sleep(0.01)
 
     async def begin_update(self) -> None:
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
