@@ -22,7 +22,7 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """`function(*args)` on every rank of a fresh gloo world, one thread each; results in rank order.
 
     Raises RankError with the traceback of the rank that failed first, or after `timeout_s` without an end.
@@ -84,7 +84,7 @@ def _rank(pipe: Connection, settings: tuple, function: Callable[..., Any], args:
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=datetime.timedelta(seconds=timeout_s + 60),  # it is `run_ranks` that says who did not end
         )
         value = function(*args)
         dist.barrier()

@@ -164,7 +164,7 @@ def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, 
     logprobs = engine.forward(random_batch())["logprobs"]
     expected, _ = train(engine, random_batch(), MicroBatching(max_tokens=50))
     for rank, (weights, _, (refused, restarts, limit)) in enumerate(
-        run_ranks(2, train_on_two, folder, place, starved, {**settings, "strategy": strategy}, timeout_s=60)
+        run_ranks(2, train_on_two, folder, place, starved, {**settings, "strategy": strategy})
     ):
         assert (refused > 0) == (rank in starved), "the allocator never failed: this test would prove nothing"
         assert restarts == 1
@@ -208,7 +208,7 @@ def gradients_with_a_broken_collective(folder, settings: dict) -> tuple[dict, li
 
 @pytest.mark.parametrize("settings", [{}, {"forward_prefetch": True}, {"reshard_after_forward": False}], ids=str)
 def test_memory_that_runs_out_while_fsdp2_gathers_or_reduces_costs_a_restart(folder, settings):
-    for expected, found in run_ranks(2, gradients_with_a_broken_collective, folder, settings, timeout_s=60):
+    for expected, found in run_ranks(2, gradients_with_a_broken_collective, folder, settings):
         assert len(found) >= 3 * 2 * 2 + 3  # root and layers, of two micro-batches, and one reduction each
         for gradients, restarts in found:
             assert restarts == 1
@@ -232,7 +232,7 @@ def train_sharing(folder, place: str, starved: int, settings: dict) -> tuple[dic
 def test_ranks_that_share_sequences_restart_together(folder, place, ranks, strategy, checkpointing):
     settings = {"strategy": strategy, "model": {"enable_gradient_checkpointing": checkpointing}}
     expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
-    results = run_ranks(ranks, train_sharing, folder, place, ranks - 1, settings, timeout_s=60)
+    results = run_ranks(ranks, train_sharing, folder, place, ranks - 1, settings)
     for rank, (weights, refused, restarts) in enumerate(results):
         assert (refused > 0) == (rank == ranks - 1), "the allocator never failed: this test would prove nothing"
         assert restarts >= 1

@@ -24,7 +24,7 @@ def fail_on_rank_one() -> None:
 
 def sleep_on_rank_zero() -> None:
     if dist.get_rank() == 0:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_every_rank_runs_the_function_in_one_world():

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tests.engine_cases import build_engine, save_tiny_model
 from tests.ranks import run_ranks
 from verl.workers.engine import shared_memory
-from verl.workers.engine.shared_memory import FOLDER, SharedSlots
+from verl.workers.engine.shared_memory import SharedSlots
 
 
 def exchanged(total_bytes: int) -> list[bool]:
@@ -61,11 +61,12 @@ def groups(module) -> list:
 @pytest.mark.parametrize(("ranks", "fsdp_size"), [(2, -1), (4, 2)], ids=["shards", "copies of shards"])
 def test_ranks_of_one_machine_share_memory_and_leave_no_file(tmp_path, ranks, fsdp_size):
     folder = save_tiny_model(tmp_path / "model")
-    before, saved = set(FOLDER.iterdir()), load_file(folder / "model.safetensors")
-    for kinds, weights in run_ranks(ranks, engines, folder, FOLDER, fsdp_size):
+    saved, memory = load_file(folder / "model.safetensors"), tmp_path / "memory"  # what lies elsewhere is others'
+    memory.mkdir()
+    for kinds, weights in run_ranks(ranks, engines, folder, memory, fsdp_size):
         assert kinds == ["SharedAllGather"]
         assert all(np.array_equal(weights[name], tensor) for name, tensor in saved.items())
-    assert not [path for path in set(FOLDER.iterdir()) - before if path.name.startswith("verl-")]
+    assert not list(memory.iterdir())
 
 
 def test_where_no_memory_can_be_shared_gloo_does_it(tmp_path):

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -126,11 +126,9 @@ class ProcessGroup(WorkerGroup):
     def _send(self, ranks: Sequence[int], calls: list[tuple[int, str]], arguments: list[tuple[Any, ...]]) -> None:
         header, body = pack(calls), pack(arguments)  # both before anything is sent: what cannot travel is an error here
         for rank in ranks:
-            try:
+            with contextlib.suppress(OSError):  # it has ended, and the thread that watches it will say so
                 self._connections[rank].send_bytes(header)
                 self._connections[rank].send_bytes(body)
-            except OSError:
-                self._died(rank)
 
     def _results(self, call: _Call) -> list[Any]:
         """Every rank's answer; the failure that came first, and the end of the group where ranks hang after it."""
@@ -189,7 +187,8 @@ class ProcessGroup(WorkerGroup):
                 call.first_error = call.first_error or error
             if all(other.done() or other is future for other in call.futures.values()):
                 del self._calls[number]
-        future.set_result(value) if succeeded else future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # the group was lost meanwhile, and said so
+            future.set_result(value) if succeeded else future.set_exception(error)
 
     def _died(self, rank: int) -> None:
         if self._closing or self._failure is not None:
@@ -213,10 +212,11 @@ class ProcessGroup(WorkerGroup):
             self._failure = error
             waiting = [f for call in self._calls.values() for f in call.futures.values() if not f.done()]
             self._calls.clear()
-        for future in waiting:
-            future.set_exception(error)
         for process in self._processes:
             process.kill()
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):  # its answer came meanwhile
+                future.set_exception(error)
 
     def close(self) -> None:
         """Ask the ranks to end; kill those that do not within a few seconds."""
