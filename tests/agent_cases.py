@@ -33,7 +33,7 @@ def slow_one(x: int) -> str:
     Args:
         x: ignored
     """
-    time.sleep(0.3)
+    time.sleep(300)
     return "done"
 
 @function_tool
@@ -48,10 +48,10 @@ async def fail(x: int) -> str:
 
 
 class Scripted(RolloutEngine):
-    """Answers with given texts, turn by turn, and remembers what it was asked."""
+    """Answers with given texts, turn by turn, once `together` were asked for at once; remembers what it was asked."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[str], delay: float = 0.0):
-        self.tokenizer, self.turns, self.delay = tokenizer, turns, delay
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[str], together: int = 1):
+        self.tokenizer, self.turns, self.together = tokenizer, turns, together
         self.requests: list[GenerationRequest] = []
         self.running = self.most = 0
 
@@ -59,7 +59,9 @@ class Scripted(RolloutEngine):
         self.requests.append(request)
         self.running += 1
         self.most = max(self.most, self.running)
-        await asyncio.sleep(self.delay)
+        async with asyncio.timeout(60):
+            while self.most < self.together:
+                await asyncio.sleep(0.001)
         self.running -= 1
         turn = sum(r.conversation == request.conversation for r in self.requests) - 1
         ids = self.tokenizer(self.turns[turn], add_special_tokens=False)["input_ids"][: request.sampling.max_tokens]

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,6 +24,15 @@ def test_data() -> Path:
     if not path.is_dir():
         unavailable(f"no test data at {path}; set VERL_TEST_DATA")
     return path
+
+
+def needs(module: str) -> ModuleType:
+    """A module of what `make dev` installs; skip without it (fail in CI)."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        unavailable(f"{module} cannot be imported ({error}); pip install 'verl[dev]'")
+        raise
 
 
 def needs_vllm() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import needs_vllm, unavailable
+from tests.conftest import needs, needs_vllm, unavailable
 from tests.e2e import jobs
 from verl.config import load_config
 from verl.trainer import main_generation_server
@@ -65,7 +65,7 @@ def open_server(folder: Path, *extra: str) -> Any:
 def test_the_official_client_reads_an_answer_while_vllm_decodes_it(folder: Path):
     server = open_server(folder)
     server.engine.eos_token_ids = ()  # a random model would end anywhere
-    openai = pytest.importorskip("openai")
+    openai = needs("openai")
     from tests.e2e.serving import serving
 
     engine, seen, steps = server.engine, threading.Event(), []
@@ -103,7 +103,7 @@ def test_the_official_client_reads_an_answer_while_vllm_decodes_it(folder: Path)
 
 
 def test_a_server_process_tells_tokens_as_they_come_and_drops_what_nobody_reads(folder: Path):
-    openai = pytest.importorskip("openai")
+    openai = needs("openai")
     from tests.e2e.serving import serving
 
     server = open_server(folder, f"{ROLLOUT}.server.python={sys.executable}")

@@ -27,6 +27,6 @@ def serving(server: OpenAIServer) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)

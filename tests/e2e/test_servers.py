@@ -265,7 +265,7 @@ def test_the_official_client_talks_to_the_server(address: str):
 def post(address: str, path: str, data: bytes) -> tuple[int, str]:
     request = urllib.request.Request(f"{address}/{path}", data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -43,7 +43,7 @@ def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
 
 def stand_still(core: NativeCore, at: int, until: Callable[[], bool]) -> None:
     """From decode step `at` on, `core` makes no token before `until()`."""
-    step, patience = core.step, time.monotonic() + 30
+    step, patience = core.step, time.monotonic() + 60
 
     def halting() -> list:
         if core.counters.decode_steps >= at and not until() and time.monotonic() < patience:
@@ -121,15 +121,14 @@ def test_a_stop_string_is_never_seen(server: OpenAIServer, client: openai.OpenAI
 def test_a_client_that_goes_away_frees_its_rows(server: OpenAIServer, client: openai.OpenAI, stream: bool):
     core, gone = server.engine.core, threading.Event()
     stand_still(core, 8, gone.is_set)
-    impatient = client.with_options(timeout=1.0)
     if stream:
-        chunks = impatient.chat.completions.create(model="small", messages=CHAT, n=2, max_tokens=LONG, stream=True)
+        chunks = client.chat.completions.create(model="small", messages=CHAT, n=2, max_tokens=LONG, stream=True)
         assert next(iter(chunks)).choices and core.table.count == 2
         chunks.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            impatient.chat.completions.create(model="small", messages=CHAT, n=2, max_tokens=LONG)
-    until = time.monotonic() + 20
+            client.with_options(timeout=2.0).chat.completions.create(model="small", messages=CHAT, n=2, max_tokens=LONG)
+    until = time.monotonic() + 50
     while core.busy and time.monotonic() < until:
         time.sleep(0.01)
     assert not core.busy and core.table.count == 0 and core.counters.generated_tokens < 2 * LONG

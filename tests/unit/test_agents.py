@@ -1,7 +1,6 @@
 """Conversations with tools: ids kept verbatim, exact masks, limits, errors as replies."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +161,9 @@ def test_a_mask_of_another_length_is_refused():
 
 
 def test_sixty_four_conversations_run_at_once(tokenizer: Any, tool_file: Path):
-    engine = Scripted(tokenizer, [call("add", a=2, b=3), "5<|im_end|>"], delay=0.02)
-    begin = time.perf_counter()
+    engine = Scripted(tokenizer, [call("add", a=2, b=3), "5<|im_end|>"], together=64)
     ts = converse(agents(tokenizer, tool_file), engine, n=64)
     assert len(ts) == 64 and engine.most == 64
-    assert time.perf_counter() - begin < 30  # a stall, not a speed
 
 
 def test_misspelt_files_and_doubled_names_are_refused(tmp_path: Path, tool_file: Path):

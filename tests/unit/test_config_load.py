@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import needs
 from verl.config import ConfigError, ConfigWarning, RunConfig, SFTConfig, load_config
 from verl.config.check import check_ranks
 from verl.config.load import unread_keys
@@ -51,7 +52,7 @@ def test_values_parse_as_in_hydra(text, value):
 
 
 def test_values_agree_with_hydra_s_own_parser():
-    parser = pytest.importorskip("hydra.core.override_parser.overrides_parser").OverridesParser.create()
+    parser = needs("hydra.core.override_parser.overrides_parser").OverridesParser.create()
     texts = [
         "1",
         "1e-6",
@@ -256,7 +257,7 @@ def test_mistakes_in_a_preset_name_the_line(tmp_path):
 
 
 def test_a_preset_with_defaults_is_composed_by_hydra(tmp_path):
-    pytest.importorskip("hydra")
+    needs("hydra")
     (tmp_path / "base.yaml").write_text("trainer:\n  project_name: p\n")
     text = "defaults: [ppo_trainer, base, _self_]\ntrainer:\n  experiment_name: ${oc.env:VERL_TEST_NAME,e}-1\n"
     (tmp_path / "mine.yaml").write_text(text)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import unavailable
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from verl.data.packing import MicroBatching
 from verl.models.levers import OffloadedActivations, ParameterStorages
@@ -145,7 +146,7 @@ print(before, ask().fordblks)  # bytes that were freed and not given back
 
 def test_memory_that_a_step_freed_is_there_for_the_next():
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        pytest.skip("needs glibc 2.33")
+        unavailable("needs glibc 2.33")
     out = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True).stdout
     before, after = map(int, out.split())
     assert after - before >= 250 << 20

@@ -33,7 +33,7 @@ def slow(x: int) -> str:
     Args:
         x: ignored
     """
-    time.sleep(30)
+    time.sleep(300)
     return "done"
 '''
 
@@ -76,7 +76,7 @@ class Misbehaving(BaseTool):
     ],
 )
 def test_no_tool_ends_the_run(does: str, says: str):
-    tools = {"bad": Misbehaving({"does": does, "timeout": 0.2})}
+    tools = {"bad": Misbehaving({"does": does, "timeout": 0.2 if does == "release hangs" else 60})}
     assert str(asyncio.run(call_tool(tools, "bad", "{}", {}))[0].text).startswith(says)
 
 
@@ -97,7 +97,7 @@ def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path):
     begin = time.perf_counter()
     *hung, added = asyncio.run(many())
     assert added == "3" and set(hung) == {"Error: slow took longer than 0.05 seconds"}
-    assert time.perf_counter() - begin < 15
+    assert time.perf_counter() - begin < 100  # a call takes 300
 
 
 @pytest.mark.parametrize(
