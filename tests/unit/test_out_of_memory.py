@@ -9,10 +9,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from tests.ranks import run_ranks
+from verl.config import load_config
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.utils.errors import ConfigError
-from verl.workers.engine.memory import ran_out
+from verl.workers.engine.memory import Overflow, TokenLimit, ran_out
+from verl.workers.engine.mesh import Ranks
+from verl.workers.training import SFT, micro_batching
 
 STEPS = 3
 
@@ -110,7 +113,43 @@ def test_the_budget_halves_until_it_fits_and_long_sequences_run_alone(folder, ca
     with caplog.at_level(logging.WARNING):
         engine.forward_backward(batch, SquaredLogprob())
     assert refused == sorted(refused, reverse=True) and engine.train_limit.tokens < longest
-    assert f"_max_token_len_per_gpu={engine.train_limit.tokens}" in caplog.text
+    first, *_, last = [record.getMessage() for record in caplog.records]
+    assert f". Setting *max_token_len_per_gpu={batch.num_tokens // 2} saves" in first
+    assert last.endswith(f"at most {engine.train_limit.tokens} tokens per micro-batch from now on")  # no key may say it
+
+
+@pytest.mark.parametrize(
+    ("size", "sharers", "advice"),
+    [
+        ({"data.max_token_len_per_gpu": 100}, 1, "Setting data.max_token_len_per_gpu=25 saves the restart"),
+        ({"data.max_token_len_per_gpu": 50}, 2, "Setting data.max_token_len_per_gpu=12 saves the restart"),
+        (
+            {"data.use_dynamic_bsz": False},
+            2,
+            "Setting data.use_dynamic_bsz=True and data.max_token_len_per_gpu=12 saves the restart",
+        ),
+    ],
+)
+def test_the_advice_names_the_key_that_decides_and_what_it_counts_on_one_rank(size, sharers, advice, caplog):
+    keys = [f"{key}={value}" for key, value in {"data.max_length": 50, **size}.items()]
+    micro = micro_batching(load_config(keys, config_name="sft_trainer").data, SFT, sharers)
+    limit = TokenLimit(Ranks(sequence_size=sharers), torch.device("cpu"), "training")
+    found = iter([Overflow(50, 6, "no memory"), None])
+    with caplog.at_level(logging.WARNING):
+        limit.fit(random_batch(), micro, lambda _: (None, next(found)), lambda: None)
+    assert advice in caplog.text
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_levers_that_are_pulled_already_are_no_advice(folder, checkpointing):
+    engine = build_engine(folder, model={"enable_gradient_checkpointing": checkpointing})
+    limit_memory(engine, "layer", most=3)
+    with pytest.raises(ConfigError, match=r"training the language model ran out.*data\.max_length") as training:
+        engine.forward_backward(random_batch(), SquaredLogprob())
+    with pytest.raises(ConfigError, match="the forward pass of the language model") as forward:
+        engine.forward(random_batch())
+    assert ("enable_gradient_checkpointing" in str(training.value)) is not checkpointing
+    assert "enable_gradient_checkpointing" not in str(forward.value)
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_that_says_so(folder):

@@ -1,7 +1,7 @@
 """Micro-batches: which sequences go through the model together."""
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl.data.batch import Batch
 from verl.data.prefixes import prompt_groups, prompt_lengths
@@ -21,6 +21,7 @@ class MicroBatching:
     max_sequences: int | None = None
     plan: tuple[tuple[int, ...], ...] | None = None
     share_prefixes: bool = False
+    setting: str = field(default="*max_token_len_per_gpu", compare=False)  # what one sets for `max_tokens` of a rank
 
     def __post_init__(self) -> None:
         for name, limit in (("max_tokens", self.max_tokens), ("max_sequences", self.max_sequences)):

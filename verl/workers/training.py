@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import TokenLoss
 from verl.checkpoint_engine.ends import End
-from verl.config.base import Section
+from verl.config.base import PATH, Section
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
@@ -113,9 +113,12 @@ def micro_batching(
     are the ranks that hold a micro-batch together.
     """
     flag, size, budget = keys
+    path = section.__dict__.get(PATH, "*")
+    setting = f"{path}.{budget}"
     if section[flag] or section[size] is None:
-        return MicroBatching(max_tokens=section[budget] * sharers, share_prefixes=share_prefixes)
-    return MicroBatching(max_sequences=section[size], share_prefixes=share_prefixes)
+        return MicroBatching(section[budget] * sharers, share_prefixes=share_prefixes, setting=setting)
+    setting = f"{path}.{flag}=True and {setting}"
+    return MicroBatching(max_sequences=section[size], share_prefixes=share_prefixes, setting=setting)
 
 
 class MiniBatches:

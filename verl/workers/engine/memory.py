@@ -55,8 +55,8 @@ class TokenLimit:
     All ranks learn the same limit: the smallest that any of them needs.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, what: str):
-        self.ranks, self.device, self.what = ranks, device, what
+    def __init__(self, ranks: Ranks, device: torch.device, what: str, levers: str = ""):
+        self.ranks, self.device, self.what, self.levers = ranks, device, what, levers
         self.tokens: int | None = None
         self.restarts = 0
 
@@ -76,7 +76,7 @@ class TokenLimit:
             del result
             forget()
             get_platform().empty_cache()
-            self._learn(allowed, overflow)
+            self._learn(allowed, overflow, micro.setting if allowed >= max(batch.lengths.tolist(), default=0) else "")
 
     def within(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
         """`micro`, or a plan of its own for this shard where that could ask for more than the limit.
@@ -99,21 +99,20 @@ class TokenLimit:
             metrics.min("micro_batch_token_limit", self.tokens)
             metrics.max("out_of_memory_restarts", self.restarts)
 
-    def _learn(self, allowed: int, overflow: Overflow | None) -> None:
+    def _learn(self, allowed: int, overflow: Overflow | None, setting: str) -> None:
         seen = "" if overflow is None else f": {overflow.tokens} tokens did not fit ({overflow.message})"
         if allowed == 0:
             alone = overflow is not None and overflow.allowed == 0
             raise ConfigError(
-                f"{self.what} ran out of memory on one sequence alone{seen if alone else ' on another rank'}. Shorten "
-                f"data.max_prompt_length or max_response_length, turn on model.enable_gradient_checkpointing, share "
-                f"sequences (ulysses_sequence_parallel_size) or parameters over more ranks, or offload"
+                f"{self.what} ran out of memory on one sequence alone{seen if alone else ' on another rank'}. Keep "
+                f"sequences shorter (data.max_prompt_length and max_response_length, or data.max_length), {self.levers}"
+                f"share sequences (ulysses_sequence_parallel_size) or parameters over more ranks, or offload"
             )
         self.tokens, self.restarts = allowed, self.restarts + 1
         logger.warning(
-            "%s ran out of memory%s; starting again with at most %d tokens per micro-batch from now on. "
-            "Setting *_max_token_len_per_gpu=%d saves the restart",
+            "%s ran out of memory%s; starting again with at most %d tokens per micro-batch from now on%s",
             self.what,
             seen or " on another rank",
             allowed,
-            allowed,
+            setting and f". Setting {setting}={allowed // self.ranks.sequence_size} saves the restart",
         )

@@ -90,8 +90,10 @@ class TorchEngine(BaseEngine):
         self.flops = FlopCounts.of(self.model)
         hold_in(self.model, self.precision.held)
         self.weights = self._hold()
-        self.forward_limit = TokenLimit(self.ranks, self.device, "the forward pass")
-        self.train_limit = TokenLimit(self.ranks, self.device, "training")
+        kind = f"the {'' if self.trains else 'frozen '}{'value' if self.has_value_head else 'language'} model"
+        levers = "" if self.model_config.enable_gradient_checkpointing else "turn on enable_gradient_checkpointing, "
+        self.forward_limit = TokenLimit(self.ranks, self.device, f"the forward pass of {kind}")
+        self.train_limit = TokenLimit(self.ranks, self.device, f"training {kind}", levers)
         if self.trains:
             assert self.optimizer_config is not None
             self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
