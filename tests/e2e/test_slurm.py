@@ -1,7 +1,9 @@
 """scripts/slurm/slurm_script.sh for real: SLURM on loopback with two made-up nodes, and a Ray cluster over them."""
 
+import contextlib
 import fcntl
 import os
+import random
 import re
 import shutil
 import socket
@@ -52,14 +54,13 @@ PartitionName=all Nodes=fake[1-2] Default=YES MaxTime=INFINITE State=UP OverSubs
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports below those that the system gives to connections and servers of its own choice, here 32768 and more."""
+    found = []
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+    return found[:count]
 
 
 class Cluster:

@@ -65,9 +65,8 @@ class Rank:
             dist.init_process_group(backend(), rank=self.rank, world_size=self.world_size, store=store, timeout=TIMEOUT)
 
 
-def end_with_parent() -> None:
-    """From now on this process ends when the one that started it has, which would have ended it."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """From now on this process ends when `parent` has, the one that started it, which would have ended it."""
 
     def watch() -> None:
         while os.getppid() == parent:

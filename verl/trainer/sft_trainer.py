@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    parent = os.getppid()  # before the imports: whoever ends while they take their seconds is not noticed after them
     from verl.runtime.torchrun import Rank, end_rank, end_with_parent
     from verl.trainer.launch import missing_ranks, start_ranks
 
@@ -38,7 +39,7 @@ def _run(arguments: list[str]) -> int:
         if count := missing_ranks(config):
             return start_ranks(count, arguments)
         if is_one_of_many := Rank.of_environment().world_size > 1:
-            end_with_parent()
+            end_with_parent(parent)
         run_sft(config)
     except VerlError:
         if os.environ.get("RANK", "0") != "0":
