@@ -19,7 +19,7 @@ from tests.engine_cases import (
 from verl.config import HFModelConfig
 from verl.data.packing import MicroBatching
 from verl.models.float64 import keep_float64
-from verl.models.load import load_tokenizer
+from verl.models.load import load_tokenizer, load_value_model
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.engine.forwards import within_caches
 from verl.workers.rollout.native_engine import changes
@@ -315,8 +315,17 @@ def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):
         build_engine(tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"model\.external_lib=nowhere: importing nowhere failed"):
         build_engine(folder, model={"external_lib": "nowhere"})
+    with pytest.raises(ConfigError, match=r"libs/mine\.py is a file, not a module; write mine"):
+        build_engine(folder, model={"external_lib": "libs/mine.py"})
     with pytest.raises(ConfigError, match="empty holds no tokenizer with a vocabulary"):
         load_tokenizer(HFModelConfig(path=str(tmp_path / "empty")))
+
+
+@pytest.mark.parametrize("structure_only", [False, True])
+def test_a_family_whose_value_head_has_another_name_is_no_critic_on_any_rank(tmp_path, structure_only):
+    save_tiny_model(tmp_path, AutoConfig.for_model("gpt_neox", **SHAPE))
+    with pytest.raises(ConfigError, match="'gpt_neox' has no linear head named score; it cannot be a critic"):
+        load_value_model(tmp_path, structure_only=structure_only)
 
 
 def test_a_token_that_the_model_has_no_embedding_for_is_named(folder):

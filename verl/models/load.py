@@ -1,6 +1,7 @@
 """Models and tokenizers from a local folder: never from the network, never with code from the folder."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,10 +152,7 @@ def load_value_model(
     config.num_labels = 1
     config.classifier_dropout = 0.0
     kind = AutoModelForTokenClassification
-    model = _load(kind, path, config, dtype, init_random, structure_only, may_lack=("score.",))
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ConfigError(f"{type(model).__name__} has no linear head named score; it cannot be a critic")
-    return model
+    return _load(kind, path, config, dtype, init_random, structure_only, may_lack=("score.",))
 
 
 def _load(
@@ -171,9 +169,10 @@ def _load(
         raise ConfigError(
             f"model family {config.model_type!r} of {folder} has no {auto_class.__name__} in transformers"
         )
+    if may_lack and not isinstance(getattr(_structure(auto_class, config, dtype), "score", None), nn.Linear):
+        raise ConfigError(f"model family {config.model_type!r} has no linear head named score; it cannot be a critic")
     if structure_only:
-        with torch.device("meta"):
-            model, lacking = auto_class.from_config(config, dtype=dtype), []
+        model, lacking = _structure(auto_class, config, dtype), []
     elif init_random:
         model = auto_class.from_config(config, dtype=dtype)
         lacking = list(may_lack)
@@ -185,6 +184,12 @@ def _load(
     if not family_of(model.config).padded_because:
         make_packed(model)  # also for padded runs: the library's own attention may drop soft caps and sinks
     return model.eval()
+
+
+def _structure(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without storage."""
+    with torch.device("meta"):
+        return auto_class.from_config(copy.deepcopy(config), dtype=dtype)
 
 
 @contextlib.contextmanager

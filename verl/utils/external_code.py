@@ -43,6 +43,11 @@ def load_module(path: str, key: str) -> ModuleType:
 def import_external(names: str | Sequence[str] | None) -> None:
     """Let the modules of `model.external_lib` register what they bring."""
     for name in [names] if isinstance(names, str) else names or ():
+        if "/" in name or name.endswith(".py"):
+            raise ConfigError(
+                f"model.external_lib={names}: {name} is a file, not a module; write {Path(name).stem}, with its folder "
+                f"in PYTHONPATH"
+            )
         _import(name, f"model.external_lib={names}")
 
 
