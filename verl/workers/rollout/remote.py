@@ -80,14 +80,11 @@ class RemoteEngine(CopyingEngine):
             self._waiting[self._next] = future
             if tell is not None:
                 self._followers[self._next] = tell
-            if self._ended:
-                self._fail_all()
-                return future
-            try:
-                self._socket.sendall(frame([self._next, method, arguments]))
-            except OSError:
-                self._ended = True
-        if self._ended:
+            ended = self._ended
+            if not ended:
+                with contextlib.suppress(OSError):  # the reader will learn it, after the answers that are there
+                    self._socket.sendall(frame([self._next, method, arguments]))
+        if ended:
             self._fail_all()
         return future
 
@@ -96,7 +93,8 @@ class RemoteEngine(CopyingEngine):
 
     def _read(self) -> None:
         """Consumes replies in a thread of its own; ends with the server."""
-        with self._socket.makefile("rb") as replies:
+        # a server that ends with calls unread resets the connection
+        with self._socket.makefile("rb") as replies, contextlib.suppress(ConnectionError):
             while len(size := replies.read(HEADER)) == HEADER:
                 number, well, result = unpack(replies.read(int.from_bytes(size, "little")))
                 if well is None:
@@ -108,7 +106,8 @@ class RemoteEngine(CopyingEngine):
                     future.set_result(result)
                 else:
                     future.set_exception(self._raised(*result))
-        self._ended = True
+        with self._lock:
+            self._ended = True
         self._fail_all()
 
     def _raised(self, kind: str, message: str) -> VerlError:
@@ -118,10 +117,10 @@ class RemoteEngine(CopyingEngine):
         return found(message) if found and found is not WorkerError else self._failure("generate", message)
 
     def _fail_all(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            if not future.done():
-                future.set_exception(self._failure("generate", self._obituary()))
+            future.set_exception(self._failure("generate", self._obituary()))
 
     def _failure(self, method: str, message: str) -> WorkerError:
         return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}")
@@ -143,7 +142,7 @@ class RemoteEngine(CopyingEngine):
         loop = asyncio.get_running_loop()
 
         def tell(*news: Any) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(receive, *news)
 
         return await self._answered(request, self._call("stream", tell, request=request))
