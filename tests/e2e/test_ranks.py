@@ -78,9 +78,12 @@ def test_two_ranks_sample_and_learn_what_one_does(folder: Path, job: str):
         assert values.keys() == theirs[step].keys()
         assert theirs[step].get("rollout/generated_tokens") == values.get("rollout/generated_tokens")
         for name, value in values.items():
-            if name.startswith("rollout/"):  # forwards and occupancy are about how many ranks answered
+            if name.startswith(("rollout/", "global_seqlen/")):  # about how many ranks answered, and trained on what
                 continue
             assert theirs[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+        for found in (values, theirs[step]) if "actor/loss" in values else ():
+            low, high, mean = (found[f"global_seqlen/{name}"] for name in ("balanced_min", "balanced_max", "mean"))
+            assert low <= high and low + high == pytest.approx(2 * mean)
 
 
 def assert_same_answers(folder: Path, steps: int) -> None:

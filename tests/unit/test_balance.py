@@ -7,6 +7,7 @@ import torch
 from verl.data.balance import Shard, costs_of, spread
 from verl.data.batch import Batch, cumulative
 from verl.data.packing import MicroBatching
+from verl.trainer.metrics import balance_metrics
 from verl.utils.errors import ConfigError
 
 ATTENTION = 3000.0
@@ -171,3 +172,10 @@ def test_the_plan_is_the_same_wherever_it_is_made():
 def test_attention_makes_long_sequences_dearer_than_their_tokens():
     assert costs_of([1000, 3000], ATTENTION).tolist() == [1000 + 1000 / 3, 6000.0]
     assert costs_of([1000], float("inf")).tolist() == [1000.0]
+
+
+def test_the_tokens_of_ranks_are_reported_in_order_and_as_dealt():
+    found = balance_metrics([5, 7, 1, 1, 2], [8.0, 8.0])
+    expected = {"min": 3, "max": 13, "minmax_diff": 10, "mean": 8, "balanced_min": 8, "balanced_max": 8}
+    assert found == {f"global_seqlen/{name}": value for name, value in expected.items()}
+    assert "global_seqlen/balanced_min" not in balance_metrics([5, 7], [0.0])  # a step without an update

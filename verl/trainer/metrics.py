@@ -1,6 +1,7 @@
 """What a batch looked like, under the metric names of the public surface."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,10 +33,22 @@ def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int)
     out["response/aborted_ratio"] = float((response == 0).double().mean())
     out.update(mean_max_min("prompt_length", prompt))
     out["prompt_length/clip_ratio"] = float((prompt >= max_prompt_length).double().mean())
-    lengths = batch.lengths.double()
-    out["global_seqlen/min"], out["global_seqlen/max"] = float(lengths.min()), float(lengths.max())
-    out["global_seqlen/mean"] = float(lengths.mean())
     return out
+
+
+def balance_metrics(lengths: Sequence[int], dealt: Sequence[float]) -> dict[str, float]:
+    """global_seqlen/{min,max,minmax_diff,mean,balanced_min,balanced_max}: tokens of a step on one data-parallel rank.
+
+    As they would be with the sequences in order, equally many per rank; `balanced_` as they were `dealt` out in the
+    update, nothing without one.
+    """
+    ranks = len(dealt)
+    edges = [-(-len(lengths) * rank // ranks) for rank in range(ranks + 1)]
+    plain = [float(sum(lengths[start:stop])) for start, stop in pairwise(edges)]
+    out = {"min": min(plain), "max": max(plain), "minmax_diff": max(plain) - min(plain), "mean": sum(plain) / ranks}
+    if any(dealt):
+        out["balanced_min"], out["balanced_max"] = min(dealt), max(dealt)
+    return {f"global_seqlen/{name}": value for name, value in out.items()}
 
 
 def prompt_and_response_lengths(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ class Actor:
         first_logprobs = torch.zeros(batch.num_tokens)
         token_rows = torch.arange(batch.num_tokens)
         numbered = batch.with_columns(token_rows=token_rows)
+        self.ranks.dealt[:] = 0
         for _, mini in self.mini_batches.cut(numbered, step):
             mini = weighted(mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length)
             learnt, outputs = self.ranks.update(mini, self.train_micro, self.temperature)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class Dispatch:
         self.has_dropout: bool = facts["has_dropout"]
         self.attention_length: float = facts["attention_length"]
         self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, the highest of any rank
+        self.dealt = np.zeros(group.layout.dp)  # tokens that each rank was given in updates, until somebody empties it
 
     def forward(
         self, batch: Batch, names: tuple[str, ...], micro: MicroBatching, temperature: float
@@ -41,6 +43,7 @@ class Dispatch:
         """One optimiser step on all ranks; metrics of the whole batch, and the loss's model outputs (T,)."""
         shards = self.shards(batch, micro)
         results = self.group.scatter("update", self.works(batch, shards), temperature)
+        self.dealt += [batch.lengths[list(shard.rows)].sum() for shard in shards]
         metrics = Metrics()
         for learnt, _ in results:
             metrics.merge(learnt)

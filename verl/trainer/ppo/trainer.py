@@ -17,7 +17,7 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
 from verl.runtime.group import WorkerGroup
-from verl.trainer.metrics import data_metrics, mismatch_metrics, turn_metrics
+from verl.trainer.metrics import balance_metrics, data_metrics, mean_max_min, mismatch_metrics, turn_metrics
 from verl.trainer.ppo.sources import Collected, SyncSource
 from verl.utils.errors import RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
@@ -160,15 +160,15 @@ class PPOTrainer:
         config = self.config
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
+        dealt = self.actor.ranks.dealt / config.actor_rollout_ref.actor.ppo_epochs
+        out.update(balance_metrics(batch.lengths.tolist(), dealt.tolist()))
         out.update(turn_metrics(collected.trajectories))
         bypassed = config.algorithm.rollout_correction.bypass_mode  # nothing to compare the rollout's with
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
         out.update({f"rollout/{name}": value for name, value in collected.engine_stats.items()})
         versions = batch["policy_versions"].double()
-        staleness = self.version - 1 - versions[:, 0]
-        out["training/off_policy/trajectory_staleness/mean"] = float(staleness.mean())
-        out["training/off_policy/trajectory_staleness/max"] = float(staleness.max())
+        out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))
         out["reward/errors"], out["reward/abstained"] = collected.num_reward_errors, collected.num_abstained
         out["training/global_step"], out["training/epoch"] = self.global_step, self.source.prompts.epoch
         unhealthy = [
