@@ -349,6 +349,15 @@ def test_a_busy_event_loop_does_not_make_async_calls_late():
     assert [s.value for s in scores] == [1.0, 1.0, 1.0]
 
 
+def test_a_process_that_was_stopped_has_not_blocked_its_loop(clock):
+    async def function(**_):
+        clock[0] += 1000
+        await asyncio.sleep(0.7)
+        return 1.0
+
+    assert score(wrap(function, timeout_s=5))[0].value == 1.0
+
+
 def test_an_async_function_that_blocks_its_loop_for_good_is_named(monkeypatch):
     monkeypatch.setattr("verl.rewards.calls._ASYNC_SLICE_S", 0.1)
     release = threading.Event()

@@ -162,15 +162,16 @@ class _Loop:
         self._function = function
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._beat = time.monotonic()
+        self._beat = 0  # slices in which tasks came to their turn
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
-        self._beat = time.monotonic()
         future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
-        waiting = asyncio.wrap_future(future)
+        waiting, beat, silence = asyncio.wrap_future(future), self._beat, 0.0
         while not waiting.done():
             await asyncio.wait({waiting}, timeout=_SLICE_S)
-            self._check_beat(waiting)
+            # Slices, not the time that passed: a process that was stopped for a while has not been silent.
+            silence, beat = (silence + _SLICE_S if self._beat == beat else 0.0), self._beat
+            self._check_silence(waiting, silence)
         return waiting.result()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -179,8 +180,7 @@ class _Loop:
             threading.Thread(target=self._loop.run_forever, name="async reward", daemon=True).start()
         return self._loop
 
-    def _check_beat(self, waiting: asyncio.Future[list[Outcome]]) -> None:
-        silence = time.monotonic() - self._beat
+    def _check_silence(self, waiting: asyncio.Future[list[Outcome]], silence: float) -> None:
         # Tasks beat every slice, so a silent loop is blocked by the function itself, which no await can interrupt.
         if not waiting.done() and self._timeout_s is not None and silence > self._timeout_s + 4 * _ASYNC_SLICE_S:
             raise TooManyHangingCallsError(
@@ -198,7 +198,7 @@ class _Loop:
         while not task.done():
             # Only the slice counts, not the time that passed: a loop held up by others makes no call late.
             await asyncio.wait({task}, timeout=step)
-            self._beat = time.monotonic()
+            self._beat += 1
             if left is not None:
                 left -= step
                 if left <= 0 and not task.done():
