@@ -181,10 +181,12 @@ class SGLangEngine(CopyingEngine):
 
     async def abort(self, request_id: int | None = None) -> None:
         wanted = set(self._in_flight) if request_id is None else {request_id} & self._in_flight
+        what: list[dict[str, Any]] = [{"abort_all": True}] if request_id is None and wanted else []
         while left := wanted & self._in_flight:  # one that is still on its way is not aborted by the first call
-            for number in left:  # SGLang aborts every request whose name begins so
-                await self.client.call("POST", "/abort_request", {"rid": f"{number}:"})
-            await asyncio.sleep(0.01)
+            for chosen in what or [{"rid": f"{number}:"} for number in left]:  # every request whose name begins so
+                await self.client.call("POST", "/abort_request", chosen)
+            what = []  # again, it could end what was begun since
+            await asyncio.sleep(0.05)
 
     async def begin_update(self) -> None:
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
