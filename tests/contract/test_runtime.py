@@ -28,15 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class Counter:
     def __init__(self) -> None:
-        self.total = self.at_gate = 0
-        self.gate_is_open = False
+        self.reset()
 
     def add(self, number: int, times: int = 1) -> int:
         self.total += number * times
         return self.total
 
     def reset(self) -> None:
-        self.total = 0
+        self.total = self.at_gate = 0
+        self.gate_is_open = False
 
     def fail(self) -> None:
         raise LookupError("broken on purpose")
@@ -184,6 +184,7 @@ def test_an_argument_that_cannot_travel_reaches_no_rank(processes: ProcessGroup)
 
 
 def test_coroutines_run_beside_each_other_and_calls_between_them(processes: ProcessGroup):
+    processes.broadcast("reset")
     waiting = processes.post(0, "pass_gate", [(), (), ()])
     assert processes.broadcast("rank") == [0, 1]
     assert not any(call.done() for call in waiting)
