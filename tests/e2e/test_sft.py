@@ -279,7 +279,16 @@ class FourRows:
 def test_the_metrics_have_their_public_names_and_validation_runs_at_the_end(folder: Path):
     train(folder, "run", "trainer.total_training_steps=2")
     rows = jobs.metrics(folder, "run")
-    names = {"loss", "lr", "grad_norm", "global_tokens", "total_tokens(B)", "perf/throughput", "mfu"}
+    names = {
+        "loss",
+        "lr",
+        "grad_norm",
+        "global_tokens",
+        "total_tokens(B)",
+        "perf/throughput",
+        "perf/cpu_memory_used_gb",
+        "mfu",
+    }
     assert {f"train/{name}" for name in names} <= rows[1].keys()
     assert "val/loss" not in rows[1] and "val/loss" in rows[2]
     total = rows[1]["train/global_tokens"] + rows[2]["train/global_tokens"]

@@ -46,6 +46,13 @@ def rank_run(folder: Path, run: str, *extra: str) -> dict[str, float]:
     return run_sft(config(folder, run, *extra))
 
 
+def rank_that_needs_more(folder: Path) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        needs = {"perf/cpu_memory_used_gb": 1000.0 * (dist.get_rank() + 1)}
+        patch.setattr("verl.workers.training.memory_metrics", lambda *_: needs)
+        return rank_run(folder, "run", "trainer.total_training_steps=1")["train/perf/cpu_memory_used_gb"]
+
+
 def weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     files = (folder / run / f"global_step_{step}" / "huggingface").glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -189,6 +196,10 @@ def test_a_mistake_that_only_one_rank_meets_is_not_swallowed(
     monkeypatch.setenv("RANK", "1")
     assert sft_trainer.main([]) == 2 and len(waited) == 1
     assert capsys.readouterr().err == "error: rows.jsonl does not exist on this machine\n"
+
+
+def test_memory_is_that_of_the_rank_that_needs_most(folder: Path):
+    assert run_ranks(2, rank_that_needs_more, folder) == [2000.0, 2000.0]
 
 
 def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):

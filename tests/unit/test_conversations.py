@@ -280,3 +280,9 @@ def test_a_dataset_class_of_the_user_is_used_and_its_padding_dropped(tmp_path: P
     assert len(data) == 2
     (item,) = data[1]
     assert item.tokens.tolist() == [1, 7, 8] and item.loss_mask.tolist() == [False, False, True]
+
+    def digest(content: str) -> str:
+        (tmp_path / "read.parquet").write_text(content)
+        return load_conversations(str(tmp_path / "read.parquet"), make_tokenizer("abc"), config).digest
+
+    assert digest("one") == digest("one") != digest("two")  # a resumed run would count other rows

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import SFTDataConfig
 from verl.data.chat import Message, PromptTemplate, read_messages
-from verl.data.rows import FileRows
+from verl.data.rows import FileRows, file_digest
 from verl.data.trajectory import Trajectory
 from verl.data.turns import Piece, Tokens, TurnTokenizer
 from verl.utils.errors import ConfigError, DataError
@@ -200,7 +201,8 @@ class CustomConversations:
         self._items = cls(
             parquet_files=given, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
         )
-        self.digest = hashlib.sha256(f"{path} {self._name} {given} {len(self)}".encode()).hexdigest()
+        contents = [file_digest(Path(file)) for file in given if Path(file).is_file()]
+        self.digest = hashlib.sha256(f"{path} {self._name} {given} {contents} {len(self)}".encode()).hexdigest()
         self.notes: list[str] = []
 
     def __len__(self) -> int:

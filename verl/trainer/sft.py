@@ -24,7 +24,6 @@ from verl.data.conversations import Conversations, load_conversations
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.models.load import load_tokenizer
-from verl.observe.memory import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
@@ -113,7 +112,6 @@ class SFTTrainer:
         metrics["train/total_tokens(B)"] = self.trained_tokens / 1e9
         metrics["train/perf/throughput"] = batch.num_tokens / (timer.seconds["update"] * self.peers.world_size)
         metrics.update(self.mfu(batch, timer.seconds["update"]))
-        metrics.update({f"train/{name}": value for name, value in memory_metrics().items()})
         metrics.update(timer.metrics())
         self.checkpoints.settle_after(partial(self.tracking.log, metrics, self.global_step))
         progress.step(self.global_step, metrics)
