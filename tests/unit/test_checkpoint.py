@@ -76,8 +76,11 @@ def test_only_what_was_asked_for_is_saved_and_the_tokenizerless_config_always(fo
     names = {p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*") if p.is_file()}
     config = {"huggingface/config.json", "huggingface/generation_config.json"}
     assert names == {f"model_{ALONE}.safetensors", "manifest.json", *config}
-    with pytest.raises(CheckpointError, match="optimizer"):
+    with pytest.raises(CheckpointError, match=r"holds model, not optimizer; .*load_contents=\[model\]$"):
         engine.load(tmp_path / "saved", ("model", "optimizer"))
+    engine.save(tmp_path / "merged", ("hf_model",))
+    with pytest.raises(CheckpointError, match=r"holds hf_model, not model; .*model\.path=.*merged/huggingface$"):
+        engine.load(tmp_path / "merged", ("model",))
 
 
 def test_a_shared_module_keeps_its_tensors_when_weights_are_restored(folder, tmp_path):

@@ -265,10 +265,12 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     manifest = read_manifest(folder)
     lacking = [name for name in wanted if name not in manifest["contents"]]
     if lacking:
-        raise CheckpointError(
-            f"{folder} holds {', '.join(manifest['contents'])}, not {', '.join(lacking)}; resume from a checkpoint "
-            f"that does, or leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in lacking)}]"
-        )
+        rest = f"leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in lacking)}]"
+        if "model" in lacking:  # left out, a run would go on from the weights it began with
+            rest = f"begin anew from its Hugging Face folder, if it has one: model.path={folder / HUGGINGFACE}"
+        there = ", ".join(manifest["contents"])
+        missing = f"{folder} holds {there}, not {', '.join(lacking)}"
+        raise CheckpointError(f"{missing}; resume from a checkpoint that does, or {rest}")
     ours = type(engine.optimizer).__name__
     if "optimizer" in wanted and manifest.get("optimizer", ours) != ours:
         raise CheckpointError(
