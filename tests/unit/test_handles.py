@@ -6,13 +6,14 @@ import torch
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
+from verl.config.actor import FORWARD, LOG_PROB, PPO
 from verl.config.load import unread_keys
 from verl.config.run import ActorRolloutRefConfig
 from verl.data.packing import MicroBatching
 from verl.runtime.inline import InlineGroup
 from verl.utils.errors import ConfigError
 from verl.workers.actor import Actor
-from verl.workers.training import FORWARD, LOG_PROB, PPO, EngineWorker, MiniBatches, micro_batching
+from verl.workers.training import EngineWorker, MiniBatches, micro_batching
 
 
 @pytest.fixture(scope="module")

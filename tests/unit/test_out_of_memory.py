@@ -10,12 +10,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from tests.ranks import run_ranks
 from verl.config import load_config
+from verl.config.actor import SFT
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
 from verl.utils.errors import ConfigError
 from verl.workers.engine.memory import Overflow, TokenLimit, ran_out
 from verl.workers.engine.mesh import Ranks
-from verl.workers.training import SFT, micro_batching
+from verl.workers.training import micro_batching
 
 STEPS = 3
 

@@ -9,6 +9,12 @@ from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
+# the keys that cut a pass into micro-batches: whether by tokens, how many sequences, how many tokens
+PPO = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+FORWARD = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+LOG_PROB = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+SFT = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig(Section):

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from verl.config import foreign, schema
+from verl.config.actor import FORWARD, LOG_PROB, PPO
 from verl.config.base import Section
 from verl.config.run import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
@@ -123,18 +124,15 @@ def check_ranks(config: RunConfig, devices: int) -> None:
 def _budgets(config: RunConfig) -> None:
     arr, critic, data = config.actor_rollout_ref, config.critic, config.data
     longest = data.max_prompt_length + data.max_response_length
-    ppo = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
     sharing = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
-    passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *ppo, sharing)]
-    log_prob = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
-    passes.append(("actor_rollout_ref.rollout", arr.rollout, *log_prob, sharing))
+    passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *PPO, sharing)]
+    passes.append(("actor_rollout_ref.rollout", arr.rollout, *LOG_PROB, sharing))
     if uses_reference(config):
         adapted = arr.model.lora_rank > 0 or arr.model.lora_adapter_path is not None  # the actor's engine answers
         own = sharing if adapted else arr.ref.fsdp_config.ulysses_sequence_parallel_size
-        passes.append(("actor_rollout_ref.ref", arr.ref, *log_prob, own))
+        passes.append(("actor_rollout_ref.ref", arr.ref, *LOG_PROB, own))
     if uses_critic(config):
-        forward = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
-        passes += [("critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size) for keys in (ppo, forward)]
+        passes += [("critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size) for keys in (PPO, FORWARD)]
     for role, part, flag, micro, budget, shared in passes:
         if not part[flag] and part[micro] is None:
             raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")

@@ -142,6 +142,7 @@ class JsonFile:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text: {error}") from error
+        self._escapes = _SURROGATE.search(text) is not None
         self._is_array = text.lstrip()[:1] == "["
         self._numbers, self._rows = self._parse_array(text) if self._is_array else self._parse_lines(text)
         self.digest = file_digest(path)
@@ -152,7 +153,7 @@ class JsonFile:
         except json.JSONDecodeError as error:
             raise DataError(f"{self.path} line {error.lineno}: not valid JSON ({error.msg})") from error
         for number, row in enumerate(rows):
-            self._check(row, f"row {number} (the first is 0)", text)
+            self._check(row, f"row {number} (the first is 0)")
         return list(range(len(rows))), rows
 
     def _parse_lines(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
@@ -164,15 +165,15 @@ class JsonFile:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{self.path} line {number}: not valid JSON ({error.msg}): {_short(line)}") from error
-            self._check(row, f"line {number}", line)
+            self._check(row, f"line {number}")
             numbers.append(number)
             rows.append(row)
         return numbers, rows
 
-    def _check(self, row: object, place: str, source: str) -> None:
+    def _check(self, row: object, place: str) -> None:
         if not isinstance(row, dict):
             raise DataError(f"{self.path} {place}: expected an object, found {_short(row)}")
-        if not _SURROGATE.search(source):
+        if not self._escapes:
             return
         try:
             json.dumps(row, ensure_ascii=False).encode()

@@ -16,6 +16,7 @@ import torch
 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
+from verl.config.actor import SFT
 from verl.config.check import check_supported
 from verl.config.load import unread_keys
 from verl.data.balance import spread
@@ -36,7 +37,7 @@ from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import schedule_over
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import SFT, EngineWorker, micro_batching, weighted
+from verl.workers.training import EngineWorker, micro_batching, weighted
 
 T = TypeVar("T")
 

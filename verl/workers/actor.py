@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from verl.algorithms.losses import make_actor_loss
 from verl.config import FSDPOptimizerConfig, RunConfig
+from verl.config.actor import LOG_PROB, PPO
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import LOG_PROB, PPO, EngineWorker, MiniBatches, micro_batching, weighted
+from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
 
 class Actor:

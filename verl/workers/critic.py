@@ -6,13 +6,14 @@ from torch import Tensor
 
 from verl.algorithms.losses import make_value_loss
 from verl.config import RunConfig
+from verl.config.actor import FORWARD, PPO
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
 from verl.workers.actor import schedule_over
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import FORWARD, PPO, EngineWorker, MiniBatches, micro_batching, weighted
+from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
 
 
 class Critic:

@@ -3,12 +3,13 @@
 from torch import Tensor
 
 from verl.config import RunConfig
+from verl.config.actor import LOG_PROB
 from verl.data.batch import Batch
 from verl.models.lora import wants_lora
 from verl.runtime.group import WorkerGroup
 from verl.workers.dispatch import Dispatch
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import LOG_PROB, EngineWorker, WithoutAdapters, micro_batching
+from verl.workers.training import EngineWorker, WithoutAdapters, micro_batching
 
 
 class Reference:

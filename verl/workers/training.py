@@ -21,10 +21,6 @@ from verl.plugin.platform import get_platform
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
 
-PPO = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
-FORWARD = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
-LOG_PROB = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
-SFT = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
 Work = tuple[Batch, MicroBatching]  # what a rank computes on, and in which micro-batches
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import TokenLoss, make_actor_loss, make_value_loss
 from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
+from verl.config.actor import PPO, SFT
 from verl.data.packing import MicroBatching
 from verl.models import lora
 from verl.models.levers import has_dropout
@@ -21,7 +22,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.torch_engine import TorchEngine
-from verl.workers.training import PPO, SFT, micro_batching
+from verl.workers.training import micro_batching
 
 TINY_RANK = 4
 SMALL: dict[str, int] = {

@@ -1,0 +1,90 @@
+"""Transports without the processes that use them: device memory, a plug-in's library, what cannot work."""
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.contract.test_transports import settings
+from verl.checkpoint_engine import broadcast, shared_memory
+from verl.checkpoint_engine.buckets import buckets
+from verl.checkpoint_engine.ends import End, TransportSettings
+from verl.config import load_config
+from verl.trainer.ppo.rollout import build_weight_sync
+from verl.utils.errors import ConfigError, PluginError, TransportError
+
+
+def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.MonkeyPatch):
+    """The device is played by this process: what CUDA's handles would name is looked up in a table."""
+    table: list[Tensor] = []
+
+    def device_half(size: int) -> shared_memory.Half:
+        table.append(torch.zeros(size, dtype=torch.uint8))
+        return shared_memory.Half(table[-1], handle=[len(table) - 1])
+
+    monkeypatch.setattr(shared_memory, "device_identity", lambda: "the one device")
+    monkeypatch.setattr(shared_memory, "device_half", device_half)
+    monkeypatch.setattr(shared_memory, "opened", lambda handle: table[handle[0]])
+    sent = [(f"{n}", torch.randn(50 + n)) for n in range(40)]
+    ends = [shared_memory.SharedMemory(4000, timeout=60) for _ in range(3)]
+    arguments = shared_memory.SharedMemory.build_topology(1, 2, [])
+    place = arguments[0]["place"][0]
+    assert os.stat(place).st_mode & 0o077 == 0
+    arrived: dict[int, list[tuple[str, Tensor]]] = {}
+
+    def receive(number: int) -> None:
+        ends[number].init_process_group(number, place, 2)
+        arrived[number] = [named for piece in ends[number].receive_pieces(0) for named in piece]
+
+    threads = [threading.Thread(target=receive, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    ends[0].init_process_group(0, place, 2)
+    assert ends[0].piece_bytes() == 2000 and not os.path.exists(place)
+    for _ in ends[0].send_pieces(buckets(sent, 2000), torch.bfloat16, 0):
+        pass
+    for thread in threads:
+        thread.join()
+    for number in (1, 2):
+        assert [name for name, _ in arrived[number]] == [name for name, _ in sent]
+        assert all(torch.equal(a, b.bfloat16()) for (_, a), (_, b) in zip(arrived[number], sent, strict=True))
+    assert len(table) == 2  # one per half, used again and again
+    for end in ends:
+        end.finalize()
+
+
+def test_a_library_that_a_plug_in_brings_to_torch_is_used():
+    made = []
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        made.append((rank, size))
+        return broadcast.process_group("gloo", store, rank, size, timeout, broadcast.LOOPBACK)
+
+    dist.Backend.register_backend("acmeccl", create, devices=["cpu"])
+    store = dist.HashStore()
+    group = broadcast.process_group("acmeccl", store, 0, 1, broadcast.timedelta(seconds=60))
+    assert made == [(0, 1)] and group.size() == 1
+    with pytest.raises(ConfigError, match=r"no process groups of 'nobodyccl' in this torch"):
+        broadcast.process_group("nobodyccl", store, 0, 1, broadcast.timedelta(seconds=60))
+
+
+def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(PluginError, match=r"unknown checkpoint engine 'nixl'; known: .*naive"):
+        settings("nixl", tmp_path).transport()
+    with pytest.raises(ConfigError, match=r"engine_kwargs.file.folder=DIR"):
+        End().open(TransportSettings("file", 1, {}))
+    nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
+    with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: rollout.name=native samples where"):
+        load_config([nccl])
+    config = load_config([nccl, "actor_rollout_ref.rollout.name=vllm"])
+    here = SimpleNamespace(group=SimpleNamespace(worker=nn.Identity()), model=None)
+    with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: with rollout.name=vllm"):
+        build_weight_sync(config, here, SimpleNamespace())
+    with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):
+        shared_memory.SharedMemory(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)
