@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import importlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ WAITING = {
 
 
 def names_read() -> set[str]:
-    """Every attribute and string in the package outside verl/config."""
+    """Every attribute and string in the package outside verl/config, and the key names it imports from there."""
     found: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
         if PACKAGE / "config" not in file.parents:
@@ -30,6 +31,10 @@ def names_read() -> set[str]:
                     found.add(node.attr)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.add(node.value)
+                elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("verl.config"):
+                    for name in node.names:
+                        value = getattr(importlib.import_module(node.module), name.name, None)
+                        found.update(value if isinstance(value, tuple) else ())
     return found
 
 
