@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 
 def main():
@@ -17,6 +18,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=32, help="width, a multiple of 32")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     torch.manual_seed(options.seed)
     config = Qwen3Config(

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import ROOT
 from verl.cli import VERBS
 from verl.config import load_config
+from verl.utils.external_code import load_object
 
 PRESETS = {"sft": "sft_trainer", "sft_trainer": "sft_trainer", "eval": "evaluation", "main_eval": "evaluation"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,3 +66,14 @@ def test_the_index_names_every_page():
     named = set(links(ROOT / "docs" / "index.md"))
     pages = {page for page in PAGES[1:] if "adr" not in page.parts and page.name != "index.md"}
     assert pages - named == set()
+
+
+def test_the_reward_of_the_tutorial_tells_wrong_answers_apart_by_nothing(tmp_path: Path):
+    """Where length alone tells them apart, a group without a right answer learns to say nothing."""
+    code = re.search(r"^```python\n(# my_reward\.py\n.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert code
+    (tmp_path / "my_reward.py").write_text(code[1])
+    reward = load_object(str(tmp_path / "my_reward.py"), "compute_score", "reward.custom_reward_function.path")
+    scores = [reward("quickstart/addition", answer, "12")["score"] for answer in ("", "13", "4+8=12,0+0+1=2;21")]
+    assert scores[0] == scores[1] == scores[2]
+    assert reward("", "4+8=12;12", "12")["score"] > reward("", "4+8=12,0+0+1=1;12", "12")["score"] > scores[0]
