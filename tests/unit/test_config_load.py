@@ -214,6 +214,9 @@ def test_a_size_over_all_devices_is_shared_by_them():
     assert not config.actor_rollout_ref.actor.use_dynamic_bsz
     with pytest.raises(ConfigError, match=r"16 .*3"):
         load_config([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=3", "data.train_batch_size=3"])
+    for wrong in ("abc", "2.5", "0"):
+        with pytest.raises(ConfigError, match=f"={wrong} must be a whole number of sequences, at least 1"):
+            load_config([f"{ACTOR}.ppo_micro_batch_size={wrong}"])
 
 
 @pytest.mark.filterwarnings("ignore::verl.config.ConfigWarning")

@@ -8,7 +8,7 @@ from test_prompts import row, write
 
 from verl.config import DataConfig
 from verl.data.prompts import load_prompts
-from verl.data.sampler import PromptSampler
+from verl.data.sampler import PromptSampler, warn_of_rows_left_over
 from verl.utils.errors import ConfigError, DataError
 
 
@@ -44,6 +44,12 @@ def test_an_incomplete_last_batch_is_dropped_and_counted(tmp_path):
     assert sampler.steps_per_epoch(4) == 2
     assert [indices(sampler.take(4)) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
     assert (sampler.epoch, sampler.dropped) == (1, 2)
+
+
+@pytest.mark.parametrize(("rows", "shuffle", "said"), [(10, False, True), (10, True, False), (8, False, False)])
+def test_rows_that_no_epoch_reaches_are_said(caplog, rows, shuffle, said):
+    warn_of_rows_left_over(rows, 4, shuffle)
+    assert ("the last 2 of 10 rows fill no batch of data.train_batch_size=4" in caplog.text) == said
 
 
 def test_a_dataset_smaller_than_a_batch_is_an_error_at_once(tmp_path):

@@ -295,7 +295,6 @@ def refusal(folder, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "fsdp", "offload_policy": True}, "offload_policy is FSDP2's"),
         ({"fsdp_size": 3}, "fsdp_config.fsdp_size=3 does not divide 4 ranks; use one of 1, 2, 4"),
         ({"wrap_policy": WrapPolicyConfig(transformer_layer_cls_to_wrap=["Layer"])}, "to some of: .*Qwen3DecoderLayer"),
     ],
@@ -303,3 +302,9 @@ def refusal(folder, settings: dict[str, Any]) -> str:
 def test_what_cannot_be_sharded_is_refused_with_what_can(folders, settings, message):
     for text in run_ranks(4, refusal, folders[0], settings):
         assert re.search(message, text)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_policy_of_fsdp2_is_refused_under_fsdp1(folders, ranks):
+    for text in run_ranks(ranks, refusal, folders[0], {"strategy": "fsdp", "offload_policy": True}):
+        assert "offload_policy is FSDP2's" in text

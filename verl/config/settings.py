@@ -129,7 +129,12 @@ class Settings:
             devices = flat["trainer.nnodes"] * (flat["trainer.n_gpus_per_node"] or 1)
             engine = "fsdp" if role == "critic" else "fsdp_config"
             groups = max(devices // flat[f"{role}.{engine}.ulysses_sequence_parallel_size"], 1)
-            if not isinstance(value, int) or value <= 0 or value % groups:
+            if not isinstance(value, int) or value <= 0:
+                raise ConfigError(
+                    f"{path}={value} must be a whole number of sequences, at least 1; it is an old spelling, "
+                    f"for all devices together, of {target}"
+                )
+            if value % groups:
                 raise ConfigError(f"{path}={value} cannot be shared by {groups} ranks; set {target} instead")
             key = schema.keys(self.root)[target]
             self._set(key, target, value // groups, f"{origin} through {path} / {groups} ranks", None, path)

@@ -1,5 +1,6 @@
 """The order in which prompts are trained on: shuffled per epoch from a seed, and resumed exactly."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,16 @@ import numpy as np
 from verl.data.prompts import PromptDataset, PromptRow
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_rows_left_over(num_rows: int, batch_size: int, shuffle: bool) -> None:
+    """Without a shuffle the rows that fill no whole batch are the same in every epoch."""
+    left = num_rows % batch_size
+    if left and not shuffle:
+        text = "data.shuffle=False: the last %d of %d rows fill no batch of data.train_batch_size=%d and are never used"
+        logger.warning(text, left, num_rows, batch_size)
 
 
 class PromptSampler:

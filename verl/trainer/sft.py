@@ -24,6 +24,7 @@ from verl.data.batch import Batch
 from verl.data.conversations import Conversations, load_conversations
 from verl.data.metrics import Metrics
 from verl.data.packing import MicroBatching
+from verl.data.sampler import warn_of_rows_left_over
 from verl.models.load import load_tokenizer
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
@@ -73,6 +74,8 @@ class SFTTrainer:
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} training rows; "
                 f"lower it to at most {len(train)}"
             )
+        if self.peers.is_first:
+            warn_of_rows_left_over(len(train), data.train_batch_size, data.shuffle)
         limit = settings.total_training_steps
         self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
         self.seed = settings.seed if data.seed is None else data.seed

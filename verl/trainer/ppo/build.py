@@ -11,7 +11,7 @@ from verl.algorithms.kl import get_kl_controller
 from verl.config import RunConfig
 from verl.config.check import check_ranks, check_supported, uses_critic, uses_reference
 from verl.data.prompts import train_prompts, validation_prompts
-from verl.data.sampler import PromptSampler
+from verl.data.sampler import PromptSampler, warn_of_rows_left_over
 from verl.models.load import load_tokenizer
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import choose_platform, get_platform
@@ -50,6 +50,7 @@ def build_run(config: RunConfig) -> Run:
     agents = Agents(config, tokenizer)
     rows = train_prompts(config.data, tokenizer, agents.reserve)
     prompts = PromptSampler(rows, config.data.shuffle, config.data.seed)
+    warn_of_rows_left_over(len(rows), config.data.train_batch_size, config.data.shuffle)
     total_steps = count_steps(config, prompts)
     group = build_group(config, total_steps)
     try:

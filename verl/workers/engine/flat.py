@@ -36,8 +36,6 @@ class FlatWeights(Weights):
     def __init__(
         self, model: nn.Module, ranks: Ranks, config: FSDPEngineConfig, precision: Precision, device: torch.device
     ):
-        if config.offload_policy:
-            raise ConfigError("offload_policy is FSDP2's; use strategy=fsdp2, or param_offload and optimizer_offload")
         self.ranks, self.device = ranks, device
         self.gradient_scale = float(ranks.world_size)
         # Unsummed gradients add up in the type they were computed in, which must not be less than that of the sum.

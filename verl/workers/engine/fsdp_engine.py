@@ -15,6 +15,8 @@ class FSDPEngine(TorchEngine):
     """What both heads share."""
 
     def _hold(self) -> Weights:
+        if self.engine_config.strategy == "fsdp" and self.engine_config.offload_policy:
+            raise ConfigError("offload_policy is FSDP2's; use strategy=fsdp2, or param_offload and optimizer_offload")
         if self.world_size == 1:
             if self.engine_config.offload_policy and self.device.type != "cpu":
                 raise ConfigError(
