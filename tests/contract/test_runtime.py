@@ -21,7 +21,7 @@ from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup, _Call
 from verl.runtime.wire import NotCarriedError
-from verl.utils.errors import WorkerError
+from verl.utils.errors import ConfigError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +40,9 @@ class Counter:
 
     def fail(self) -> None:
         raise LookupError("broken on purpose")
+
+    def refuse(self) -> None:
+        raise ConfigError("the key is wrong")
 
     def twice(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"tokens": batch["tokens"] * 2, "half": batch["half"] * 2}
@@ -169,6 +172,12 @@ def test_a_remote_failure_names_rank_method_and_line(processes: ProcessGroup):
         processes.broadcast("fail")
     assert caught.value.rank in (0, 1) and caught.value.method == "fail"
     assert 'raise LookupError("broken on purpose")' in caught.value.remote_traceback
+
+
+def test_a_mistake_that_explains_itself_comes_without_a_traceback(processes: ProcessGroup):
+    with pytest.raises(WorkerError) as caught:
+        processes.broadcast("refuse")
+    assert str(caught.value) == f"rank {caught.value.rank} failed in refuse(): the key is wrong"
 
 
 def test_a_result_that_cannot_travel_is_a_failed_call(processes: ProcessGroup):

@@ -308,8 +308,12 @@ def test_an_address_that_cannot_be_listened_on_is_said(folder: Path, capsys: pyt
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert serve.main([f"model={folder / 'model'}", "--port", str(port), "rollout.response_length=8"]) == 2
-    assert f"cannot listen on --host 127.0.0.1 --port {port}" in capsys.readouterr().err
+        lengths = ["rollout.prompt_length=5000", "rollout.response_length=8"]
+        assert serve.main([f"model={folder / 'model'}", "--port", str(port), *lengths]) == 2
+    said = capsys.readouterr()
+    assert f"cannot listen on --host 127.0.0.1 --port {port}" in said.err
+    positions = json.loads((folder / "model" / "config.json").read_text())["max_position_embeddings"]
+    assert positions < 5008 and f"(at most {positions} tokens a conversation)" in said.out
     assert serve.main([]) == 2
 
 

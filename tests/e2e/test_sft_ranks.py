@@ -226,6 +226,17 @@ def test_ctrl_c_is_the_end_of_a_run_not_a_traceback(monkeypatch: pytest.MonkeyPa
     assert launch.start_ranks(2, []) == 130
 
 
+def test_ranks_started_here_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+    seen: list[str] = []
+    monkeypatch.setattr("torch.distributed.run.main", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
+    monkeypatch.setattr(launch, "num_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch.start_ranks(3, [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch.start_ranks(3, [])
+    assert seen == ["5", "7"]
+
+
 def test_ranks_that_sequence_parallel_cannot_share_are_refused(folder: Path):
     with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2 does not divide 1 ranks"):
         SFTTrainer(config(folder, "run", "engine.ulysses_sequence_parallel_size=2"), [], None, Tracking("p", "e", []))  # type: ignore[arg-type]

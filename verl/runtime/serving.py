@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from verl.runtime.torchrun import Rank, end_rank
 from verl.runtime.wire import pack, unpack
+from verl.utils.errors import VerlError
 
 BUILD = 0  # the number of the call that every rank answers first: its construction
 ADDRESS = "127.0.0.1"
@@ -50,7 +51,8 @@ def serve(
 class _Server:
     """Answers calls one after the other; coroutine methods run beside each other, between the others.
 
-    Whatever a call raises goes to the driver as its traceback, and is raised there.
+    Whatever a call raises goes to the driver, and is raised there: as its traceback, or as the message alone where that
+    explains a mistake.
     """
 
     def __init__(self, connection: Connection):
@@ -64,8 +66,8 @@ class _Server:
         reader.start()
         try:
             worker = build()
-        except Exception:
-            self.reply(BUILD, False, traceback.format_exc())
+        except Exception as error:
+            self.reply(BUILD, False, _told(error))
             while await self.inbox.get() is not None:  # until the driver has heard why, and asks to end
                 pass
             return
@@ -99,8 +101,8 @@ class _Server:
         for (number, method), args in zip(calls, arguments, strict=True):
             try:
                 result = attrgetter(method)(worker)(*args)
-            except Exception:
-                self.reply(number, False, traceback.format_exc())
+            except Exception as error:
+                self.reply(number, False, _told(error))
                 continue
             if inspect.iscoroutine(result):
                 task = asyncio.create_task(self.finish(number, result))
@@ -112,8 +114,8 @@ class _Server:
     async def finish(self, number: int, coroutine: Any) -> None:
         try:
             result = await coroutine
-        except Exception:
-            self.reply(number, False, traceback.format_exc())
+        except Exception as error:
+            self.reply(number, False, _told(error))
         else:
             self.reply(number, True, result)
 
@@ -126,3 +128,7 @@ class _Server:
             self.connection.send_bytes(data)
         except OSError:
             os._exit(1)  # the driver is gone
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, VerlError) else traceback.format_exc()

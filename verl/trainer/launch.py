@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from verl.config import SFTConfig
 from verl.plugin.platform import choose_platform
 from verl.runtime.processes import loopback
-from verl.runtime.torchrun import Rank
+from verl.runtime.torchrun import Rank, num_cores
 from verl.utils.errors import ConfigError
 
 MODULE = "verl.trainer.sft_trainer"
@@ -59,6 +59,7 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
 
     if (interface := loopback()) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))  # torchrun would say 1
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
     with tempfile.TemporaryDirectory() as folder:  # torchrun would leave one behind
         try:

@@ -41,10 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = compare(source, model, Path(options.test_hf_dir))
         print(f"{folder} and {options.test_hf_dir} hold the same {count} tensors")
         return 0
-    written = merge(source, model, folder, Path(options.target_dir))
-    print(f"wrote and verified {written} tensors in {options.target_dir}")
+    target = Path(options.target_dir)
+    written = merge(source, model, folder, target)
+    print(f"wrote and verified {written} tensors in {target}")
+    if (target / ADAPTER).is_dir():
+        print(f"they are the model without its adapters, which are in {target / ADAPTER}; peft joins them")
     if options.hf_upload_path:
-        _upload(Path(options.target_dir), options.hf_upload_path, options.private)
+        _upload(target, options.hf_upload_path, options.private)
     return 0
 
 
@@ -104,8 +107,11 @@ def compare(source: Source, model: PreTrainedModel, other: Path) -> int:
         for name, ours in export.as_on_disk(model, layer).items():
             with safe_open(files[name], framework="pt") as file:
                 theirs = file.get_tensor(name)
-            if ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
+            if ours.shape != theirs.shape:
                 raise CheckpointError(f"{name} differs: {_told(ours)} in the shards, {_told(theirs)} in {files[name]}")
+            if not torch.equal(ours := ours.to(theirs.dtype), theirs):
+                most = (ours.double() - theirs.double()).abs().max()
+                raise CheckpointError(f"the values of {name} differ by up to {most:.3g} from those in {files[name]}")
     return len(wanted)
 
 

@@ -312,6 +312,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _longest(asked: int, path: str | None) -> int:
+    """Tokens of a conversation: as many as were asked for, as far as the model has positions."""
+    from verl.models.load import load_config as load_model_config
+
+    return min(asked, getattr(load_model_config(str(path)), "max_position_embeddings", None) or asked)
+
+
 def run(overrides: list[str], host: str, port: int, name: str | None) -> int:
     from verl.models.load import load_tokenizer
     from verl.trainer.ppo.rollout import load_engine, training_sampling
@@ -323,7 +330,7 @@ def run(overrides: list[str], host: str, port: int, name: str | None) -> int:
     config = load_config(overrides)
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    longest = rollout.max_model_len or _longest(rollout.prompt_length + rollout.response_length, path)
     name = name or Path(str(path)).name
     sampling, kwargs = training_sampling(rollout), config.data.apply_chat_template_kwargs
     server = OpenAIServer(load_engine(config, tokenizer), tokenizer, name, longest, sampling, kwargs)
