@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import socket
 import urllib.error
 import urllib.request
@@ -314,6 +315,19 @@ def test_an_address_that_cannot_be_listened_on_is_said(folder: Path, capsys: pyt
     assert f"cannot listen on --host 127.0.0.1 --port {port}" in said.err
     positions = json.loads((folder / "model" / "config.json").read_text())["max_position_embeddings"]
     assert positions < 5008 and f"(at most {positions} tokens a conversation)" in said.out
+
+
+def test_a_server_before_another_needs_the_tokenizer_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for file in (folder / "model").glob("*token*"):
+        shutil.copy(file, tmp_path)
+    other = ["rollout.name=tgi", "rollout.server.url=http://127.0.0.1:9", "rollout.response_length=8"]
+    assert serve.main([f"model={tmp_path}", "--port", "70000", *other]) == 2
+    assert "(at most 520 tokens a conversation)" in capsys.readouterr().out
+
+
+def test_a_server_without_a_model_is_a_mistake():
     assert serve.main([]) == 2
 
 

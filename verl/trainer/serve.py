@@ -313,9 +313,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _longest(asked: int, path: str | None) -> int:
-    """Tokens of a conversation: as many as were asked for, as far as the model has positions."""
+    """Tokens of a conversation: as many as were asked for, as far as the model, where it is here, has positions."""
     from verl.models.load import load_config as load_model_config
 
+    # without config.json it is a tokenizer alone, for a model that another server runs
+    if not (Path(str(path)).expanduser() / "config.json").is_file():
+        return asked
     return min(asked, getattr(load_model_config(str(path)), "max_position_embeddings", None) or asked)
 
 
