@@ -29,7 +29,7 @@ import torch
 from support.record import save
 from torch import Tensor
 
-from verl.models.heads import token_logprobs, token_loss_one_pass
+from verl.models.head.token_outputs import token_logprobs, token_loss_one_pass
 
 PATHS = ("eager", "chunked", "one pass")
 KEPT = "one pass, logits kept"

@@ -20,11 +20,11 @@ import torch
 from support.jobs import EQUAL, NATURAL, Stepper, overrides_1m, prepare_1m, prepare_quickstart, stepper
 from support.record import save
 
-from verl.workers.engine import forwards, torch_engine
+from verl.workers.engine import micro_batch_forward, torch_engine
 from verl.workers.engine.torch_engine import TorchEngine
 
 FORWARD = {
-    forwards: ("hidden_states",),
+    micro_batch_forward: ("hidden_states",),
     torch_engine: ("token_logprobs", "token_values", "token_loss_one_pass"),
 }
 STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "ledger")

@@ -24,7 +24,7 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.runtime.group import Layout
 from verl.runtime.processes import ProcessGroup
-from verl.workers.actor import Actor, actor_worker
+from verl.workers.actor import Actor, build_actor_worker
 
 SHAPE = {
     "vocab_size": 8192,
@@ -72,7 +72,7 @@ def random_batch(count: int = 16) -> Batch:
 
 def started(config: RunConfig, ranks: int, threads: int) -> Actor:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # what the ranks inherit
-    return Actor(config, ProcessGroup(partial(actor_worker, config, 100), Layout(dp=ranks)))
+    return Actor(config, ProcessGroup(partial(build_actor_worker, config, 100), Layout(dp=ranks)))
 
 
 def main() -> None:

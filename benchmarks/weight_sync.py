@@ -29,15 +29,15 @@ from support.record import save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl.checkpoint_engine.ends import End, TransportSettings
+from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.models.fingerprint import fingerprint
 from verl.runtime.inline import InlineGroup
-from verl.weight_sync.by_copy import ByCopy
-from verl.weight_sync.courier import Courier
-from verl.workers.rollout.remote import RemoteEngine
+from verl.weight_sync.copy_sync import CopySync
+from verl.weight_sync.weight_transfer import WeightTransfer
+from verl.workers.engine_worker import EngineWorker
+from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.vllm_engine import VLLMEngine
-from verl.workers.training import EngineWorker
 
 BACKENDS = ("naive", "nccl", "file")
 CONFIG = RolloutConfig(
@@ -61,21 +61,21 @@ class Rank(EngineWorker):
     """A trainer's rank that holds nothing but weights."""
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]):
-        self.end, self.engine = End(), SimpleNamespace(rank=0, export_weights=weights)
+        self.endpoint, self.engine = TransportEndpoint(), SimpleNamespace(rank=0, export_weights=weights)
 
 
 def sink(pipe: Any) -> None:
     """A process that receives, and does nothing with it."""
     torch.set_num_threads(1)
-    end = End()
+    endpoint = TransportEndpoint()
     while (call := pipe.recv()) is not None:
         step, argument = call
         if step == "receive":
-            for _ in end.receive(argument):
+            for _ in endpoint.receive(argument):
                 pass
             pipe.send(None)
         else:
-            pipe.send(getattr(end, step)(argument))
+            pipe.send(getattr(endpoint, step)(argument))
 
 
 class Mover:
@@ -122,7 +122,7 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
     weights = list(model.named_parameters())
     num_bytes = sum(tensor.nbytes for _, tensor in weights)
     engine = VLLMEngine(CONFIG, folder / "model")
-    here = ByCopy(lambda: weights, engine, None, 0)
+    here = CopySync(lambda: weights, engine, None, 0)
     seconds: dict[str, list[float]] = {"in process": [], "reload": [], "fingerprints": []}
 
     async def reload() -> None:
@@ -151,8 +151,8 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
     for backend in BACKENDS:
         arguments = {"folder": str(folder / "shared")} if backend == "file" else {}
         settings = TransportSettings(backend, 1 << 30, arguments, "support.reload_clock")
-        courier, mover = Courier(settings, InlineGroup(Rank(lambda: weights)), server), Mover(settings)
-        sync = ByCopy(lambda: [], server, None, 0, courier)
+        weight_transfer, mover = WeightTransfer(settings, InlineGroup(Rank(lambda: weights)), server), Mover(settings)
+        sync = CopySync(lambda: [], server, None, 0, weight_transfer)
         publishes, moves, reloads = [], [], []
         for number in range(rounds + 2):
             moves.append(milliseconds(partial(mover.move, weights, number)))
@@ -163,7 +163,7 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
         figures[backend] = {"publish": publish, "reload": reload_there, "move": move, "share": share}
         print(f"  {backend:6} publish {publish:.1f} ms, reload {reload_there:.1f}, move {move:.1f}: {share:.2f} of it")
         mover.close()
-        runner.run(courier._close())
+        runner.run(weight_transfer._close())
     server.close()
     return figures
 

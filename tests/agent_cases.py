@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.agent.run import Agents
+from verl.agent.agent_runner import AgentRunner
 from verl.config import load_config
 from verl.data.prompts import PromptRow
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
@@ -47,20 +47,20 @@ async def fail(x: int) -> str:
 '''
 
 
-class Scripted(RolloutEngine):
-    """Answers with given texts, turn by turn, once `together` were asked for at once; remembers what it was asked."""
+class ScriptedEngine(RolloutEngine):
+    """Answers with given texts, turn by turn, once `min_concurrent` are asked for at once; remembers requests."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[str], together: int = 1):
-        self.tokenizer, self.turns, self.together = tokenizer, turns, together
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[str], min_concurrent: int = 1):
+        self.tokenizer, self.turns, self.min_concurrent = tokenizer, turns, min_concurrent
         self.requests: list[GenerationRequest] = []
-        self.running = self.most = 0
+        self.running = self.max_running = 0
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         self.requests.append(request)
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         async with asyncio.timeout(60):
-            while self.most < self.together:
+            while self.max_running < self.min_concurrent:
                 await asyncio.sleep(0.001)
         self.running -= 1
         turn = sum(r.conversation == request.conversation for r in self.requests) - 1
@@ -77,7 +77,7 @@ class Scripted(RolloutEngine):
         return 0
 
 
-def call(name: str, **arguments: Any) -> str:
+def tool_call_text(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
 
@@ -87,11 +87,11 @@ def row(**fields: Any) -> PromptRow:
     return PromptRow(4, "file row 4", messages, "", [1], False, **given)
 
 
-def agents(tokenizer: PreTrainedTokenizerBase, tool_file: Path, *more: str) -> Agents:
+def make_agent_runner(tokenizer: PreTrainedTokenizerBase, tool_file: Path, *more: str) -> AgentRunner:
     turn = "actor_rollout_ref.rollout.multi_turn"
     given = [f"{turn}.enable=True", f"{turn}.function_tool_path={tool_file}", "data.max_response_length=300", *more]
-    return Agents(load_config(["actor_rollout_ref.model.path=x", *given]), tokenizer)
+    return AgentRunner(load_config(["actor_rollout_ref.model.path=x", *given]), tokenizer)
 
 
-def converse(agents: Agents, engine: Scripted, n: int = 1, **fields: Any) -> Any:
-    return asyncio.run(agents.answer(row(**fields), 7, SamplingParams(n=n, max_tokens=300), engine))
+def run_conversations(runner: AgentRunner, engine: ScriptedEngine, n: int = 1, **fields: Any) -> Any:
+    return asyncio.run(runner.answer(row(**fields), 7, SamplingParams(n=n, max_tokens=300), engine))

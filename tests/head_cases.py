@@ -6,7 +6,7 @@ V, D = 53, 7
 LENGTHS = [1, 6, 2, 1, 9]  # sequences of one token have nothing to predict
 
 
-def packed(dtype=torch.float64, seed=0):
+def random_head_inputs(dtype=torch.float64, seed=0):
     """hidden (T, D), weight (V, D), tokens, cu_seqlens, needed; both of the first requiring gradients."""
     g = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
@@ -18,7 +18,7 @@ def packed(dtype=torch.float64, seed=0):
     return hidden, weight, tokens, cu_seqlens, needed
 
 
-def naive(hidden, weight, tokens, cu_seqlens, needed, temperature, bias=None):
+def naive_head(hidden, weight, tokens, cu_seqlens, needed, temperature, bias=None):
     """One sequence and one token at a time."""
     logprobs, entropy = [], []
     temperature = torch.as_tensor(temperature, dtype=hidden.dtype).expand(len(tokens))
@@ -35,13 +35,13 @@ def naive(hidden, weight, tokens, cu_seqlens, needed, temperature, bias=None):
     return torch.stack(logprobs), torch.stack(entropy)
 
 
-def weighted(outputs, columns, cu_seqlens=None):
+def example_loss(outputs, columns, cu_seqlens=None):
     """A per-token loss with curvature in both outputs."""
     losses = columns["w"] * (torch.exp(outputs["logprobs"] * columns["a"]) - 0.3 * outputs["entropy"] ** 2)
     return losses, {"ratio": outputs["logprobs"].exp(), "entropy_twice": 2 * outputs["entropy"]}
 
 
-def columns_for(total, dtype=torch.float64):
+def random_loss_columns(total, dtype=torch.float64):
     g = torch.Generator().manual_seed(5)
     return {name: torch.rand(total, generator=g, dtype=torch.float64).to(dtype) for name in ("w", "a")}
 

@@ -32,12 +32,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             settings = (rank, world_size, str(Path(folder) / "store"), timeout_s, dict(os.environ))
-            process = context.Process(target=_rank, args=(theirs, settings, function, args), daemon=True)
+            process = context.Process(target=_rank, args=(sender, settings, function, args), daemon=True)
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            sender.close()
+            pipes.append(receiver)
             processes.append(process)
         try:
             return _collect(pipes, time.monotonic() + timeout_s)

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.contract.test_weight_sync import ModuleEngine
 from verl.models.fingerprint import fingerprint
-from verl.workers.rollout import server
+from verl.workers.rollout import engine_server
 
 
-class StandIn(ModuleEngine):
+class ReplicaModuleEngine(ModuleEngine):
     """`ModuleEngine` that knows which replica it is."""
 
     def __init__(self, replica: int, *args: Any):
@@ -38,14 +38,14 @@ class StandIn(ModuleEngine):
         return [arrived | {name: fingerprint(tensor) for name, tensor in bucket if name not in arrived}]
 
 
-def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) -> StandIn:
+def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) -> ReplicaModuleEngine:
     import torch
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
-    return StandIn(replica, model.eval(), getattr(torch, config.dtype))
+    return ReplicaModuleEngine(replica, model.eval(), getattr(torch, config.dtype))
 
 
-def as_python(folder: Path) -> str:
+def python_wrapper(folder: Path) -> str:
     """A program to give as `rollout.server.python`: it runs this module whatever module it is asked to run."""
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -m tests.rollout_server "$@"\n')
@@ -54,5 +54,5 @@ def as_python(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    server.build = build
-    server.main()
+    engine_server.build_engine = build
+    engine_server.main()

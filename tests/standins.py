@@ -17,12 +17,12 @@ from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
 
 
-class StandIn(ABC):
+class FakeServer(ABC):
     """A server in a thread of its own; `url` is where it listens."""
 
     def __init__(self, engine: NativeEngine, tokenizer: Any):
         self.engine, self.tokenizer = engine, tokenizer
-        self.names: dict[str, int] = {}
+        self.request_numbers: dict[str, int] = {}
         self.unseeded = itertools.count(-1, -1)
         self.calls: list[tuple[str, Any]] = []
         self.expected, self.last_step = 0, math.inf
@@ -30,14 +30,14 @@ class StandIn(ABC):
         step = engine.core.step
         self.loop = asyncio.new_event_loop()
 
-        def halting() -> Any:
-            if len(engine.core.states) < self.expected or self.halted:
+        def paused_step() -> Any:
+            if len(engine.core.states) < self.expected or self.paused:
                 threading.Event().wait(0.001)
                 return []
             self.expected = 0
             return step()
 
-        engine.core.step = halting  # type: ignore[method-assign]
+        engine.core.step = paused_step  # type: ignore[method-assign]
         self.runner = web.AppRunner(self.application())
         self.url = f"http://127.0.0.1:{self.loop.run_until_complete(self._start())}"
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -52,15 +52,15 @@ class StandIn(ABC):
     def application(self) -> web.Application:
         """The endpoints."""
 
-    def halt(self, samples: float, steps: int) -> None:
-        """Begin when so many samples are here, and stand still after so many steps, until `go_on`."""
+    def pause_after(self, samples: float, steps: int) -> None:
+        """Begin when so many samples are here, and stand still after so many steps, until `resume`."""
         self.expected, self.last_step = samples, self.engine.core.counters.decode_steps + steps
 
     @property
-    def halted(self) -> bool:
+    def paused(self) -> bool:
         return self.engine.core.counters.decode_steps >= self.last_step
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.expected, self.last_step = 0, math.inf
 
     def close(self) -> None:
@@ -71,14 +71,14 @@ class StandIn(ABC):
     async def answer(self, name: str, ids: list[int], sampling: SamplingParams) -> Any:
         number = sampling.seed or next(self.unseeded)  # the stream of random numbers must depend on nothing else
         await asyncio.sleep(self.delay)
-        self.names[name] = number
+        self.request_numbers[name] = number
         if number in self.engine.core.states:  # its client hung up and asks again
             await self.engine.abort(number)
         [completion] = await self.engine.generate(GenerationRequest(number, ids, sampling))
         return completion
 
 
-class SGLangStandIn(StandIn):
+class FakeSGLangServer(FakeServer):
     """The endpoints of SGLang 0.5.23 that the engine uses, with the fields of its request classes."""
 
     def application(self) -> web.Application:
@@ -121,7 +121,7 @@ class SGLangStandIn(StandIn):
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await request.json()
-        for name, number in self.names.items():
+        for name, number in self.request_numbers.items():
             if body.get("abort_all") or name.startswith(body.get("rid") or "\0"):
                 await self.engine.abort(number)
         return web.Response(text="")
@@ -158,7 +158,7 @@ SGLANG_PATHS = (
 )
 
 
-class TGIStandIn(StandIn):
+class FakeTGIServer(FakeServer):
     """TGI's /info and /generate, or (with `openai`) the completions of an OpenAI-compatible server."""
 
     openai = False
@@ -207,7 +207,7 @@ class TGIStandIn(StandIn):
         return web.json_response({"choices": [choice]})
 
 
-class OpenAIStandIn(TGIStandIn):
+class FakeOpenAIServer(FakeTGIServer):
     openai = True
 
 

@@ -9,17 +9,17 @@ from verl.utils.errors import VerlError
 from verl.utils.suggest import did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
-    "quickstart": ("verl.trainer.quickstart:main", "make a small model and task, train it, show before and after"),
+    "quickstart": ("verl.commands.quickstart:main", "make a small model and task, train it, show before and after"),
     "train": ("verl.trainer.main_ppo:main", "reinforcement learning: PPO, GRPO and relatives"),
     "sft": ("verl.trainer.sft_trainer:main", "supervised fine-tuning"),
-    "merge": ("verl.trainer.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
-    "generate": ("verl.trainer.main_generation_server:main", "answer the prompts of a data file"),
-    "eval": ("verl.trainer.main_eval:main", "score a file of answers: accuracy, pass@k, maj@k with intervals"),
-    "serve": ("verl.trainer.serve:main", "an OpenAI-compatible server over a rollout engine"),
+    "merge": ("verl.commands.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
+    "generate": ("verl.commands.generate_answers:main", "answer the prompts of a data file"),
+    "eval": ("verl.commands.score_answers:main", "score a file of answers: accuracy, pass@k, maj@k with intervals"),
+    "serve": ("verl.commands.serve.server:main", "an OpenAI-compatible server over a rollout engine"),
     "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
-    "doctor": ("verl.trainer.doctor:main", "what this machine can and cannot do"),
-    "check-template": ("verl.agent.check_template:main", "what multi-turn training makes of a chat template"),
-    "certify": ("verl.trainer.certify:main", "check that gradients do not depend on how a batch is split"),
+    "doctor": ("verl.commands.doctor:main", "what this machine can and cannot do"),
+    "check-template": ("verl.commands.check_template:main", "what multi-turn training makes of a chat template"),
+    "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
 
 
@@ -31,7 +31,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; its exit code. 2 is a mistake the message explains."""
-    verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    verb, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: `verl {verb}` is not part of this version yet", file=sys.stderr)
         return 2
     try:
-        return int(getattr(module, function)(rest) or 0)
+        return int(getattr(module, function)(arguments) or 0)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from verl.commands.quickstart.addition_task import CHARACTERS, make_split, write_split
+from verl.commands.quickstart.small_model import make_tokenizer
+from verl.commands.quickstart.stages import NUM_HELD_OUT, NUM_WORKED, grpo_overrides, warm_up
 from verl.config import load_config
 from verl.observe.progress import Progress
-from verl.trainer.ppo.build import build_run
-from verl.trainer.ppo.loop import Run
-from verl.trainer.quickstart.model import make_tokenizer
-from verl.trainer.quickstart.run import NUM_HELD_OUT, NUM_WORKED, grpo_overrides, warm_up
-from verl.trainer.quickstart.task import CHARACTERS, make_split, write_split
+from verl.trainer.ppo.run_setup import build_run
+from verl.trainer.ppo.training_run import TrainingRun
 
 ARR = "actor_rollout_ref"
 CHARACTERS_1M = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -105,7 +105,7 @@ def unattended(folder: Path, run: str) -> list[str]:
 
 def prepare_quickstart(folder: Path) -> list[str]:
     """The quickstart up to its GRPO stage (data, model, supervised warm-up); the overrides of that stage."""
-    from verl.trainer.quickstart.model import make_model
+    from verl.commands.quickstart.small_model import make_model
 
     split = make_split(1, NUM_HELD_OUT, NUM_WORKED)
     write_split(split, folder / "data")
@@ -128,14 +128,14 @@ class Step:
 class Stepper:
     """Runs the ordinary trainer one step at a time."""
 
-    def __init__(self, run: Run, progress: Progress):
+    def __init__(self, run: TrainingRun, progress: Progress):
         self.run, self.progress = run, progress
-        self._record = run.record
-        run.record = self._keep  # type: ignore[method-assign]
+        self._record = run.write_records
+        run.write_records = self._keep  # type: ignore[method-assign]
 
     def _keep(self, record, timer) -> None:
         self.tokens, self.timer = int(record.batch["loss_mask"].sum()), timer
-        self.rollout = record.collected.engine_stats
+        self.rollout = record.rollouts.engine_stats
         self._record(record, timer)
 
     def step(self) -> Step:

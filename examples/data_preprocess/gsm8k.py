@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.rows import FileRows
+from verl.data.data_files import FileRows
 from verl.utils.errors import DataError, VerlError
 from verl.utils.paths import atomic_write_bytes
 
@@ -76,7 +76,7 @@ def write_table(table: pa.Table, path: Path) -> None:
 def convert(files: list[Path], split: str) -> pa.Table:
     """All rows of a split in verl's format."""
     rows = FileRows(files)
-    return pa.Table.from_pylist([convert_row(raw, split, i, rows.where(i)) for i, raw in enumerate(rows)])
+    return pa.Table.from_pylist([convert_row(raw, split, i, rows.location(i)) for i, raw in enumerate(rows)])
 
 
 def texts(raw: dict[str, Any], where: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from gsm8k import INSTRUCTION, SPLITS, find_files, texts, write_table
 
-from verl.data.rows import FileRows
+from verl.data.data_files import FileRows
 from verl.utils.errors import VerlError
 
 NEXT = "Next step, please."
@@ -31,7 +31,7 @@ def main() -> None:
     tables = {}
     for split in SPLITS:
         rows = FileRows(find_files(source, split))
-        talks = [{"messages": messages(raw, rows.where(i), options.steps)} for i, raw in enumerate(rows)]
+        talks = [{"messages": messages(raw, rows.location(i), options.steps)} for i, raw in enumerate(rows)]
         tables[split] = pa.Table.from_pylist(talks)
     for split, table in tables.items():
         write_table(table, target / f"{split}.parquet")

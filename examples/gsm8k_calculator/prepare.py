@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from verl.trainer.quickstart.model import small_qwen3
+from verl.commands.quickstart.small_model import small_qwen3
 
 VOCABULARY = 1024
 END, PAD = "<|end|>", "<|pad|>"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.agent.tools import load_tools
-from verl.trainer.quickstart.model import small_qwen3
+from verl.commands.quickstart.small_model import small_qwen3
 
 HERE = Path(__file__).resolve().parent
 END, PAD, USER, ASSISTANT, TOOL = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"

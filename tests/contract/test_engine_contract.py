@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine_cases import SquaredLogprob, SquaredValue, build_engine, random_batch, save_tiny_model
-from verl.data.packing import MicroBatching
+from verl.data.micro_batches import MicroBatching
 
 ENGINES = ["language_model", "value_model"]
 
@@ -81,6 +81,6 @@ def test_modes_are_contexts_and_devices_by_name(engine):
 
 
 def test_a_missing_column_is_named(engine):
-    batch = random_batch().keep(["loss_weights"])
+    batch = random_batch().select_columns(["loss_weights"])
     with pytest.raises(KeyError, match="targets"):
         engine.forward_backward(batch, loss_of(engine))

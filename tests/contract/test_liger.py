@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import unavailable
+from tests.conftest import skip_or_fail
 from tests.engine_cases import tiny_qwen3
-from verl.models.liger import UNWANTED, liger_arguments, liger_function
+from verl.models.liger import DISABLED_KERNELS, liger_arguments, liger_function
 from verl.utils.errors import ConfigError
 
 try:
     import liger_kernel  # noqa: F401
 except ImportError:
-    unavailable("liger-kernel is not installed")
+    skip_or_fail("liger-kernel is not installed")
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "deepseek_v3"]
 
@@ -46,7 +46,7 @@ print("replaced")
 def test_norms_are_wanted_and_no_cross_entropy_is(family):
     arguments = liger_arguments(liger_function(family))
     assert arguments["rms_norm"] is True
-    assert [arguments[name] for name in UNWANTED] == [False, False]
+    assert [arguments[name] for name in DISABLED_KERNELS] == [False, False]
 
 
 def test_parts_that_liger_has_off_for_a_family_stay_off():

@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tests.conftest import needs_vllm
-from tests.standins import OpenAIStandIn, SGLangStandIn, StandIn, TGIStandIn
+from tests.conftest import skip_without_vllm
+from tests.standins import FakeOpenAIServer, FakeServer, FakeSGLangServer, FakeTGIServer
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.utils.errors import DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
@@ -77,40 +77,42 @@ def native_behind(model: PreTrainedModel, config: RolloutConfig) -> NativeEngine
     return NativeEngine(replace(config, free_cache_engine=True), copy.deepcopy(model), letters_tokenizer())
 
 
-STANDINS: list[StandIn] = []  # closed after each test
+FAKE_SERVERS: list[FakeServer] = []  # closed after each test
 
 
 def sglang(config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
-    STANDINS.append(SGLangStandIn(native_behind(model, config), letters_tokenizer()))
-    server = ServerConfig(url=STANDINS[-1].url, max_attempts=1)
+    FAKE_SERVERS.append(FakeSGLangServer(native_behind(model, config), letters_tokenizer()))
+    server = ServerConfig(url=FAKE_SERVERS[-1].url, max_attempts=1)
     with tempfile.TemporaryDirectory() as folder:
         return SGLangEngine(replace(config, server=server, skip_tokenizer_init=False), folder, (EOS,))
 
 
-def tgi(kind: type[StandIn], config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
-    STANDINS.append(kind(native_behind(model, config), letters_tokenizer()))
-    return TGIEngine(replace(config, server=ServerConfig(url=STANDINS[-1].url, max_attempts=1)), letters_tokenizer())
+def tgi(kind: type[FakeServer], config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
+    FAKE_SERVERS.append(kind(native_behind(model, config), letters_tokenizer()))
+    return TGIEngine(
+        replace(config, server=ServerConfig(url=FAKE_SERVERS[-1].url, max_attempts=1)), letters_tokenizer()
+    )
 
 
 ADAPTERS = [
     pytest.param(Adapter("native", native), id="native"),
     pytest.param(Adapter("vllm", vllm), id="vllm", marks=pytest.mark.vllm),
     pytest.param(Adapter("sglang", sglang), id="sglang"),
-    pytest.param(Adapter("tgi", functools.partial(tgi, TGIStandIn)), id="tgi"),
-    pytest.param(Adapter("openai", functools.partial(tgi, OpenAIStandIn)), id="openai"),
+    pytest.param(Adapter("tgi", functools.partial(tgi, FakeTGIServer)), id="tgi"),
+    pytest.param(Adapter("openai", functools.partial(tgi, FakeOpenAIServer)), id="openai"),
 ]
 
 
 @pytest.fixture(params=ADAPTERS)
 def adapter(request: pytest.FixtureRequest) -> Iterator[Adapter]:
     if request.param.name == "vllm":
-        needs_vllm()
+        skip_without_vllm()
     reason = LACKING.get(request.param.name, {}).get(request.function.__name__)
     if reason is not None:
         pytest.skip(reason)
     yield request.param
-    while STANDINS:
-        STANDINS.pop().close()
+    while FAKE_SERVERS:
+        FAKE_SERVERS.pop().close()
 
 
 @pytest.fixture
@@ -130,18 +132,18 @@ def engine(adapter: Adapter, model: PreTrainedModel) -> RolloutEngine:
 def few_tokens(samples: float) -> Iterator[Callable[[], Awaitable[None]]]:
     """Of so many samples that are asked for meanwhile, a few tokens, as soon as what this yields was awaited; no more
     come before the end."""
-    if not STANDINS:
+    if not FAKE_SERVERS:
         yield a_few_turns
         return
-    server = STANDINS[-1]
+    server = FAKE_SERVERS[-1]
 
-    async def halted() -> None:
-        while not server.halted:
+    async def paused() -> None:
+        while not server.paused:
             await asyncio.sleep(0.001)
 
-    server.halt(samples, steps=4)
-    yield halted
-    server.go_on()
+    server.pause_after(samples, steps=4)
+    yield paused
+    server.resume()
 
 
 async def a_few_turns() -> None:
@@ -352,7 +354,7 @@ def test_abort_all_also_ends_what_waits(adapter: Adapter, model: PreTrainedModel
 def test_abort_ends_what_is_still_on_its_way_to_the_engine(engine: RolloutEngine):
     async def scenario() -> list[list[Completion]]:
         with few_tokens(samples=math.inf):
-            for server in STANDINS:
+            for server in FAKE_SERVERS:
                 server.delay = 0.2
             tasks = [asyncio.create_task(engine.generate(ask(i, n=2, ignore_eos=True))) for i in range(2)]
             await asyncio.sleep(0)

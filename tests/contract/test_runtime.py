@@ -20,7 +20,7 @@ from verl.data.batch import Batch
 from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup, _Call
-from verl.runtime.wire import NotCarriedError
+from verl.runtime.wire import NotSerializableError
 from verl.utils.errors import ConfigError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +143,7 @@ def test_a_part_of_a_worker_is_a_group_too(group: WorkerGroup):
     class Holder:
         counter = Counter()
 
-    part = InlineGroup(Holder()).part("counter")
+    part = InlineGroup(Holder()).for_role("counter")
     assert part.broadcast("add", 4) == [4] and part.scatter("add", [1], 2) == [6]
     assert part.layout == Layout()
 
@@ -187,7 +187,7 @@ def test_a_result_that_cannot_travel_is_a_failed_call(processes: ProcessGroup):
 
 
 def test_an_argument_that_cannot_travel_reaches_no_rank(processes: ProcessGroup):
-    with pytest.raises(NotCarriedError, match="cannot travel"):
+    with pytest.raises(NotSerializableError, match="cannot travel"):
         processes.broadcast("add", lambda: None)
     assert len(processes.broadcast("rank")) == 2
 
@@ -258,7 +258,7 @@ def test_an_answer_that_comes_after_another_rank_died_is_dropped():
     group = ProcessGroup(Counter, Layout(dp=2))
     with pytest.raises(WorkerError, match="SIGKILL"):
         group.broadcast("die_on", 1)
-    group._settle(0, 1, True, None)
+    group._resolve(0, 1, True, None)
     group.close()
 
 
@@ -268,21 +268,21 @@ def test_an_answer_that_comes_while_the_group_is_being_given_up_stands():
     assert answer.result() == 0
     answer.done = lambda: False  # type: ignore[method-assign]  # as it was a moment ago
     group._calls[99] = _Call("rank", {0: answer})
-    group._fail(WorkerError(0, "rank", "lost"))
+    group._fail_group(WorkerError(0, "rank", "lost"))
     group._processes[0].join(60)
     assert answer.result() == 0 and group._processes[0].exitcode == -signal.SIGKILL
 
 
 def test_a_rank_killed_between_calls_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch):
     """By the thread that watches it: of two that ask how it ended, one may learn nothing."""
-    group, died, asked = ProcessGroup(Counter, Layout(dp=1)), ProcessGroup._died, []
+    group, died, asked = ProcessGroup(Counter, Layout(dp=1)), ProcessGroup._on_death, []
 
     def late(group: ProcessGroup, rank: int) -> None:
         asked.append(threading.current_thread())
         time.sleep(0.5)
         died(group, rank)
 
-    monkeypatch.setattr(ProcessGroup, "_died", late)
+    monkeypatch.setattr(ProcessGroup, "_on_death", late)
     (victim,) = group.broadcast("process")
     os.kill(victim, signal.SIGKILL)
     connection.wait([group._processes[0].sentinel])

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import unavailable
+from tests.conftest import skip_or_fail
 from tests.contract.test_rollout import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
-from tests.standins import SGLANG_PATHS, SGLangStandIn
+from tests.standins import SGLANG_PATHS, FakeSGLangServer
 from verl.config import load_config
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
-from verl.trainer.ppo.rollout import start_engines  # imports without any engine installed
+from verl.trainer.ppo.rollout_setup import start_replicas  # imports without any engine installed
 from verl.utils.errors import ConfigError, WorkerError
-from verl.weight_sync.by_copy import ByCopy
-from verl.weight_sync.probe import Probe, probe_sequences
+from verl.weight_sync.copy_sync import CopySync
+from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
 from verl.workers.rollout.router import Router
 from verl.workers.rollout.sglang_engine import SGLangEngine, command_line, sglang_arguments
@@ -41,7 +41,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     if not given:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"sglang=={VERSION}", "-d", str(folder)]
         if subprocess.run(download, capture_output=True).returncode:
-            unavailable(f"the wheel of sglang {VERSION} cannot be downloaded; set VERL_SGLANG_WHEEL")
+            skip_or_fail(f"the wheel of sglang {VERSION} cannot be downloaded; set VERL_SGLANG_WHEEL")
     return zipfile.ZipFile(next(folder.glob("sglang-*.whl")))
 
 
@@ -74,16 +74,16 @@ def test_every_argument_is_one_of_the_packages(sources: zipfile.ZipFile):
 
 
 def test_requests_have_the_fields_of_the_packages_classes(sources: zipfile.ZipFile):
-    stand_in = SGLangStandIn(native_behind(small_model(), CONFIG), letters_tokenizer())
-    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url)), "nowhere", (EOS,))
+    fake_server = FakeSGLangServer(native_behind(small_model(), CONFIG), letters_tokenizer())
+    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=fake_server.url)), "nowhere", (EOS,))
     asyncio.run(engine.generate(GenerationRequest(1, PROMPT, SamplingParams(max_tokens=3))))
-    asyncio.run(engine.score([PROMPT]))
+    asyncio.run(engine.compute_logprobs([PROMPT]))
     asyncio.run(engine.update_weights(small_model(), 2))
     asyncio.run(engine.sleep())
     asyncio.run(engine.wake())
-    stand_in.close()
-    bodies = dict(stand_in.calls)
-    first = next(body for name, body in stand_in.calls if name == "generate")
+    fake_server.close()
+    bodies = dict(fake_server.calls)
+    first = next(body for name, body in fake_server.calls if name == "generate")
     for body in (first, bodies["generate"]):
         assert body.keys() - {"rid"} <= fields_of(sources, "managers/io_struct.py", "GenerateReqInput")
         assert body["sampling_params"].keys() <= fields_of(sources, "sampling/sampling_params.py", "SamplingParams")
@@ -107,22 +107,22 @@ def test_a_publish_is_probed_and_a_refused_one_is_an_error(tmp_path: Path):
 
     model = small_model(tied=False)
     model.save_pretrained(tmp_path)
-    stand_in = SGLangStandIn(native_behind(model, CONFIG), letters_tokenizer())
-    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url)), tmp_path, (EOS,))
+    fake_server = FakeSGLangServer(native_behind(model, CONFIG), letters_tokenizer())
+    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=fake_server.url)), tmp_path, (EOS,))
 
     async def trainer(sequences):
         return [logprobs_of(model, list(ids)) for ids in sequences]
 
-    sync = ByCopy(lambda: model.named_parameters(), engine, Probe(probe_sequences(EOS + 2), trainer), 1)
+    sync = CopySync(lambda: model.named_parameters(), engine, LogprobProbe(probe_sequences(EOS + 2), trainer), 1)
     for version in range(2):
         for p in model.parameters():
             p.data.mul_(1.01)
-        assert asyncio.run(sync.publish(version)).probes[0].differs < 1e-6
+        assert asyncio.run(sync.publish(version)).probes[0].difference < 1e-6
     sync.weights = lambda: [("model.nothing.weight", model.lm_head.weight)]
     with pytest.raises(StaleWeightsError, match=r"refused version 2: no parameter model.nothing.weight"):
         asyncio.run(sync.publish(2))
-    stand_in.close()
-    lonely = SGLangEngine(replace(CONFIG, server=ServerConfig(url=stand_in.url, max_attempts=1)), tmp_path)
+    fake_server.close()
+    lonely = SGLangEngine(replace(CONFIG, server=ServerConfig(url=fake_server.url, max_attempts=1)), tmp_path)
     with pytest.raises(WorkerError, match=r"no answer from http://127.0.0.1.*in 1 attempts"):
         asyncio.run(lonely.client.call("GET", "/health"))
 
@@ -131,10 +131,10 @@ def test_a_server_that_does_not_start_or_cannot_be_shared_is_told_before_the_run
     python = shutil.which("false")
     server = ServerConfig(python=python, max_attempts=1, retry_delay=0.01, max_start_wait_time=30)
     with pytest.raises(WorkerError, match=r"the SGLang server ended with exit code 1: "):
-        start_engines(replace(CONFIG, name="sglang", server=server), "model", letters_tokenizer(), (EOS,))
+        start_replicas(replace(CONFIG, name="sglang", server=server), "model", letters_tokenizer(), (EOS,))
     shared = replace(CONFIG, name="sglang", server=ServerConfig(url="http://127.0.0.1:1"), data_parallel_size=2)
     with pytest.raises(ConfigError, match=r"names one server, but data_parallel_size=2"):
-        start_engines(shared, "model", letters_tokenizer(), (EOS,))
+        start_replicas(shared, "model", letters_tokenizer(), (EOS,))
 
 
 class Odd(http.server.BaseHTTPRequestHandler):

@@ -20,33 +20,33 @@ from tests.contract.test_weight_sync import VOCAB, scores, small_model
 from tests.engine_cases import build_engine
 from verl.checkpoint_engine import broadcast, shared_memory
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.checkpoint_engine.ends import End, TransportSettings
+from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.models import lora
 from verl.runtime.group import Layout
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup
 from verl.utils.errors import TransportError
-from verl.weight_sync.by_copy import ByCopy
-from verl.weight_sync.courier import Courier
-from verl.weight_sync.probe import Probe, probe_sequences
+from verl.weight_sync.copy_sync import CopySync
+from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
+from verl.weight_sync.weight_transfer import WeightTransfer
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.rollout.base import StaleWeightsError
-from verl.workers.rollout.remote import RemoteEngine
+from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.router import Router
-from verl.workers.training import EngineWorker
 
 BACKENDS = ["naive", "nccl", "file"]
-BUCKET = 60_000  # bytes: the small model takes several pieces
+BUCKET = 60_000  # bytes: the small model takes several buckets
 SEQUENCES = [[1, 2, 3, 4]]
 TIMEOUT = 3.0  # seconds; "stall" takes 5
-MORE = {f"after {n}": torch.ones(20_000) for n in range(8)}  # pieces that follow what goes wrong
+MORE = {f"after {n}": torch.ones(20_000) for n in range(8)}  # buckets that follow what goes wrong
 
 
 class Rank(EngineWorker):
     """A trainer's rank that sends what `weights` gives."""
 
     def __init__(self, weights: Callable[[], Any]):
-        self.end, self.engine = End(), SimpleNamespace(rank=0, export_weights=weights)
+        self.endpoint, self.engine = TransportEndpoint(), SimpleNamespace(rank=0, export_weights=weights)
 
 
 def settings(backend: str, folder: Path, timeout: float = 20.0, bucket: int = BUCKET) -> TransportSettings:
@@ -56,7 +56,7 @@ def settings(backend: str, folder: Path, timeout: float = 20.0, bucket: int = BU
 
 def start(folder: Path, count: int) -> list[RemoteEngine]:
     small_model().save_pretrained(folder)
-    python = ServerConfig(python=rollout_server.as_python(folder))
+    python = ServerConfig(python=rollout_server.python_wrapper(folder))
     servers = [RemoteEngine(RolloutConfig(dtype="float32", server=python), folder, (), n) for n in range(count)]
     for server in servers:
         server.ready()
@@ -76,8 +76,8 @@ class Publishing:
     def __init__(self, engine: Any, how: TransportSettings):
         self.model, self.extra = small_model(), {}
         rank = Rank(lambda: [*self.model.named_parameters(), *self.extra.items()])
-        self.courier = Courier(how, InlineGroup(rank), engine)
-        self.sync = ByCopy(lambda: [], engine, None, 0, self.courier)
+        self.weight_transfer = WeightTransfer(how, InlineGroup(rank), engine)
+        self.sync = CopySync(lambda: [], engine, None, 0, self.weight_transfer)
         self.engine = engine
 
     def step(self) -> None:
@@ -97,7 +97,7 @@ class Publishing:
         return str(caught.value)
 
     def close(self) -> None:
-        asyncio.run(self.courier._close())
+        asyncio.run(self.weight_transfer._close())
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_both_replicas_compute_with_what_was_published(
         assert receipt.bytes_moved == 2 * 4 * numbers
         for replica in servers.engines:
             assert replica.version == version
-            assert asyncio.run(replica.score(SEQUENCES))[0] == pytest.approx(
+            assert asyncio.run(replica.compute_logprobs(SEQUENCES))[0] == pytest.approx(
                 scores(publisher.model, SEQUENCES)[0], abs=1e-6
             )
     assert not list(memory.iterdir())
@@ -187,7 +187,7 @@ def test_a_replica_that_is_silent_is_given_up_and_may_come_back(backend: str, pu
 def test_a_trainer_that_fails_half_way_leaves_nobody_waiting(backend: str, publishing: Any):
     publisher = publishing(backend)
     publisher.publish(0)
-    weights, rank = list(publisher.model.named_parameters()), publisher.courier.trainer.worker
+    weights, rank = list(publisher.model.named_parameters()), publisher.weight_transfer.trainer.worker
 
     def half() -> Iterator[tuple[str, Tensor]]:
         yield from weights[: len(weights) // 2]
@@ -207,15 +207,15 @@ def test_a_trainer_that_cannot_send_what_it_announced_closes_its_connections(
     """Its error is alive for as long as the replicas are waited for, and what it names must not keep them waiting."""
     publisher = publishing("nccl")
     publisher.publish(0)
-    publisher.extra, begin = dict(MORE), broadcast.Broadcast._broadcast
+    publisher.extra, begin = dict(MORE), broadcast.BroadcastTransport._broadcast
 
-    def second_fails(transport: broadcast.Broadcast, half: int, run: Tensor) -> None:
+    def second_fails(transport: broadcast.BroadcastTransport, half: int, run: Tensor) -> None:
         if half == 1:
             raise TransportError("the line is gone")
         begin(transport, half, run)
 
     with monkeypatch.context() as patch, pytest.raises(StaleWeightsError, match=r"trainer: the line is gone") as caught:
-        patch.setattr(broadcast.Broadcast, "_broadcast", second_fails)
+        patch.setattr(broadcast.BroadcastTransport, "_broadcast", second_fails)
         publisher.publish(1)
     assert nobody_waited(str(caught.value))
     assert len(re.findall(r"replica \d: .*?(Connection|Broken pipe|peer)", str(caught.value))) == 2
@@ -235,7 +235,7 @@ class ShardedTrainer(EngineWorker):
     """A rank of a sharded trainer with adapters, which may forget them when it publishes."""
 
     def __init__(self, folder: Path):
-        self.end = End()
+        self.endpoint = TransportEndpoint()
         self.engine = build_engine(
             folder, "fp32", strategy="fsdp2", model={"lora_rank": 4, "target_modules": "all-linear"}
         )
@@ -244,10 +244,10 @@ class ShardedTrainer(EngineWorker):
     def move(self, seed: int) -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in self.engine.weights.named:
+            for name, parameter in self.engine.weights.named_parameters:
                 if ".lora_" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-        self.engine.weights.publish()
+        self.engine.weights.copy_to_model()
 
     def whole(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.export()}
@@ -256,8 +256,8 @@ class ShardedTrainer(EngineWorker):
         self.engine.export_weights = self.without_adapters if forget else self.export
 
     def without_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        scales = {self.engine.weights.plain_name(name): 0.0 for name in lora.scales_of(self.engine.model)}
-        return lora.merged(self.engine.weights.full_tensors(), scales)
+        scales = {self.engine.weights.unwrapped_name(name): 0.0 for name in lora.adapter_scales(self.engine.model)}
+        return lora.merge_adapters(self.engine.weights.full_tensors(), scales)
 
 
 def sharded_trainer(folder: Path) -> ShardedTrainer:
@@ -275,23 +275,23 @@ def shards(servers: Router) -> Iterator[ProcessGroup]:
 def test_shards_and_adapters_arrive_and_forgotten_adapters_are_noticed(
     backend: str, shards: ProcessGroup, servers: Router, tmp_path: Path
 ):
-    async def trainer_scores(sequences: Any) -> Any:
+    async def trainer_logprobs(sequences: Any) -> Any:
         model = small_model()
         model.load_state_dict(shards.broadcast("whole")[0], strict=False)
         return scores(model, sequences)
 
     shards.broadcast("forget_adapters", False)
-    courier = Courier(settings(backend, tmp_path), shards, servers)
-    sync = ByCopy(lambda: [], servers, Probe(probe_sequences(VOCAB), trainer_scores), 1, courier)
+    weight_transfer = WeightTransfer(settings(backend, tmp_path), shards, servers)
+    sync = CopySync(lambda: [], servers, LogprobProbe(probe_sequences(VOCAB), trainer_logprobs), 1, weight_transfer)
     for version in range(3):
         shards.broadcast("move", version)
         receipt = asyncio.run(sync.publish(version))
-    assert all(verdict.differs < 1e-5 and verdict.moved > 1e-3 for verdict in receipt.probes)
+    assert all(result.difference < 1e-5 and result.trainer_change > 1e-3 for result in receipt.probes)
     shards.broadcast("forget_adapters", True)
     shards.broadcast("move", 4)
     with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 3"):
         asyncio.run(sync.publish(3))
-    asyncio.run(courier._close())
+    asyncio.run(weight_transfer._close())
 
 
 @CheckpointEngineRegistry.register("a plug-in's")
@@ -343,6 +343,6 @@ def test_a_transport_of_a_plug_in_carries_weights(servers: Router, tmp_path: Pat
         publisher.step()
         assert publisher.publish(version).num_replicas == 2
         assert servers.engines[1].version == version and len(list(place.glob("freed by *"))) == 3
-        assert asyncio.run(servers.score(SEQUENCES))[0] == pytest.approx(
+        assert asyncio.run(servers.compute_logprobs(SEQUENCES))[0] == pytest.approx(
             scores(publisher.model, SEQUENCES)[0], abs=1e-6
         )

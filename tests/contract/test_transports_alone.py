@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tests.contract.test_transports import settings
 from verl.checkpoint_engine import broadcast, shared_memory
 from verl.checkpoint_engine.buckets import buckets
-from verl.checkpoint_engine.ends import End, TransportSettings
+from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config import load_config
-from verl.trainer.ppo.rollout import build_weight_sync
+from verl.trainer.ppo.rollout_setup import build_weight_sync
 from verl.utils.errors import ConfigError, PluginError, TransportError
 
 
@@ -24,30 +24,30 @@ def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.Monk
     """The device is played by this process: what CUDA's handles would name is looked up in a table."""
     table: list[Tensor] = []
 
-    def device_half(size: int) -> shared_memory.Half:
+    def allocate_device_half(size: int) -> shared_memory.BufferHalf:
         table.append(torch.zeros(size, dtype=torch.uint8))
-        return shared_memory.Half(table[-1], handle=[len(table) - 1])
+        return shared_memory.BufferHalf(table[-1], handle=[len(table) - 1])
 
     monkeypatch.setattr(shared_memory, "device_identity", lambda: "the one device")
-    monkeypatch.setattr(shared_memory, "device_half", device_half)
-    monkeypatch.setattr(shared_memory, "opened", lambda handle: table[handle[0]])
+    monkeypatch.setattr(shared_memory, "allocate_device_half", allocate_device_half)
+    monkeypatch.setattr(shared_memory, "open_device_memory", lambda handle: table[handle[0]])
     sent = [(f"{n}", torch.randn(50 + n)) for n in range(40)]
-    ends = [shared_memory.SharedMemory(4000, timeout=60) for _ in range(3)]
-    arguments = shared_memory.SharedMemory.build_topology(1, 2, [])
-    place = arguments[0]["place"][0]
-    assert os.stat(place).st_mode & 0o077 == 0
+    ends = [shared_memory.SharedMemoryTransport(4000, timeout=60) for _ in range(3)]
+    arguments = shared_memory.SharedMemoryTransport.build_topology(1, 2, [])
+    folder = arguments[0]["folder"][0]
+    assert os.stat(folder).st_mode & 0o077 == 0
     arrived: dict[int, list[tuple[str, Tensor]]] = {}
 
     def receive(number: int) -> None:
-        ends[number].init_process_group(number, place, 2)
-        arrived[number] = [named for piece in ends[number].receive_pieces(0) for named in piece]
+        ends[number].init_process_group(number, folder, 2)
+        arrived[number] = [named for bucket in ends[number].receive_buckets(0) for named in bucket]
 
     threads = [threading.Thread(target=receive, args=(number,)) for number in (1, 2)]
     for thread in threads:
         thread.start()
-    ends[0].init_process_group(0, place, 2)
-    assert ends[0].piece_bytes() == 2000 and not os.path.exists(place)
-    for _ in ends[0].send_pieces(buckets(sent, 2000), torch.bfloat16, 0):
+    ends[0].init_process_group(0, folder, 2)
+    assert ends[0].max_bucket_bytes() == 2000 and not os.path.exists(folder)
+    for _ in ends[0].send_buckets(buckets(sent, 2000), torch.bfloat16, 0):
         pass
     for thread in threads:
         thread.join()
@@ -78,7 +78,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
     with pytest.raises(PluginError, match=r"unknown checkpoint engine 'nixl'; known: .*naive"):
         settings("nixl", tmp_path).transport()
     with pytest.raises(ConfigError, match=r"engine_kwargs.file.folder=DIR"):
-        End().open(TransportSettings("file", 1, {}))
+        TransportEndpoint().open(TransportSettings("file", 1, {}))
     nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: rollout.name=native samples where"):
         load_config([nccl])
@@ -87,4 +87,4 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: with rollout.name=vllm"):
         build_weight_sync(config, here, SimpleNamespace())
     with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):
-        shared_memory.SharedMemory(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)
+        shared_memory.SharedMemoryTransport(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)

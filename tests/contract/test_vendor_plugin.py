@@ -361,7 +361,7 @@ def test_the_installed_plug_in_can_be_left_out(installed):
 
 
 def test_doctor_shows_the_plug_in_and_the_chip_it_was_told_to_use(installed):
-    code = "import sys; from verl.trainer.doctor import main; sys.exit(main(['--json']))"
+    code = "import sys; from verl.commands.doctor import main; sys.exit(main(['--json']))"
     out = run(installed, "-c", code, VERL_PLATFORM="metax")
     assert (
         "plug-in hardware_reference" in out and "metax: device cuda, backend nccl; chosen by VERL_PLATFORM=metax" in out

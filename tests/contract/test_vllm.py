@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.conftest import needs_vllm
+from tests.conftest import skip_without_vllm
 from tests.contract.test_rollout import CONFIG, EOS, PROMPT, own_logprobs, small_model
 from tests.contract.test_transports import Rank
 from tests.e2e import jobs
-from verl.checkpoint_engine.ends import TransportSettings
+from verl.checkpoint_engine.endpoint import TransportSettings
+from verl.commands.quickstart.addition_task import CHARACTERS
+from verl.commands.quickstart.small_model import make_model
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
 from verl.runtime.inline import InlineGroup
-from verl.trainer.quickstart.model import make_model
-from verl.trainer.quickstart.task import CHARACTERS
 from verl.utils.errors import ConfigError, WorkerError
-from verl.weight_sync.by_copy import ByCopy
-from verl.weight_sync.courier import Courier
-from verl.weight_sync.probe import Probe, probe_sequences
+from verl.weight_sync.copy_sync import CopySync
+from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
+from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, StaleWeightsError
-from verl.workers.rollout.remote import RemoteEngine
+from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.router import Router
 from verl.workers.rollout.vllm_engine import VLLMEngine, vllm_arguments
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(autouse=True)
 def vllm_is_here() -> None:
-    needs_vllm()
+    skip_without_vllm()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def answer(engine: RolloutEngine, number: int = 0, **sampling: Any) -> Any:
     return asyncio.run(engine.generate(request))
 
 
-async def trainer_scores(model: PreTrainedModel, sequences: Any) -> list[list[float]]:
+async def trainer_logprobs(model: PreTrainedModel, sequences: Any) -> list[list[float]]:
     return [[0.0, *own_logprobs(model, list(ids[1:]), list(ids[:1])).tolist()] for ids in sequences]
 
 
@@ -115,8 +115,8 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
     model = small_model(tied)
     model.save_pretrained(tmp_path)
     opened.append(engine := VLLMEngine(SMALL, tmp_path))
-    probe = Probe(probe_sequences(EOS + 2), lambda sequences: trainer_scores(model, sequences))
-    sync = ByCopy(lambda: model.named_parameters(), engine, probe, probe_every=1)
+    probe = LogprobProbe(probe_sequences(EOS + 2), lambda sequences: trainer_logprobs(model, sequences))
+    sync = CopySync(lambda: model.named_parameters(), engine, probe, probe_every=1)
     for version in range(4):
         step(model)
         receipt = asyncio.run(sync.publish(version))
@@ -124,12 +124,12 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), own_logprobs(model, completion.token_ids), atol=1e-5, rtol=0
         )
-        assert receipt.probes[0].differs < 1e-5 and completion.policy_version == (version, version)
+        assert receipt.probes[0].difference < 1e-5 and completion.policy_version == (version, version)
     step(model)
     if tied:  # what a reload of vLLM's leaves behind on a CPU
         import verl.workers.rollout.vllm_worker as worker
 
-        monkeypatch.setattr(worker, "pack_shared_weights_again", lambda model: None)
+        monkeypatch.setattr(worker, "refresh_tied_weights", lambda model: None)
         with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 4"):
             asyncio.run(sync.publish(4))
     else:
@@ -162,10 +162,14 @@ def server(folder: Path) -> Iterator[RemoteEngine]:
     engine.close()
 
 
-def by_transport(model: PreTrainedModel, engine: Any, backend: str = "naive", probe: Probe | None = None) -> ByCopy:
+def by_transport(
+    model: PreTrainedModel, engine: Any, backend: str = "naive", probe: LogprobProbe | None = None
+) -> CopySync:
     """Publishing from this process to servers."""
-    courier = Courier(TransportSettings(backend, 1 << 20, {}), InlineGroup(Rank(model.named_parameters)), engine)
-    return ByCopy(lambda: [], engine, probe, 1, courier)
+    weight_transfer = WeightTransfer(
+        TransportSettings(backend, 1 << 20, {}), InlineGroup(Rank(model.named_parameters)), engine
+    )
+    return CopySync(lambda: [], engine, probe, 1, weight_transfer)
 
 
 def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteEngine):
@@ -173,7 +177,10 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
     sync = by_transport(model, server)
     asyncio.run(sync.publish(5))
     step(model)
-    sync.courier.trainer.worker.engine.export_weights = lambda: [*list(model.named_parameters())[:5], ("none", None)]
+    sync.weight_transfer.trainer.worker.engine.export_weights = lambda: [
+        *list(model.named_parameters())[:5],
+        ("none", None),
+    ]
     with pytest.raises(StaleWeightsError, match="version 6 did not arrive"):
         asyncio.run(sync.publish(6))
     sync = by_transport(model, server)
@@ -183,7 +190,7 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), own_logprobs(model, completion.token_ids), atol=1e-5, rtol=0
         )
-    assert asyncio.run(server.score([PROMPT]))[0][1:] == pytest.approx(
+    assert asyncio.run(server.compute_logprobs([PROMPT]))[0][1:] == pytest.approx(
         own_logprobs(model, PROMPT[1:], PROMPT[:1]).tolist(), abs=1e-5
     )
     assert server.stats()["generated_tokens"] == 32
@@ -227,12 +234,12 @@ def test_a_replica_of_two_devices_holds_one_version(folder: Path, monkeypatch: p
     engine = RemoteEngine(config, folder, (EOS,))
     engine.ready()
     model = small_model()
-    probe = Probe(probe_sequences(EOS + 2), lambda sequences: trainer_scores(model, sequences))
+    probe = LogprobProbe(probe_sequences(EOS + 2), lambda sequences: trainer_logprobs(model, sequences))
     sync = by_transport(model, Router([engine]), backend, probe)
     for version in range(2):
         step(model)
         receipt = asyncio.run(sync.publish(version))
-    assert receipt.probes[0].moved > 0 and answer(engine)[0].policy_version == (1, 1)
+    assert receipt.probes[0].trainer_change > 0 and answer(engine)[0].policy_version == (1, 1)
     engine.close()
     engine.process.wait(60)  # a limit on a hang
 

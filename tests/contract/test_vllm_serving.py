@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import needs, needs_vllm, unavailable
+from tests.conftest import import_or_skip, skip_or_fail, skip_without_vllm
 from tests.e2e import jobs
+from verl.commands import generate_answers
+from verl.commands.quickstart.addition_task import CHARACTERS
+from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
-from verl.trainer import main_generation_server
-from verl.trainer.quickstart.model import make_model
-from verl.trainer.quickstart.task import CHARACTERS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.kv_cache_bytes=16777216"]
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    needs_vllm()
+    skip_without_vllm()
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)
     make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=1)  # vLLM wants heads of at least 32 on a CPU
@@ -46,26 +46,26 @@ def test_a_file_is_answered_as_the_native_engine_answers_it(folder: Path, server
     said = []
     for engine in ([f"{ROLLOUT}.server.python={server}"] if server else [], [f"{ROLLOUT}.name=native"]):
         greedy = [f"{ROLLOUT}.do_sample=False", "data.max_response_length=8", *engine]
-        assert main_generation_server.main(overrides(folder, *greedy)) == 0
+        assert generate_answers.main(overrides(folder, *greedy)) == 0
         said.append([json.loads(line)["responses"] for line in (folder / "answers.jsonl").read_text().splitlines()])
         (folder / "answers.jsonl").unlink()
     assert said[0] == said[1] and len(said[0]) == 12 and any(text for [text] in said[0])
 
 
 def open_server(folder: Path, *extra: str) -> Any:
+    from verl.commands.serve.server import OpenAIServer
     from verl.models.load import load_tokenizer
-    from verl.trainer.ppo.rollout import load_engine
-    from verl.trainer.serve import OpenAIServer
+    from verl.trainer.ppo.rollout_setup import load_rollout_engine
 
     config = load_config(overrides(folder, *extra))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    return OpenAIServer(load_engine(config, tokenizer), tokenizer, "small", 80)
+    return OpenAIServer(load_rollout_engine(config, tokenizer), tokenizer, "small", 80)
 
 
 def test_the_official_client_reads_an_answer_while_vllm_decodes_it(folder: Path):
     server = open_server(folder)
     server.engine.eos_token_ids = ()  # a random model would end anywhere
-    openai = needs("openai")
+    openai = import_or_skip("openai")
     from tests.e2e.serving import serving
 
     engine, seen, steps = server.engine, threading.Event(), []
@@ -103,7 +103,7 @@ def test_the_official_client_reads_an_answer_while_vllm_decodes_it(folder: Path)
 
 
 def test_a_server_process_tells_tokens_as_they_come_and_drops_what_nobody_reads(folder: Path):
-    openai = needs("openai")
+    openai = import_or_skip("openai")
     from tests.e2e.serving import serving
 
     server = open_server(folder, f"{ROLLOUT}.server.python={sys.executable}")
@@ -125,7 +125,7 @@ def test_a_server_process_tells_tokens_as_they_come_and_drops_what_nobody_reads(
 
 def test_adapters_are_merged_into_what_vllm_samples_from(folder: Path):
     if importlib.util.find_spec("peft") is None:
-        unavailable("peft is not installed beside vLLM; pip install 'verl[lora]'")
+        skip_or_fail("peft is not installed beside vLLM; pip install 'verl[lora]'")
     lora = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"]
     jobs.train(folder, "run", *VLLM, *lora, f"{ROLLOUT}.checkpoint_engine.probe_every=1")
     rows = jobs.metrics(folder, "run")

@@ -13,8 +13,8 @@ from verl.checkpoint_engine.buckets import buckets
 from verl.config import HFModelConfig
 from verl.models import lora
 from verl.models.fingerprint import fingerprint
-from verl.weight_sync.by_copy import ByCopy
-from verl.weight_sync.probe import ROUNDING, Probe, probe_sequences
+from verl.weight_sync.copy_sync import CopySync
+from verl.weight_sync.logprob_probe import ROUNDING_RMS, LogprobProbe, probe_sequences
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError
 
 VOCAB = 64
@@ -83,7 +83,7 @@ class ModuleEngine(CopyingEngine):
             self.cache.clear()
         self.held = version
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         key = str(sequences)
         if key not in self.cache:
             weight = self.model.lm_head.weight
@@ -144,9 +144,9 @@ class Trainer:
     async def scores(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return scores(self.model, sequences)
 
-    def sync(self, engine: CopyingEngine, rounding: float = ROUNDING[torch.float32], every: int = 1) -> ByCopy:
-        probe = Probe(probe_sequences(VOCAB), self.scores, rounding)
-        return ByCopy(lambda: self.model.named_parameters(), engine, probe, every)
+    def sync(self, engine: CopyingEngine, rounding: float = ROUNDING_RMS[torch.float32], every: int = 1) -> CopySync:
+        probe = LogprobProbe(probe_sequences(VOCAB), self.scores, rounding)
+        return CopySync(lambda: self.model.named_parameters(), engine, probe, every)
 
 
 def test_the_engine_computes_with_what_was_published_and_the_receipt_says_so():
@@ -160,8 +160,8 @@ def test_the_engine_computes_with_what_was_published_and_the_receipt_says_so():
         assert (receipt.version, receipt.num_replicas, receipt.bytes_moved) == (version, 1, 4 * numbers)
         assert receipt.num_tensors == len(list(trainer.model.parameters()))
         assert scores(engine.model, [[1, 2, 3]]) == scores(trainer.model, [[1, 2, 3]])
-    [verdict] = receipt.probes
-    assert verdict.differs < 1e-6 and verdict.moved > 1e-3 and not verdict.too_small
+    [result] = receipt.probes
+    assert result.difference < 1e-6 and result.trainer_change > 1e-3 and not result.change_too_small
 
 
 def swap(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -224,8 +224,8 @@ def test_adapters_that_are_left_out_are_caught_although_every_digest_agrees():
     engine = ModuleEngine(trainer.model)
     lora.add_adapters(trainer.model, HFModelConfig(lora_rank=4), seed=0)
     trainer.optimizer = torch.optim.Adam([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-2)
-    scales, sync = lora.scales_of(trainer.model), trainer.sync(engine)
-    sync.weights = lambda: lora.merged(trainer.model.named_parameters(), scales)
+    scales, sync = lora.adapter_scales(trainer.model), trainer.sync(engine)
+    sync.weights = lambda: lora.merge_adapters(trainer.model.named_parameters(), scales)
     for version in range(3):
         trainer.step()
         asyncio.run(sync.publish(version))
@@ -261,7 +261,7 @@ def test_a_step_too_small_to_see_is_said_to_be_too_small():
     for version in range(2):
         receipt = asyncio.run(sync.publish(version))
         trainer.step()
-    assert receipt.probes[0].too_small
+    assert receipt.probes[0].change_too_small
 
 
 def test_the_probe_runs_first_and_then_at_its_cadence():
@@ -283,7 +283,7 @@ def test_a_thousand_good_publishes_raise_no_alarm(dtype: torch.dtype, publishes:
     trainer = Trainer(tied=True, lr=lr)
     engine = ModuleEngine(trainer.model, dtype)
     engine.bucket_bytes = 1 << 20
-    sync = trainer.sync(engine, ROUNDING[dtype])
+    sync = trainer.sync(engine, ROUNDING_RMS[dtype])
     for version in range(publishes):
         trainer.step()
         assert asyncio.run(sync.publish(version)).probes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from aiohttp import web
 
-from verl.trainer.serve import OpenAIServer
+from verl.commands.serve.server import OpenAIServer
 
 
 @contextlib.contextmanager

@@ -14,15 +14,15 @@ from tests.engine_cases import SHAPE, save_tiny_model
 from verl.algorithms import losses
 from verl.algorithms.losses import POLICY_LOSSES, register_policy_loss
 from verl.cli import main
+from verl.commands.certify import comparison as certifying
+from verl.commands.certify import definition
+from verl.commands.certify.certificate import Certificate
+from verl.commands.certify.comparison import certify
+from verl.commands.certify.subject import critic_subject
 from verl.config import load_config
 from verl.config.algorithm import LOSS_AGG_MODES
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
-from verl.trainer.certify import reference
-from verl.trainer.certify import run as certifying
-from verl.trainer.certify.report import Certificate
-from verl.trainer.certify.run import certify
-from verl.trainer.certify.subject import value_model
 from verl.utils.errors import ConfigError
 from verl.workers.engine.torch_engine import TorchEngine
 
@@ -78,24 +78,24 @@ def test_ranks_that_do_not_divide_the_heads_are_certified_without_sharing_sequen
 
 
 def test_adapters_are_certified_with_a_gradient_in_each(monkeypatch):
-    judges = []
+    comparisons = []
 
-    class Kept(certifying.Judge):
+    class Kept(certifying.GradientComparison):
         def __init__(self, *args):
             super().__init__(*args)
-            judges.append(self)
+            comparisons.append(self)
 
-    monkeypatch.setattr(certifying, "Judge", Kept)
+    monkeypatch.setattr(certifying, "GradientComparison", Kept)
     settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=4"]
     certificate = certify(load_config(settings), tiny=True, num_sequences=9, longest=24)
     assert certificate.holds, certificate.verdict()
-    (judge,) = judges
-    assert {name.split(".")[-3] for name in judge.truth} == {"lora_A", "lora_B"}
-    assert all(gradient.norm() > 0 for gradient in judge.truth.values())
+    (comparison,) = comparisons
+    assert {name.split(".")[-3] for name in comparison.expected} == {"lora_A", "lora_B"}
+    assert all(gradient.norm() > 0 for gradient in comparison.expected.values())
 
 
 def test_a_critic_with_adapters_is_certified_on_two_ranks(monkeypatch):
-    monkeypatch.setattr(certifying, "subjects", lambda config: [value_model(config)])
+    monkeypatch.setattr(certifying, "subjects", lambda config: [critic_subject(config)])
     certificate = run("critic.enable=True", "critic.model.lora_rank=4", num_ranks=2)
     assert {row.role for row in certificate.rows} == {"critic"}
     assert {"sharded", "Ulysses"} <= {row.dimension for row in certificate.rows}
@@ -150,9 +150,9 @@ def test_the_definition_equals_the_one_file_example():
             f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
         ]
     ).actor_rollout_ref.actor
-    model.set_attn_implementation(reference.WRITTEN_OUT)
+    model.set_attn_implementation(definition.NAIVE_ATTENTION)
     batch = batch.with_columns(**{name: column.flatten() for name, column in columns.items()})
-    found = reference.gradient(model, batch, reference.actor_loss(config, 1.0), 1.0)
+    found = definition.gradient(model, batch, definition.actor_loss(config, 1.0), 1.0)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
@@ -180,13 +180,13 @@ def reweigh(monkeypatch, weights_of) -> None:
 
 def test_a_mean_of_micro_batch_means_is_caught(monkeypatch):
     reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]) / parts)
-    culprits = run().culprits("actor")
+    culprits = run().failed_dimensions("actor")
     assert "micro-batch size" in culprits and "whole mini-batch" not in culprits
 
 
 def test_token_counts_of_the_micro_batch_are_caught(monkeypatch):
     reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
-    culprits = run().culprits("actor")
+    culprits = run().failed_dimensions("actor")
     assert {"micro-batch size", "packing order", "accumulation", "data parallel"} <= set(culprits)
     assert "whole mini-batch" not in culprits
 
@@ -197,14 +197,14 @@ def test_a_sequence_mean_over_the_padded_length_is_caught(monkeypatch):
 
     reweigh(monkeypatch, padded)
     certificate = run(f"{ACTOR}.loss_agg_mode=seq-mean-token-mean")
-    assert "whole mini-batch" in certificate.culprits("actor")
+    assert "whole mini-batch" in certificate.failed_dimensions("actor")
     assert "the loss, its aggregation or its weights are wrong" in certificate.verdict()
 
 
 def test_a_critic_that_counts_its_own_tokens_is_caught(monkeypatch):
     reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
     certificate = run("critic.enable=True")
-    assert "micro-batch size" in certificate.culprits("critic")
+    assert "micro-batch size" in certificate.failed_dimensions("critic")
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_a_loss_that_reduces_by_itself_is_caught(registered):
     def reduces(logprobs, old_logprobs, advantages, batch, config):
         return -(advantages * (logprobs - old_logprobs).exp()).mean().expand_as(logprobs), {}
 
-    assert "whole mini-batch" in run(f"{ACTOR}.policy_loss.loss_mode=reduces").culprits("actor")
+    assert "whole mini-batch" in run(f"{ACTOR}.policy_loss.loss_mode=reduces").failed_dimensions("actor")
 
 
 def test_a_loss_that_looks_at_its_neighbours_is_caught(registered):
@@ -228,7 +228,7 @@ def test_a_loss_that_looks_at_its_neighbours_is_caught(registered):
         return -(advantages - advantages.mean()) * (logprobs - old_logprobs).exp(), {}
 
     certificate = run(f"{ACTOR}.policy_loss.loss_mode=centred")
-    assert {"micro-batch size", "head mode"} <= set(certificate.culprits("actor"))
+    assert {"micro-batch size", "head mode"} <= set(certificate.failed_dimensions("actor"))
 
 
 def test_a_loss_with_a_number_per_sequence_is_certified(registered):

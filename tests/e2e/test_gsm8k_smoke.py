@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from verl.trainer.quickstart.model import small_qwen3
+from verl.commands.quickstart.small_model import small_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 ARR = "actor_rollout_ref"

@@ -12,7 +12,7 @@ from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig, AlgorithmConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.data.batch import Batch
-from verl.data.packing import MicroBatching
+from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.models.float64 import keep_float64
 from verl.workers.engine.base import EngineRegistry

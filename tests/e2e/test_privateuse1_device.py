@@ -89,7 +89,7 @@ def test_the_second_step_after_a_resume_is_the_same(run):
 def test_doctor_finds_the_device_by_probing(library):
     env = {**os.environ, "PYTHONPATH": str(TOASTER), "TOASTER_LIBRARY": str(library)}
     env["VERL_USE_EXTERNAL_MODULES"] = "toaster_plugin"
-    command = [sys.executable, "-m", "verl.trainer.doctor", "--json"]
+    command = [sys.executable, "-m", "verl.commands.doctor", "--json"]
     report = json.loads(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
     platform = {row["name"]: row for row in report["platform"]}
     assert "acme: device toaster, backend gloo; detected: present" in platform["platform"]["detail"]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer.quickstart.run import main
+from verl.commands.quickstart.stages import main
 
 
 def test_the_quickstart_trains_saves_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.delenv("VERL_FILE_LOGGER_ROOT", raising=False)
-    monkeypatch.setattr("verl.trainer.quickstart.run.NUM_HELD_OUT", 20)
+    monkeypatch.setattr("verl.commands.quickstart.stages.NUM_HELD_OUT", 20)
     code = main(["--out", str(tmp_path / "out"), "--steps", "2", "actor_rollout_ref.rollout.n=4"])
     shown = capsys.readouterr().out
     assert code in (0, 1)  # two steps may or may not have helped

@@ -22,8 +22,8 @@ from verl.observe.tracking import TrackingError
 from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.resume import find_resume
+from verl.utils.checksummed import write_checksummed
 from verl.utils.errors import CheckpointError
-from verl.utils.sealed import write_sealed
 
 EVERY_STEP = "trainer.save_freq=1"
 CRITIC = [
@@ -147,7 +147,7 @@ class TinyRole:
         files = {f"{n}.safetensors": write_tensors(folder / f"{n}.safetensors", {"a": torch.ones(3)}) for n in names}
         (folder / "extra_state_world_size_1_rank_0.json").write_text("{}")
         files["extra_state_world_size_1_rank_0.json"] = file_digest(folder / "extra_state_world_size_1_rank_0.json")
-        write_sealed(folder / "manifest.json", {"format": 2, "files": files})
+        write_checksummed(folder / "manifest.json", {"format": 2, "files": files})
 
     def finish_save(self, wait: bool = True) -> bool:
         return True
@@ -157,7 +157,7 @@ def save(root: Path, *steps: int, keep: int | None = None) -> None:
     checkpoints = Checkpoints(root, {"actor": keep})
     for step in steps:
         checkpoints.save(step, {"step": step}, {"actor": TinyRole()})
-        checkpoints.settle(wait=True)
+        checkpoints.finish_pending(wait=True)
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder: Path, caplog: pytest.LogCaptureFixture):

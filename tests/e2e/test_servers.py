@@ -19,14 +19,15 @@ import pytest
 from tests.e2e import jobs
 from tests.e2e.serving import serving
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
+from verl.commands import generate_answers, score_answers
+from verl.commands.generate_answers import run_fingerprint
+from verl.commands.score_answers import majority, pass_at, proportion
+from verl.commands.serve import server
+from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
 from verl.data.prompts import train_prompts
 from verl.models.load import load_tokenizer
-from verl.trainer import main_eval, main_generation_server, serve
-from verl.trainer.main_eval import majority, pass_at, share
-from verl.trainer.main_generation_server import fingerprint
-from verl.trainer.ppo.rollout import load_engine, training_sampling
-from verl.trainer.serve import OpenAIServer
+from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
 from verl.utils.errors import DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -49,8 +50,8 @@ def generation(folder: Path, *extra: str) -> list[str]:
 
 
 def test_every_prompt_is_answered_and_a_cut_off_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(main_generation_server, "AT_ONCE", 2)
-    assert main_generation_server.main(generation(folder)) == 0
+    monkeypatch.setattr(generate_answers, "MAX_CONCURRENT_PROMPTS", 2)
+    assert generate_answers.main(generation(folder)) == 0
     whole = pq.read_table(folder / "answers.parquet").to_pylist()
     assert len(whole) == 12 and all(len(row["responses"]) == 4 for row in whole)
     assert [row["prompt"] for row in whole] == [
@@ -66,14 +67,14 @@ def test_every_prompt_is_answered_and_a_cut_off_run_goes_on(folder: Path, monkey
         return await generate(self, request)
 
     monkeypatch.setattr(NativeEngine, "generate", cut)
-    assert main_generation_server.main(generation(folder)) == 2
+    assert generate_answers.main(generation(folder)) == 2
     journal = folder / "answers.parquet.parts"
     head, *lines = journal.read_text().splitlines()
     assert 4 <= len(lines) <= 6
     lines[0] = lines[0].replace('"responses": ["', '"responses": ["kept ', 1)
     journal.write_text("\n".join([head, *lines, '{"prompt": 11, "respon']))
     before = len(calls)
-    assert main_generation_server.main(generation(folder)) == 0
+    assert generate_answers.main(generation(folder)) == 0
     assert len(calls) - before == 12 - len(lines)
     again = pq.read_table(folder / "answers.parquet").to_pylist()
     kept = json.loads(lines[0])["prompt"]
@@ -87,7 +88,7 @@ def test_an_interrupt_says_that_the_same_command_goes_on(folder: Path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(NativeEngine, "generate", interrupt)
-    assert main_generation_server.main(generation(folder)) == 130
+    assert generate_answers.main(generation(folder)) == 130
     assert "the same command goes on" in capsys.readouterr().err
 
 
@@ -95,12 +96,12 @@ def test_no_column_is_lost_and_what_parquet_cannot_hold_is_said_first(folder: Pa
     row = {"prompt": "1+1=", "data_source": "x", "reward_model": {"ground_truth": "2"}}
     path = folder / "data" / "train.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "level": 3}) + "\n")
-    assert main_generation_server.main(generation(folder)) == 0
+    assert generate_answers.main(generation(folder)) == 0
     assert [r["level"] for r in pq.read_table(folder / "answers.parquet").to_pylist()] == [None, 3]
     path.write_text(json.dumps({**row, "extra_info": {}}) + "\n")
-    assert main_generation_server.main(generation(folder)) == 2
+    assert generate_answers.main(generation(folder)) == 2
     assert "cannot be written as parquet" in capsys.readouterr().err and not list(folder.glob("*.parts"))
-    assert main_generation_server.main(generation(folder, f"data.output_path={folder / 'a.jsonl'}")) == 0
+    assert generate_answers.main(generation(folder, f"data.output_path={folder / 'a.jsonl'}")) == 0
     assert json.loads((folder / "a.jsonl").read_text())["extra_info"] == {}
 
 
@@ -120,11 +121,11 @@ def test_files_are_answered_by_the_loop_their_rows_name_and_keys_without_effect_
     loops = f"{ARR}.rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}"
     path = folder / "data" / "train.jsonl"
     path.write_text("".join(json.dumps({**json.loads(r), "agent_name": "twice"}) + "\n" for r in path.open()))
-    assert main_generation_server.main(generation(folder, loops, "trainer.total_epochs=3")) == 0
+    assert generate_answers.main(generation(folder, loops, "trainer.total_epochs=3")) == 0
     assert all(len(row["responses"]) == 4 for row in pq.read_table(folder / "answers.parquet").to_pylist())
     assert "warning: trainer.total_epochs was set, but nothing reads it here" in capsys.readouterr().err
     path.write_text(path.read_text().replace("twice", "thrice"))
-    assert main_generation_server.main(generation(folder, loops)) == 2
+    assert generate_answers.main(generation(folder, loops)) == 2
     assert "unknown agent loop 'thrice'" in capsys.readouterr().err
 
 
@@ -134,14 +135,14 @@ def test_answers_of_another_run_are_not_continued(folder: Path, capsys: pytest.C
     prompts = train_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model))
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     journal = folder / "answers.parquet.parts"
-    main_generation_server.begin(journal, {"prompts": "others"})
-    main_generation_server.begin(
-        journal, fingerprint(config, prompts, sampling)
+    generate_answers.read_journal(journal, {"prompts": "others"})
+    generate_answers.read_journal(
+        journal, run_fingerprint(config, prompts, sampling)
     )  # nothing was answered: nothing is lost
     journal.write_text(journal.read_text() + '{"prompt": 0, "responses": []}\n')
-    assert main_generation_server.main(generation(folder)) == 2
+    assert generate_answers.main(generation(folder)) == 2
     assert "holds answers of another run (sampling differs" in capsys.readouterr().err
-    assert main_generation_server.main([a for a in generation(folder) if "output_path" not in a]) == 2
+    assert generate_answers.main([a for a in generation(folder) if "output_path" not in a]) == 2
     assert "data.output_path is not set" in capsys.readouterr().err
 
 
@@ -158,13 +159,13 @@ def test_figures_of_a_file_of_answers(tmp_path: Path, capsys: pytest.CaptureFixt
         "    return {'score': right, 'acc': right, 'pred': solution_str}\n"
     )
     given = [f"data.path={tmp_path / 'answers.jsonl'}", f"custom_reward_function.path={tmp_path / 'own.py'}"]
-    figures = main_eval.evaluate(load_config(given, config_name="evaluation"))
+    figures = score_answers.score_file(load_config(given, config_name="evaluation"))
     assert figures["accuracy/a"] == pytest.approx(3 / 8) and figures["accuracy/b"] == 1
     assert figures["pass@2/a"] == pytest.approx((5 / 6 + 3 / 6) / 2) and figures["pass@4/a"] == 1
     assert figures["maj@4/a"] == pytest.approx(0.5)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert json.loads(last) == {"test_score/a": pytest.approx(3 / 8), "test_score/b": 1.0}
-    assert main_eval.main([]) == 2 and main_eval.main(["data.path=nowhere.parquet"]) == 2
+    assert score_answers.main([]) == 2 and score_answers.main(["data.path=nowhere.parquet"]) == 2
 
 
 OWN = """
@@ -175,21 +176,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def judged(folder: Path, *rows: dict[str, Any], key: str = "reward.custom_reward_function") -> dict[str, float]:
+def evaluate_rows(folder: Path, *rows: dict[str, Any], key: str = "reward.custom_reward_function") -> dict[str, float]:
     given = {"data_source": "a", "reward_model": {"ground_truth": "1"}}
     (folder / "answers.jsonl").write_text("".join(json.dumps({**given, **row}) + "\n" for row in rows))
     (folder / "own.py").write_text(OWN)
     words = [f"data.path={folder / 'answers.jsonl'}", f"{key}.path={folder / 'own.py'}", "reward.on_error=count"]
-    return main_eval.evaluate(load_config(words, config_name="evaluation"))
+    return score_answers.score_file(load_config(words, config_name="evaluation"))
 
 
 def test_answers_without_a_score_are_left_out_of_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [{"responses": ["?", "?"]}, {"responses": ["1", "1", "2"]}, {"responses": ["2", "2", "?"]}]
-    figures = judged(tmp_path, *rows)
+    figures = evaluate_rows(tmp_path, *rows)
     assert figures["test_score/a"] == figures["mean score/a"] == figures["accuracy/a"] == pytest.approx(1 / 3)
     assert figures["pass@2/a"] == figures["maj@2/a"] == 0.5
     assert "3 answers were not scored" in capsys.readouterr().out
-    judged(tmp_path, {"responses": "?"})
+    evaluate_rows(tmp_path, {"responses": "?"})
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1]) == {"test_score/a": None}
 
 
@@ -207,14 +208,14 @@ def test_answers_without_a_score_are_left_out_of_every_figure(tmp_path: Path, ca
 )
 def test_odd_files_of_answers_are_refused_with_the_row(tmp_path: Path, row: dict[str, Any], says: str):
     with pytest.raises(DataError, match=re.escape(says)):
-        judged(tmp_path, row)
+        evaluate_rows(tmp_path, row)
 
 
 def test_intervals_are_wilsons_for_right_and_wrong_and_narrower_where_prompts_agree():
-    _, value, low, high = share("x", [1.0] * 8 + [0.0] * 2)
+    _, value, low, high = proportion("x", [1.0] * 8 + [0.0] * 2)
     assert (value, low, high) == (0.8, pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    assert share("x", [1.0] * 5)[2:] == (pytest.approx(0.5655, abs=1e-4), pytest.approx(1.0))
-    agreed = share("x", [0.75, 0.85] * 5)
+    assert proportion("x", [1.0] * 5)[2:] == (pytest.approx(0.5655, abs=1e-4), pytest.approx(1.0))
+    agreed = proportion("x", [0.75, 0.85] * 5)
     assert 0.75 < agreed[2] < 0.8 < agreed[3] < 0.85
 
 
@@ -231,7 +232,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
 def address(folder: Path) -> Iterator[str]:
     config = load_config(generation(folder))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    server = OpenAIServer(load_engine(config, tokenizer), tokenizer, "small", 16)
+    server = OpenAIServer(load_rollout_engine(config, tokenizer), tokenizer, "small", 16)
     with serving(server) as address:
         yield address
 
@@ -310,7 +311,7 @@ def test_an_address_that_cannot_be_listened_on_is_said(folder: Path, capsys: pyt
         taken.listen()
         port = taken.getsockname()[1]
         lengths = ["rollout.prompt_length=5000", "rollout.response_length=8"]
-        assert serve.main([f"model={folder / 'model'}", "--port", str(port), *lengths]) == 2
+        assert server.main([f"model={folder / 'model'}", "--port", str(port), *lengths]) == 2
     said = capsys.readouterr()
     assert f"cannot listen on --host 127.0.0.1 --port {port}" in said.err
     positions = json.loads((folder / "model" / "config.json").read_text())["max_position_embeddings"]
@@ -323,12 +324,12 @@ def test_a_server_before_another_needs_the_tokenizer_alone(
     for file in (folder / "model").glob("*token*"):
         shutil.copy(file, tmp_path)
     other = ["rollout.name=tgi", "rollout.server.url=http://127.0.0.1:9", "rollout.response_length=8"]
-    assert serve.main([f"model={tmp_path}", "--port", "70000", *other]) == 2
+    assert server.main([f"model={tmp_path}", "--port", "70000", *other]) == 2
     assert "(at most 520 tokens a conversation)" in capsys.readouterr().out
 
 
 def test_a_server_without_a_model_is_a_mistake():
-    assert serve.main([]) == 2
+    assert server.main([]) == 2
 
 
 def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
@@ -336,7 +337,7 @@ def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
     config = load_config(generation(folder, *rollout))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     sampling = training_sampling(config.actor_rollout_ref.rollout)
-    server = OpenAIServer(load_engine(config, tokenizer), tokenizer, "small", 72, sampling)
+    server = OpenAIServer(load_rollout_engine(config, tokenizer), tokenizer, "small", 72, sampling)
     first = server._request({}, [1, 2])
     assert first.sampling == replace(sampling, n=1, max_tokens=70, seed=1) and first.sampling.temperature == 0
     asked = server._request({"temperature": 0.5, "stop": "x", "min_tokens": 3, "ignore_eos": True, "seed": 9}, [1])
@@ -348,7 +349,7 @@ def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
 def test_our_client_of_openai_servers_gets_ids_and_logprobs_from_ours(folder: Path, address: str):
     config = load_config(generation(folder, f"{ARR}.rollout.name=tgi", f"{ARR}.rollout.server.url={address[:-3]}"))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    client = load_engine(config, tokenizer)
+    client = load_rollout_engine(config, tokenizer)
     request = GenerationRequest(0, tokenizer("12+13=")["input_ids"], SamplingParams(n=3, max_tokens=8, ignore_eos=True))
     completions = asyncio.run(client.generate(request))
     assert [len(c.token_ids) for c in completions] == [8] * 3

@@ -18,7 +18,7 @@ from verl.config import SFTConfig, load_config
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.observe.tracking import Tracking
-from verl.runtime.peers import Peers
+from verl.runtime.collectives import Collectives
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
@@ -261,12 +261,12 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
 
 def test_each_epoch_has_an_order_of_its_own_unless_shuffling_is_off(folder: Path):
     trainer = SFTTrainer(config(folder, "order"), FourRows(), None, Tracking("p", "e", []))
-    orders = [trainer.order(epoch) for epoch in range(8)]
+    orders = [trainer.epoch_order(epoch) for epoch in range(8)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders) and len({*map(tuple, orders)}) > 2
     other = SFTTrainer(config(folder, "order", "data.seed=7"), FourRows(), None, Tracking("p", "e", []))
-    assert [other.order(epoch) for epoch in range(8)] != orders
+    assert [other.epoch_order(epoch) for epoch in range(8)] != orders
     plain = SFTTrainer(config(folder, "order", "data.shuffle=False"), FourRows(), None, Tracking("p", "e", []))
-    assert plain.order(5) == [0, 1, 2, 3]
+    assert plain.epoch_order(5) == [0, 1, 2, 3]
 
 
 class FourRows:
@@ -299,9 +299,11 @@ def test_ranks_share_a_batch_by_tokens_and_attention(folder: Path):
     rows = [Trajectory(torch.zeros(n), torch.arange(n) > 0, torch.zeros(n), group_id=n) for n in (16, 6, 6, 6, 6)]
     shares = []
     for rank in range(2):
-        trainer = SFTTrainer(config(folder, "run"), FourRows(), None, Tracking("p", "e", []), peers=Peers(rank, 2))
+        trainer = SFTTrainer(
+            config(folder, "run"), FourRows(), None, Tracking("p", "e", []), collectives=Collectives(rank, 2)
+        )
         trainer.worker = SimpleNamespace(attention_length=lambda: 8.0)  # 16 tokens cost as much as 4 x 6
-        shares.append(trainer.share(Batch.pack(rows))[0].lengths.tolist())
+        shares.append(trainer.rank_shard(Batch.pack(rows))[0].lengths.tolist())
     assert sorted(shares) == [[6, 6, 6, 6], [16]]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.e2e.jobs import metrics
-from verl.data.rows import FileRows
+from verl.data.data_files import FileRows
 
 PREPARE = "examples/data_preprocess/gsm8k_multiturn_sft.py"
 SCRIPTS = {"gsm8k/run_qwen3_0_6b.sh": [], "multiturn/run_qwen2_5_0_5b_fsdp.sh": ["--steps"]}

@@ -20,12 +20,12 @@ from tests.conftest import ROOT
 from tests.e2e import jobs, test_sft
 from tests.e2e.test_sft import config, train
 from tests.ranks import RankError, run_ranks
+from verl.commands.quickstart.addition_task import CHARACTERS
+from verl.commands.quickstart.small_model import make_model
 from verl.config import ConfigError
 from verl.observe.tracking import Tracking
-from verl.trainer import launch, sft_trainer
+from verl.trainer import rank_launch, sft_trainer
 from verl.trainer.checkpoints import Checkpoints, complete_steps
-from verl.trainer.quickstart.model import make_model
-from verl.trainer.quickstart.task import CHARACTERS
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import DataError
@@ -49,7 +49,7 @@ def rank_run(folder: Path, run: str, *extra: str) -> dict[str, float]:
 def rank_that_needs_more(folder: Path) -> float:
     with pytest.MonkeyPatch.context() as patch:
         needs = {"perf/cpu_memory_used_gb": 1000.0 * (dist.get_rank() + 1)}
-        patch.setattr("verl.workers.training.memory_metrics", lambda *_: needs)
+        patch.setattr("verl.workers.engine_worker.memory_metrics", lambda *_: needs)
         return rank_run(folder, "run", "trainer.total_training_steps=1")["train/perf/cpu_memory_used_gb"]
 
 
@@ -117,7 +117,7 @@ LEVERS = {
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_the_levers_of_the_engine_leave_the_result_alone(folder: Path, lever: str):
+def test_the_performance_options_of_the_engine_leave_the_result_alone(folder: Path, lever: str):
     extra = [*EXACT, "data.train_batch_size=4", "data.max_token_len_per_gpu=64", "trainer.total_training_steps=2"]
     train(folder, "one", *extra, *[key for key in LEVERS[lever] if "lora" in key])
     run_ranks(2, rank_run, folder, "two", *extra, *LEVERS[lever])
@@ -204,7 +204,7 @@ def test_memory_is_that_of_the_rank_that_needs_most(folder: Path):
 
 def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def missing(*extra: str) -> int:
-        return launch.missing_ranks(config(folder, "run", *extra))
+        return rank_launch.num_ranks_to_start(config(folder, "run", *extra))
 
     assert missing() == 0 and missing("trainer.n_gpus_per_node=3") == 3 and missing("trainer.runtime=processes") == 1
     with pytest.raises(ConfigError, match=r"torchrun --nnodes=2 --nproc-per-node"):
@@ -223,17 +223,17 @@ def test_ctrl_c_is_the_end_of_a_run_not_a_traceback(monkeypatch: pytest.MonkeyPa
         raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
 
     monkeypatch.setattr("torch.distributed.run.main", interrupted)
-    assert launch.start_ranks(2, []) == 130
+    assert rank_launch.start_ranks(2, []) == 130
 
 
 def test_ranks_started_here_share_the_cores(monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
     monkeypatch.setattr("torch.distributed.run.main", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
-    monkeypatch.setattr(launch, "num_cores", lambda: 16)
+    monkeypatch.setattr(rank_launch, "num_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    launch.start_ranks(3, [])
+    rank_launch.start_ranks(3, [])
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    launch.start_ranks(3, [])
+    rank_launch.start_ranks(3, [])
     assert seen == ["5", "7"]
 
 

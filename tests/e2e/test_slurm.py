@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, unavailable
+from tests.conftest import ROOT, skip_or_fail
 
 SCRIPT = ROOT / "scripts" / "slurm" / "slurm_script.sh"
 RAY = Path(sys.executable).parent / "ray"
@@ -141,9 +141,9 @@ class Cluster:
 def cluster():
     missing = [name for name in ("sbatch", "slurmctld", "slurmd", "munged") if not shutil.which(name, path=SEARCH)]
     if missing:
-        unavailable(f"{', '.join(missing)} not installed; run .ci/install_system_packages.sh")
+        skip_or_fail(f"{', '.join(missing)} not installed; run .ci/install_system_packages.sh")
     if os.geteuid() != 0:
-        unavailable("the node daemons of SLURM need root")
+        skip_or_fail("the node daemons of SLURM need root")
     folder = Path(f"/tmp/slurm-{os.getpid()}")  # short: sockets have short names
     folder.mkdir(mode=0o755)
     running = Cluster(folder)
@@ -162,7 +162,7 @@ SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 def test_a_ray_cluster_comes_up_over_two_nodes_and_the_command_runs(cluster):
     if not RAY.exists():
-        unavailable("ray is not installed; pip install 'verl[ray]'")
+        skip_or_fail("ray is not installed; pip install 'verl[ray]'")
     code, output = cluster.submit(
         "--nodes=2",
         "--gpus-per-node=8",
@@ -178,7 +178,7 @@ def test_a_ray_cluster_comes_up_over_two_nodes_and_the_command_runs(cluster):
 
 def test_the_commands_failure_is_the_jobs(cluster):
     if not RAY.exists():
-        unavailable("ray is not installed; pip install 'verl[ray]'")
+        skip_or_fail("ray is not installed; pip install 'verl[ray]'")
     code, output = cluster.submit("--nodes=1", "--gpus-per-node=2", CONTAINER="none", VENDOR="none", COMMAND="exit 7")
     assert code == 7, output
     assert not leftovers(cluster.folder)
@@ -200,7 +200,7 @@ def leftovers(folder):
 def test_containers_are_started_used_and_removed_on_every_node(cluster, tmp_path, program):
     """The container program is one that writes down how it was called and runs what it is given on the node itself."""
     if not RAY.exists():
-        unavailable("ray is not installed; pip install 'verl[ray]'")
+        skip_or_fail("ray is not installed; pip install 'verl[ray]'")
     folder = cluster.folder / program
     folder.mkdir()
     fake, calls = folder / program, folder / "calls"

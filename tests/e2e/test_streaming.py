@@ -11,10 +11,10 @@ from aiohttp import ClientConnectionResetError, web
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
+from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
 from verl.models.load import load_tokenizer
-from verl.trainer.ppo.rollout import load_engine
-from verl.trainer.serve import OpenAIServer
+from verl.trainer.ppo.rollout_setup import load_rollout_engine
 from verl.workers.rollout.native_core import NativeCore
 
 ARR = "actor_rollout_ref"
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> OpenAIServer:
         "data.max_prompt_length=16", "data.max_response_length=64", f"{ARR}.rollout.calculate_log_probs=True",
     ])  # fmt: skip
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    engine = load_engine(config, tokenizer)
+    engine = load_rollout_engine(config, tokenizer)
     engine.eos_token_ids = ()  # a random model would end anywhere
     return OpenAIServer(engine, tokenizer, "small", 80)
 
@@ -134,7 +134,7 @@ def test_a_client_that_goes_away_frees_its_rows(server: OpenAIServer, client: op
     assert not core.busy and core.table.count == 0 and core.counters.generated_tokens < 2 * LONG
     gone.set()
     again = client.chat.completions.create(model="small", messages=CHAT, n=2, max_tokens=4)
-    assert len(again.choices) == 2 and not server.engine.followers
+    assert len(again.choices) == 2 and not server.engine.token_streams
 
 
 def test_a_write_to_a_client_that_has_gone_ends_the_answer_quietly(
@@ -147,7 +147,7 @@ def test_a_write_to_a_client_that_has_gone_ends_the_answer_quietly(
     assert list(client.completions.create(model="small", prompt="1", max_tokens=LONG, stream=True)) == []
     monkeypatch.undo()
     assert len(client.completions.create(model="small", prompt="1", max_tokens=4).choices) == 1
-    assert not server.engine.followers and "Error handling request" not in caplog.text
+    assert not server.engine.token_streams and "Error handling request" not in caplog.text
 
 
 def test_what_is_wrong_is_told_before_the_stream_begins(client: openai.OpenAI):

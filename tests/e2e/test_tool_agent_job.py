@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.e2e import jobs
+from verl.commands.quickstart.small_model import small_qwen3
 from verl.observe.ledger import read_ledger
-from verl.trainer.quickstart.model import small_qwen3
 from verl.workers.rollout.base import Completion, GenerationRequest
 from verl.workers.rollout.native_engine import NativeEngine
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.test_transformer import MODELS, STATE, VOCABULARY, build
-from verl.models.flops import Attention, FlopCounts, pairs, peak_flops
+from verl.models.flops import AttentionCost, FlopCounts, attended_pairs, peak_flops
 from verl.models.registry import FAMILIES
 
 LENGTH = 11
@@ -28,14 +28,14 @@ def test_counts_equal_what_torch_sees_but_for_the_causal_half(name, changes):
     model = build(name, changes)
     counts = FlopCounts.of(model)
     all_pairs = sum(layer.per_pair * LENGTH**2 for layer in counts.attention)
-    assert (counts.per_token + counts.per_head_row) * LENGTH + all_pairs == watched_flops(model)
-    assert counts.per_head_row == 2 * VOCABULARY * model.config.hidden_size
+    assert (counts.per_token + counts.per_head_token) * LENGTH + all_pairs == watched_flops(model)
+    assert counts.per_head_token == 2 * VOCABULARY * model.config.hidden_size
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (7, None), (7, 3), (3, 7), (5, 1)])
 def test_pairs_are_those_that_a_causal_window_lets_through(length, window):
     seen = [(q, k) for q in range(length) for k in range(length) if k <= q and q - k < (window or length)]
-    assert pairs(length, window) == len(seen)
+    assert attended_pairs(length, window) == len(seen)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen3_5_text", STATE)])
@@ -49,7 +49,7 @@ def test_attention_is_half_of_the_cost_at_the_attention_length(name, changes):
 def test_layers_with_a_state_cost_the_same_for_every_token():
     counts = FlopCounts.of(build("qwen3_5_text", STATE))
     state = 4 * 8 * 8
-    assert Attention(6 * state, 1) in counts.attention and len(counts.attention) == 2
+    assert AttentionCost(6 * state, 1) in counts.attention and len(counts.attention) == 2
 
 
 def test_an_update_is_three_forwards_and_two_where_weights_are_frozen():

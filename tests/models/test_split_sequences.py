@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from tests.models.test_transformer import LENGTHS, MODELS, build, gradients, rows_and_direction, run_alone
 from tests.ranks import run_ranks
-from verl.models.attention_kernels import Packing
+from verl.models.attention.sequence_attention import Packing
+from verl.models.attention.ulysses import SplitPacking
 from verl.models.float64 import keep_float64
 from verl.models.registry import check_sequence_parallel, make_packed, runs_packed
-from verl.models.sequence_parallel import SplitPacking
 
 Found = dict[str, np.ndarray]
 
@@ -33,7 +33,7 @@ def run_split(numbers: list[int]) -> list[tuple[np.ndarray, Found]]:
         check_sequence_parallel(model.config, True, group.size())
         split = SplitPacking.over(Packing.of_lengths(LENGTHS, torch.device("cpu")), sum(LENGTHS), group)
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        ids, places = split.slice_of(torch.cat(rows)), split.slice_of(positions)
+        ids, places = split.local_slice(torch.cat(rows)), split.local_slice(positions)
         logits = model(input_ids=ids[None], position_ids=places[None], cu_seqlens=split, use_cache=False).logits[0]
         padding = direction.new_zeros(-len(direction) % group.size(), direction.shape[1])
         mine = torch.cat([direction, padding]).chunk(group.size())[group.rank()]

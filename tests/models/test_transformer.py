@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine_cases import SHAPE, VOCABULARY
 from verl.config.rollout import RolloutConfig
-from verl.models.attention_kernels import Packing
+from verl.models.attention.sequence_attention import Packing
 from verl.models.float64 import keep_float64
 from verl.models.registry import FAMILIES, Family, capability_table, make_packed, register_family, runs_packed
 from verl.utils.errors import PluginError

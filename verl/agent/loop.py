@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.agent.stitch import Stitcher
+from verl.agent.incremental_template import IncrementalTemplate
 from verl.agent.tools import BaseTool
 from verl.data.chat import Message
 from verl.data.trajectory import Trajectory
@@ -58,7 +58,7 @@ class AgentLoopOutput:
     metrics: AgentLoopMetrics | dict[str, float] = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
-    def trajectory(self, group_id: int, row: int, answers: "Sequence[TokenOutput]") -> Trajectory:
+    def to_trajectory(self, group_id: int, row: int, answers: "Sequence[TokenOutput]") -> Trajectory:
         """As the trainer keeps it, with the versions of `answers` (all it was given) and their log-probs where it
         gives none. DataError where other tokens are marked as sampled, or lengths differ."""
         size = len(self.response_ids)
@@ -85,13 +85,13 @@ class AgentLoopOutput:
             extra={
                 "num_turns": self.num_turns,
                 "agent_loop": self.metrics if isinstance(self.metrics, dict) else asdict(self.metrics),
-                **{name: value for name, value in self.extra_fields.items() if name not in _NOT_FOR_REWARDS},
+                **{name: value for name, value in self.extra_fields.items() if name not in _FIELDS_HIDDEN_FROM_REWARDS},
                 **self.extra_fields.get("reward_extra_info", {}),
             },
         )
 
 
-_NOT_FOR_REWARDS = ("reward_extra_info", "stop_reason", "min_global_steps", "max_global_steps")
+_FIELDS_HIDDEN_FROM_REWARDS = ("reward_extra_info", "stop_reason", "min_global_steps", "max_global_steps")
 
 
 def sampled_logprobs(
@@ -101,47 +101,54 @@ def sampled_logprobs(
 
     Tokens marked without a gap must be whole answers; the first may lack its beginning, the last its end.
     """
-    logprobs, used, left, place = [0.0] * len(ids), [], list(answers), 0
+    logprobs, used, unused, place = [0.0] * len(ids), [], list(answers), 0
     while place < len(ids):
         end = next((i for i in range(place, len(ids)) if not mask[i]), len(ids))
         if end == place:
             place += 1
             continue
-        run = list(ids[place:end])
-        index, start, size = _find(run, left, anywhere=place == 0 or not mask[place - 1])
+        span = list(ids[place:end])
+        index, start, size = _match_answer(span, unused, anywhere=place == 0 or not mask[place - 1])
         if not size:
             raise DataError(
                 f"an agent loop marks response tokens {place} to {end - 1} as sampled, but the policy did not sample "
-                f"them: {run[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again gives "
+                f"them: {span[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again gives "
                 "other ids), and mark everything else with 0 in response_mask"
             )
-        answer = left.pop(index)
+        answer = unused.pop(index)
         logprobs[place : place + size] = (answer.log_probs or [0.0] * len(answer.token_ids))[start : start + size]
         used.append(answer)
         place += size
     return logprobs, used
 
 
-def _find(run: list[int], answers: "Sequence[TokenOutput]", anywhere: bool) -> tuple[int, int, int]:
-    """Number of an answer, where in it `run` begins, and how many of their tokens agree until one of them ends."""
+def _match_answer(span: list[int], answers: "Sequence[TokenOutput]", anywhere: bool) -> tuple[int, int, int]:
+    """Number of an answer, where in it `span` begins, and how many of their tokens agree until one of them ends."""
 
-    def shared(number: int, start: int = 0) -> int:
-        rest = answers[number].token_ids[start : start + len(run)]
-        return len(rest) if rest == run[: len(rest)] else 0
+    def overlap(number: int, start: int = 0) -> int:
+        candidate = answers[number].token_ids[start : start + len(span)]
+        return len(candidate) if candidate == span[: len(candidate)] else 0
 
-    best = max(range(len(answers)), key=shared, default=-1)  # the first of equals
-    if best >= 0 and shared(best):
-        return best, 0, shared(best)
-    places = ((n, i) for n, a in enumerate(answers) for i, token in enumerate(a.token_ids) if token == run[0])
-    return next(((n, i, shared(n, i)) for n, i in places if anywhere and shared(n, i)), (0, 0, 0))
+    best = max(range(len(answers)), key=overlap, default=-1)  # the first of equals
+    if best >= 0 and overlap(best):
+        return best, 0, overlap(best)
+    places = ((n, i) for n, a in enumerate(answers) for i, token in enumerate(a.token_ids) if token == span[0])
+    return next(((n, i, overlap(n, i)) for n, i in places if anywhere and overlap(n, i)), (0, 0, 0))
 
 
 class LLMServerClient:
     """The policy, as a loop of one sample sees it; later turns of a conversation go to the same replica."""
 
-    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, longest: int, group: int, sample: int):
-        self.engine, self.sampling, self.longest = engine, sampling, longest
-        self.group, self.sample = group, sample
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        max_sequence_length: int,
+        group_id: int,
+        sample_index: int,
+    ):
+        self.engine, self.sampling, self.max_sequence_length = engine, sampling, max_sequence_length
+        self.group_id, self.sample_index = group_id, sample_index
         self.answers: list[TokenOutput] = []
         self.turn = 0
 
@@ -153,38 +160,53 @@ class LLMServerClient:
         At most `max_tokens`, and what a sequence has room for; no room gives no tokens and stop_reason "length".
         """
         refuse_media(**media)
-        number = derive_seed(self.group, self.sample, self.turn)
+        number = derive_seed(self.group_id, self.sample_index, self.turn)
         self.turn += 1
-        given = {n: v for n, v in (sampling_params or {}).items() if v is not None and v != _NEUTRAL.get(n)}
-        given.pop("logprobs", None)  # they always come
-        unknown = sorted(given.keys() - _SAMPLING)
+        params = {
+            n: v for n, v in (sampling_params or {}).items() if v is not None and v != _NEUTRAL_SAMPLING_VALUES.get(n)
+        }
+        params.pop("logprobs", None)  # they always come
+        unknown = sorted(params.keys() - _SUPPORTED_SAMPLING_PARAMS)
         if unknown:
             raise DataError(
-                f"sampling_params[{unknown[0]!r}]={given[unknown[0]]!r} of an agent loop is not known to the rollout "
-                f"engines; known: {', '.join(sorted(_SAMPLING))}"
+                f"sampling_params[{unknown[0]!r}]={params[unknown[0]]!r} of an agent loop is not known to the rollout "
+                f"engines; known: {', '.join(sorted(_SUPPORTED_SAMPLING_PARAMS))}"
             )
         for name in ("stop", "stop_token_ids"):
-            more = given.get(name, ())
-            given[name] = (*getattr(self.sampling, name), *([more] if isinstance(more, str) else more))
-        room = min(given.get("max_tokens", self.sampling.max_tokens), self.longest - len(prompt_ids))
-        if room < 1:
-            return TokenOutput([], [], "length", extra_fields=dict.fromkeys(_VERSIONS, self.engine.version))
-        sampling = replace(self.sampling, **{**given, "n": 1, "max_tokens": room})
-        request = GenerationRequest(number, prompt_ids, sampling, conversation=derive_seed(self.group, self.sample))
+            more = params.get(name, ())
+            params[name] = (*getattr(self.sampling, name), *([more] if isinstance(more, str) else more))
+        token_budget = min(
+            params.get("max_tokens", self.sampling.max_tokens), self.max_sequence_length - len(prompt_ids)
+        )
+        if token_budget < 1:
+            return TokenOutput([], [], "length", extra_fields=dict.fromkeys(_VERSION_FIELDS, self.engine.version))
+        sampling = replace(self.sampling, **{**params, "n": 1, "max_tokens": token_budget})
+        request = GenerationRequest(
+            number, prompt_ids, sampling, conversation=derive_seed(self.group_id, self.sample_index)
+        )
         [completion] = await self.engine.generate(request)
         answer = TokenOutput(
             completion.token_ids,
             completion.logprobs,
             "completed" if completion.stop_reason == "stop" else completion.stop_reason,
-            extra_fields=dict(zip(_VERSIONS, completion.policy_version, strict=True)),
+            extra_fields=dict(zip(_VERSION_FIELDS, completion.policy_version, strict=True)),
         )
         self.answers.append(replace(answer, token_ids=list(answer.token_ids)))  # a loop may append to what it is given
         return answer
 
 
-_VERSIONS = ("min_global_steps", "max_global_steps")
-_SAMPLING = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"}
-_NEUTRAL = {
+_VERSION_FIELDS = ("min_global_steps", "max_global_steps")
+_SUPPORTED_SAMPLING_PARAMS = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+}
+_NEUTRAL_SAMPLING_VALUES = {
     "n": 1, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
 }  # fmt: skip
 
@@ -222,7 +244,7 @@ class AgentLoopBase(ABC):
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
         self.tools = {tool.name: tool for tool in (tools.tools if tools else [])}
-        self.stitcher = make_stitcher(self.config, tokenizer, list(self.tools.values()))
+        self.incremental_template = make_incremental_template(self.config, tokenizer, list(self.tools.values()))
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> "AgentLoopOutput | list[AgentLoopOutput]":
@@ -235,8 +257,10 @@ class AgentLoopBase(ABC):
         refuse_media(images=images, videos=videos, audios=audios)
         if tools is not None:
             schemas = [tool if isinstance(tool, dict) else tool.model_dump() for tool in tools]
-            self.stitcher = Stitcher(self.tokenizer, schemas, template_kwargs=self.stitcher.kwargs)
-        return self.stitcher.opening(messages)
+            self.incremental_template = IncrementalTemplate(
+                self.tokenizer, schemas, template_kwargs=self.incremental_template.template_kwargs
+            )
+        return self.incremental_template.initial_tokens(messages)
 
     def ct_merge_assistant_token(self, token_ids: list[int], new_ids: list[int]) -> list[int]:
         """The conversation and an answer, verbatim."""
@@ -245,22 +269,24 @@ class AgentLoopBase(ABC):
     def ct_merge_non_assistant_msg(self, token_ids: list[int], messages: Sequence[Message], **media: Any) -> list[int]:
         """The conversation and appended tool or user turns, with the start of the next answer."""
         refuse_media(**media)
-        return [*token_ids, *self.stitcher.appended(messages, token_ids)]
+        return [*token_ids, *self.incremental_template.appended_tokens(messages, token_ids)]
 
 
 AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
 
 
-def make_stitcher(config: Any, tokenizer: PreTrainedTokenizerBase, tools: Sequence[BaseTool]) -> Stitcher:
-    """The stitcher of a run: the tools of the run, the template variables of the data."""
+def make_incremental_template(
+    config: Any, tokenizer: PreTrainedTokenizerBase, tools: Sequence[BaseTool]
+) -> IncrementalTemplate:
+    """The incremental template of a run: the tools of the run, the template variables of the data."""
     schemas = [tool.tool_schema.model_dump() for tool in tools]
-    return Stitcher(tokenizer, schemas, template_kwargs=config.data.apply_chat_template_kwargs)
+    return IncrementalTemplate(tokenizer, schemas, template_kwargs=config.data.apply_chat_template_kwargs)
 
 
-def refuse_media(**given: Any) -> None:
+def refuse_media(**media: Any) -> None:
     """DataError where an agent loop gives something beside text."""
-    for name, value in given.items():
+    for name, value in media.items():
         if value and name.startswith(("image", "video", "audio")):
             raise DataError(f"an agent loop gives {name}={value!r:.80}; only text is supported so far")
 

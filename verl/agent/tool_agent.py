@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, new_request_id, register
-from verl.agent.parsers import FunctionCall, ToolParser
-from verl.agent.tools import call_tool, truncated
+from verl.agent.tool_parsers import FunctionCall, ToolParser
+from verl.agent.tools import call_tool, truncate_text
 from verl.data.chat import Message
 from verl.utils.errors import DataError
 
@@ -45,15 +45,17 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         messages = list(kwargs["raw_prompt"])
-        data = AgentData(messages, self.stitcher.opening(messages), dict(kwargs.get("tools_kwargs") or {}))
+        data = AgentData(
+            messages, self.incremental_template.initial_tokens(messages), dict(kwargs.get("tools_kwargs") or {})
+        )
         limit = self.rollout_config.prompt_length
         if len(data.prompt_ids) > limit:
             raise DataError(
                 f"row {kwargs.get('index')}: the prompt with the tools' descriptions has {len(data.prompt_ids)} "
                 f"tokens, more than data.max_prompt_length={limit}; raise it, or offer fewer tools"
             )
-        while calls := await self.answer(data, sampling_params):
-            if not await self.carry_out(data, calls):
+        while calls := await self.generate_turn(data, sampling_params):
+            if not await self.run_tool_calls(data, calls):
                 break
         return AgentLoopOutput(
             prompt_ids=data.prompt_ids,
@@ -68,11 +70,11 @@ class ToolAgentLoop(AgentLoopBase):
             },
         )
 
-    def room(self, data: AgentData) -> int:
+    def remaining_tokens(self, data: AgentData) -> int:
         """Tokens the response may still grow by."""
         return int(self.rollout_config.response_length) - len(data.response_ids)
 
-    async def answer(self, data: AgentData, sampling_params: dict[str, Any]) -> list[FunctionCall]:
+    async def generate_turn(self, data: AgentData, sampling_params: dict[str, Any]) -> list[FunctionCall]:
         """One turn of the policy; the tool calls to carry out, none when the conversation is over."""
         begin = time.perf_counter()
         output = await self.server_manager.generate(
@@ -80,7 +82,7 @@ class ToolAgentLoop(AgentLoopBase):
             prompt_ids=[*data.prompt_ids, *data.response_ids],
             sampling_params={
                 **sampling_params,
-                "max_tokens": self.room(data),
+                "max_tokens": self.remaining_tokens(data),
                 "stop_token_ids": self.parser.stop_token_ids,
             },
         )
@@ -90,15 +92,19 @@ class ToolAgentLoop(AgentLoopBase):
         data.response_logprobs += output.log_probs or [0.0] * len(output.token_ids)
         data.assistant_turns += 1
         data.stop_reason = "stop" if output.stop_reason == "completed" else str(output.stop_reason)
-        most = self.settings.max_assistant_turns
-        if output.stop_reason != "completed" or self.room(data) <= 0 or (most and data.assistant_turns >= most):
+        max_assistant_turns = self.settings.max_assistant_turns
+        if (
+            output.stop_reason != "completed"
+            or self.remaining_tokens(data) <= 0
+            or (max_assistant_turns and data.assistant_turns >= max_assistant_turns)
+        ):
             return []
         if self.settings.max_user_turns is not None and data.user_turns >= self.settings.max_user_turns:
             return []
         _, calls = await self.parser.extract_tool_calls(output.token_ids, self.schemas)
         return calls[: self.settings.max_parallel_calls]
 
-    async def carry_out(self, data: AgentData, calls: list[FunctionCall]) -> bool:
+    async def run_tool_calls(self, data: AgentData, calls: list[FunctionCall]) -> bool:
         """Run the calls together and append what they say; False when that does not fit any more."""
         begin = time.perf_counter()
         results = await asyncio.gather(
@@ -110,15 +116,15 @@ class ToolAgentLoop(AgentLoopBase):
         data.metrics.tool_calls += time.perf_counter() - begin
         replies: list[Message] = []
         for call, (response, reward, _) in zip(calls, results, strict=True):
-            text = truncated(
+            text = truncate_text(
                 response.text or "", self.settings.max_tool_response_length, self.settings.tool_response_truncate_side
             )
             reply: Message = {"role": "tool", "name": call.name, "content": text}
             replies.append(reply if call.tool_call_id is None else {**reply, "tool_call_id": call.tool_call_id})
             data.tool_rewards.append(reward)
         data.messages += replies
-        new_ids = self.stitcher.appended(replies, data.response_ids)
-        if len(new_ids) >= self.room(data):
+        new_ids = self.incremental_template.appended_tokens(replies, data.response_ids)
+        if len(new_ids) >= self.remaining_tokens(data):
             data.stop_reason = "length"
             return False
         data.response_ids += new_ids

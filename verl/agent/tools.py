@@ -125,21 +125,21 @@ class FunctionTool(BaseTool):
         if inspect.iscoroutinefunction(self.function):
             result = await self.function(**parameters)
         else:
-            result = await in_thread(self.function, parameters)
+            result = await run_in_thread(self.function, parameters)
         parts = result if isinstance(result, tuple) else (result,)
         reward = float(parts[1]) if len(parts) > 1 else 0.0
-        return as_response(parts[0]), reward, dict(parts[2]) if len(parts) > 2 else {}
+        return to_tool_response(parts[0]), reward, dict(parts[2]) if len(parts) > 2 else {}
 
 
-async def in_thread(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+async def run_in_thread(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     """`function(**parameters)` in a thread of its own, so that neither other calls nor the end of the run wait for one
     that hangs."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-    def settle(outcome: tuple[Any, BaseException | None]) -> None:
-        if not answer.done():
-            answer.set_result(outcome)
+    def set_outcome(outcome: tuple[Any, BaseException | None]) -> None:
+        if not future.done():
+            future.set_result(outcome)
 
     def work() -> None:
         outcome: tuple[Any, BaseException | None]
@@ -148,16 +148,16 @@ async def in_thread(function: Callable[..., Any], parameters: dict[str, Any]) ->
         except BaseException as error:  # a tool may call sys.exit()
             outcome = None, error
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            loop.call_soon_threadsafe(settle, outcome)
+            loop.call_soon_threadsafe(set_outcome, outcome)
 
     threading.Thread(target=work, name="tool", daemon=True).start()
-    result, error = await answer
+    result, error = await future
     if error is not None:
         raise error
     return result
 
 
-def as_response(value: Any) -> ToolResponse:
+def to_tool_response(value: Any) -> ToolResponse:
     """A ToolResponse as it is, text as text, everything else as JSON."""
     if isinstance(value, ToolResponse):
         if value.image or value.video:
@@ -182,7 +182,7 @@ def function_schema(function: Callable[..., Any], name: str | None) -> dict[str,
     return schema
 
 
-_functions: dict[str, FunctionTool] = {}
+_registered_functions: dict[str, FunctionTool] = {}
 
 
 def function_tool(
@@ -195,10 +195,10 @@ def function_tool(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         tool = FunctionTool(function, name if isinstance(name, str) else None, schema, timeout)
-        known = _functions.get(tool.name)
+        known = _registered_functions.get(tool.name)
         if known is not None and known.function is not function and known.function.__module__ == function.__module__:
             raise ConfigError(f"two function tools are called {tool.name!r}; give one another name")
-        _functions[tool.name] = tool
+        _registered_functions[tool.name] = tool
         return function
 
     return register(name) if callable(name) else register
@@ -207,17 +207,17 @@ def function_tool(
 def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> dict[str, BaseTool]:
     """The tools of a YAML file (`multi_turn.tool_config_path`) and of a Python file (`function_tool_path`), by name."""
     tools: dict[str, BaseTool] = {}
-    found: list[BaseTool] = []
+    loaded: list[BaseTool] = []
     if tool_config_path:
-        found += _from_yaml(tool_config_path)
+        loaded += _tools_from_yaml(tool_config_path)
     if function_tool_path:
         key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
         module = load_module(function_tool_path, key)
-        mine = [tool for tool in _functions.values() if tool.function.__module__ == module.__name__]
-        if not mine:
+        module_tools = [tool for tool in _registered_functions.values() if tool.function.__module__ == module.__name__]
+        if not module_tools:
             raise ConfigError(f"{key}={function_tool_path}: no function there is marked @function_tool")
-        found += mine
-    for tool in found:
+        loaded += module_tools
+    for tool in loaded:
         timeout = tool.config.get("timeout", DEFAULT_TIMEOUT)
         if not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(f"tool {tool.name}: timeout={timeout!r} must be a number of seconds above 0")
@@ -227,7 +227,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     return tools
 
 
-def yaml_file(path: str, key: str) -> Any:
+def read_yaml(path: str, key: str) -> Any:
     """What the YAML file that `key` names holds."""
     try:
         return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -237,9 +237,9 @@ def yaml_file(path: str, key: str) -> Any:
         raise ConfigError(f"{key}={path} is not YAML: {error}") from error
 
 
-def _from_yaml(path: str) -> list[BaseTool]:
+def _tools_from_yaml(path: str) -> list[BaseTool]:
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-    raw = yaml_file(path, key)
+    raw = read_yaml(path, key)
     entries = raw.get("tools") if isinstance(raw, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(
@@ -289,7 +289,7 @@ async def call_tool(
                 response, reward, metrics = await tool.execute(instance, parameters, agent_data=agent_data)
             finally:
                 await asyncio.wait_for(tool.release(instance), seconds)
-        return as_response(response), float(reward or 0.0), dict(metrics or {})
+        return to_tool_response(response), float(reward or 0.0), dict(metrics or {})
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return ToolResponse(text=f"Error: {name} took longer than {seconds:g} seconds"), 0.0, {}
@@ -297,7 +297,7 @@ async def call_tool(
         return ToolResponse(text=f"Error when executing {name}: {text}"), 0.0, {}
 
 
-def truncated(text: str, limit: int, side: str) -> str:
+def truncate_text(text: str, limit: int, side: str) -> str:
     """At most `limit` characters of a tool's text, cut on the left, in the middle or on the right, with a mark."""
     if len(text) <= limit:
         return text

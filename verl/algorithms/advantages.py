@@ -15,9 +15,9 @@ from verl.data.batch import Batch
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.registry import Registry
 
-Advantage = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
+AdvantageEstimator = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
 
-ADVANTAGES: Registry[Advantage] = Registry("advantage estimator")
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 PLANNED = (
     "grpo_passk",
     "gdpo",
@@ -31,15 +31,15 @@ PLANNED = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
-EPSILON = 1e-6  # keeps a group of (nearly) equal scores at advantages of (nearly) 0
+STD_EPSILON = 1e-6  # keeps a group of (nearly) equal scores at advantages of (nearly) 0
 
 
-def register_advantage(name: str) -> Callable[[Advantage], Advantage]:
+def register_advantage(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Decorator that makes an estimator selectable as `algorithm.adv_estimator=<name>`."""
     return ADVANTAGES.register(name)
 
 
-def get_advantage(name: str) -> Advantage:
+def get_advantage(name: str) -> AdvantageEstimator:
     """The estimator filed under `name`; ConfigError for an unknown one."""
     if name in PLANNED and name not in ADVANTAGES:
         known = ", ".join(ADVANTAGES.names())
@@ -63,14 +63,14 @@ def with_token_rewards(batch: Batch) -> Batch:
     if missing:
         raise RewardError(
             f"{len(missing)} of {batch.num_sequences} sequences have no reward (the first is number {missing[0]}); "
-            f"drop sequences that were not judged before advantages are computed"
+            f"drop sequences that were not scored before advantages are computed"
         )
     token_rewards = rewards.new_zeros(batch.num_tokens)
-    token_rewards[last_sampled(batch)] = rewards
+    token_rewards[last_sampled_positions(batch)] = rewards
     return batch.with_columns(token_rewards=token_rewards)
 
 
-def last_sampled(batch: Batch) -> Tensor:
+def last_sampled_positions(batch: Batch) -> Tensor:
     """(N,) packed position of each sequence's last sampled token (of its last token when it has none)."""
     mask = batch.require("loss_mask", "Batch.pack")
     index = torch.arange(batch.num_tokens, device=mask.device)
@@ -96,7 +96,7 @@ def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     next_values[:-1] = torch.where(sequence_M[1:] == sequence_M[:-1], values_M[1:], 0.0)
     deltas = rewards_M + config.gamma * next_values - values_M
     raw = discounted_suffix_sums(deltas, sequence_M, config.gamma * config.lam)
-    return _scatter(whiten(raw), mask, rewards.dtype), _scatter(raw + values_M, mask, rewards.dtype)
+    return _to_token_column(whiten(raw), mask, rewards.dtype), _to_token_column(raw + values_M, mask, rewards.dtype)
 
 
 def discounted_suffix_sums(x: Tensor, sequence: Tensor, discount: float) -> Tensor:
@@ -133,27 +133,27 @@ def grpo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
     # float64: in float32 the rounding of the mean of equal scores, divided by 1e-6, would be a real advantage
     scores = batch.sum_per_sequence(rewards.double())
-    means, stds = group_statistics(scores, batch.require("group_ids", "Batch.pack").to(scores.device))
+    means, stds = group_mean_and_std(scores, batch.require("group_ids", "Batch.pack").to(scores.device))
     advantages_N = scores - means
     if config.norm_adv_by_std_in_grpo:
-        advantages_N = advantages_N / (stds + EPSILON)
+        advantages_N = advantages_N / (stds + STD_EPSILON)
     mask = batch["loss_mask"]
     advantages = (advantages_N[batch.sequence_ids().to(mask.device)] * mask).to(rewards.dtype)
     return advantages, advantages
 
 
-def group_statistics(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+def group_mean_and_std(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) mean and unbiased std of each score's group; 0 and 1 for a group of one."""
     _, group = torch.unique(group_ids, return_inverse=True)
     size = torch.bincount(group).to(scores.dtype)
     mean = torch.zeros_like(size).index_add_(0, group, scores) / size
     squares = torch.zeros_like(size).index_add_(0, group, (scores - mean[group]) ** 2)
     std = torch.sqrt(squares / (size - 1).clamp(min=1))
-    alone = size == 1
-    return torch.where(alone, 0.0, mean)[group], torch.where(alone, 1.0, std)[group]
+    is_single = size == 1
+    return torch.where(is_single, 0.0, mean)[group], torch.where(is_single, 1.0, std)[group]
 
 
-def _scatter(values_M: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_token_column(values_M: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.zeros(mask.shape[0], dtype=dtype, device=mask.device)
     out[mask] = values_M.to(dtype)
     return out

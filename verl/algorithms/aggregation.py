@@ -39,13 +39,13 @@ def loss_weights(
         lengths = tokens_per_sequence.clamp(min=1)[batch.sequence_ids().to(mask.device)]
         weights = mask / lengths / num_sequences
     elif mode == "seq-mean-token-sum-norm":
-        weights = mask / num_sequences / _positive(loss_scale_factor)
+        weights = mask / num_sequences / _checked_scale_factor(loss_scale_factor)
     else:
         raise ConfigError(f"unknown loss_agg_mode {mode!r}; {did_you_mean(mode, LOSS_AGG_MODES)}")
     return weights.to(dtype)
 
 
-def _positive(loss_scale_factor: float | None) -> float:
+def _checked_scale_factor(loss_scale_factor: float | None) -> float:
     if loss_scale_factor is None or loss_scale_factor <= 0:
         raise ConfigError(
             f"loss_agg_mode=seq-mean-token-sum-norm divides by loss_scale_factor, which is {loss_scale_factor}; "

@@ -55,27 +55,29 @@ class PolicyLoss:
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
     ) -> tuple[Tensor, TokenMetrics]:
         """What the function says; ConfigError unless that is one loss per token, which broadcasting would hide."""
-        found = self.function(logprobs, old_logprobs, advantages, batch, config)
-        losses = found[0] if isinstance(found, tuple) and len(found) == 2 else None
+        returned = self.function(logprobs, old_logprobs, advantages, batch, config)
+        losses = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
         if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
-            seen = type(found).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
+            seen = (
+                type(returned).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
+            )
             raise ConfigError(
                 f"policy loss {config.policy_loss.loss_mode!r} returned {seen}; it must return (losses, metrics) with "
                 f"one loss per token, {tuple(logprobs.shape)}: reducing is the trainer's, by actor.loss_agg_mode"
             )
-        return losses, found[1]
+        return losses, returned[1]
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 PLANNED = ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo", "bypass_mode")
 
 
-def accept(config: ActorConfig) -> None:
+def accept_any_config(config: ActorConfig) -> None:
     """Nothing to check."""
 
 
 def register_policy_loss(
-    name: str, per_token: bool = True, check: Callable[[ActorConfig], None] = accept
+    name: str, per_token: bool = True, check: Callable[[ActorConfig], None] = accept_any_config
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Decorator that makes a loss selectable as `actor.policy_loss.loss_mode=<name>`."""
 
@@ -159,7 +161,7 @@ class ActorLoss:
             metrics["kl_loss"] = kl
             metrics["kl_coef"] = kl.new_tensor(config.kl_loss_coef).expand_as(kl)
             losses = losses + config.kl_loss_coef * kl
-        return losses * columns["loss_weights"], detached(metrics)
+        return losses * columns["loss_weights"], detach_metrics(metrics)
 
 
 class ValueLoss:
@@ -185,7 +187,7 @@ class ValueLoss:
         unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()
         losses = 0.5 * torch.maximum(unclipped, clipped)
         metrics = {"vf_loss": losses, "vf_clipfrac": clipped > unclipped, "vpred_mean": values}
-        return losses * columns["loss_weights"], detached(metrics)
+        return losses * columns["loss_weights"], detach_metrics(metrics)
 
 
 def make_actor_loss(config: ActorConfig) -> TokenLoss:
@@ -198,6 +200,6 @@ def make_value_loss(config: CriticConfig) -> TokenLoss:
     return ValueLoss(config)
 
 
-def detached(metrics: TokenMetrics) -> TokenMetrics:
+def detach_metrics(metrics: TokenMetrics) -> TokenMetrics:
     """The same numbers outside the graph, booleans as 0 and 1."""
     return {name: (m.float() if m.dtype == torch.bool else m).detach() for name, m in metrics.items()}

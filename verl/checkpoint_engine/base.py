@@ -13,7 +13,7 @@ from verl.utils.suggest import did_you_mean
 
 EngineClass = TypeVar("EngineClass", bound="type[CheckpointEngine]")
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None]
-Piece = list[tuple[str, torch.Tensor]]
+Bucket = list[tuple[str, torch.Tensor]]
 
 
 class TensorMeta(TypedDict):
@@ -62,8 +62,8 @@ class CheckpointEngine(ABC):
         """Yield every (name, tensor) that the trainer sends."""
 
 
-class PieceTransport(CheckpointEngine):
-    """What ours share: the first rank of the trainer sends pieces of many tensors to every worker of the rollout.
+class BucketTransport(CheckpointEngine):
+    """What ours share: the first rank of the trainer sends buckets of many tensors to every worker of the rollout.
 
     A transport stays connected from publish to publish, until `finalize`. Trainer ranks but the first only take part
     in producing the weights. `timeout`: seconds one end waits for another before it raises TransportError.
@@ -79,42 +79,43 @@ class PieceTransport(CheckpointEngine):
         return {}
 
     @classmethod
-    def ranked(cls, actor_world_size: int, rollout_world_size: int, **common: Any) -> Any:
+    def topology_by_rank(cls, actor_world_size: int, rollout_world_size: int, **common: Any) -> Any:
         """What `build_topology` returns when workers differ in nothing but their rank."""
         ranks = ([0] + [-1] * (actor_world_size - 1), list(range(1, rollout_world_size + 1)))
         return tuple({"rank": r, **{name: [value] * len(r) for name, value in common.items()}} for r in ranks)
 
     @abstractmethod
-    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
+    def send_buckets(self, buckets: Iterable[Bucket], dtype: torch.dtype | None, version: int) -> Iterator[Bucket]:
         """Send buckets, floating-point tensors as `dtype`; yields each as it travels, valid until the next is asked."""
 
     @abstractmethod
-    def receive_pieces(self, version: int) -> Iterator[Piece]:
+    def receive_buckets(self, version: int) -> Iterator[Bucket]:
         """What arrives, in memory that belongs to the receiver."""
 
     def fail(self, reason: str) -> None:
         """Tell receivers that nothing more will come."""
 
-    def piece_bytes(self) -> int:
-        """Bytes of one piece; there are two, one is filled while the other is read."""
+    def max_bucket_bytes(self) -> int:
+        """Bytes of one bucket; there are two, one is filled while the other is read."""
         return max(self.bucket_size // 2, 1)
 
     async def send_weights(self, weights: NamedTensors, global_steps: int | None = None) -> None:
-        for _ in self.send_pieces(buckets(weights, self.piece_bytes()), None, global_steps or 0):
+        for _ in self.send_buckets(buckets(weights, self.max_bucket_bytes()), None, global_steps or 0):
             pass
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        for piece in self.receive_pieces(global_steps or 0):
-            for named in piece:
+        for bucket in self.receive_buckets(global_steps or 0):
+            for named in bucket:
                 yield named
 
 
 class CheckpointEngineRegistry:
     """Backend names to transports; a backend whose library is missing is remembered with the reason."""
 
-    OURS: ClassVar[dict[str, str]] = {
-        "naive": "shared_memory.SharedMemory", "nccl": "broadcast.Broadcast", "hccl": "broadcast.Broadcast",
-        "gloo": "broadcast.Gloo", "file": "files.Files",
+    BUILTIN: ClassVar[dict[str, str]] = {
+        "naive": "shared_memory.SharedMemoryTransport", "nccl": "broadcast.BroadcastTransport",
+        "hccl": "broadcast.BroadcastTransport", "gloo": "broadcast.GlooTransport",
+        "file": "files.FileTransport",
     }  # fmt: skip
     _registry: ClassVar[dict[str, type[CheckpointEngine]]] = {}
     _import_errors: ClassVar[dict[str, BaseException]] = {}
@@ -145,11 +146,11 @@ class CheckpointEngineRegistry:
         if backend in cls._import_errors:
             error = cls._import_errors[backend]
             raise PluginError(f"checkpoint engine {backend!r} cannot be imported: {error}") from error
-        if backend in cls.OURS:
-            module, name = cls.OURS[backend].split(".")
+        if backend in cls.BUILTIN:
+            module, name = cls.BUILTIN[backend].split(".")
             return getattr(importlib.import_module(f"verl.checkpoint_engine.{module}"), name)
         raise PluginError(
-            f"unknown checkpoint engine {backend!r}; {did_you_mean(backend, [*cls.OURS, *cls._registry])}; others "
+            f"unknown checkpoint engine {backend!r}; {did_you_mean(backend, [*cls.BUILTIN, *cls._registry])}; others "
             "come from plug-ins, or from the module that checkpoint_engine.custom_backend_module names"
         )
 

@@ -2,7 +2,7 @@
 
 Rank 0 of the trainer and every worker of the rollout meet at a TCPStore, on loopback unless
 `engine_kwargs.nccl.address` names an address of the trainer's machine. The store carries JSON, where each tensor lies
-in a run of bytes; the broadcast carries the run. Neither has any authentication: use a network of your own.
+in a buffer of bytes; the broadcast carries the buffer. Neither has any authentication: use a network of your own.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.checkpoint_engine.base import Piece, PieceTransport
-from verl.checkpoint_engine.buckets import layout, read, write
+from verl.checkpoint_engine.base import Bucket, BucketTransport
+from verl.checkpoint_engine.buckets import assign_offsets, read_bucket, write_bucket
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError, TransportError
 
 LOOPBACK = "127.0.0.1"
-CPU_PIECE = 16 << 20  # bytes
+CPU_BUCKET_BYTES = 16 << 20  # bytes
 
 
-class Broadcast(PieceTransport):
+class BroadcastTransport(BucketTransport):
     """All workers of trainer and rollout in one process group of its own."""
 
     library: str | None = None  # None: the platform's
@@ -39,10 +39,10 @@ class Broadcast(PieceTransport):
         self.listener: socket.socket | None = None
         self.store: dist.Store | None = None
         self.group: Any = None
-        self.runs: dict[int, Tensor] = {}
+        self.buffers: dict[int, Tensor] = {}
         self.works: dict[int, Any] = {}  # broadcasts under way by half; one that lives keeps the connections open
-        self.sent = 0  # messages, since the group was formed
-        self.forgotten = 0  # of them; the others are in the store
+        self.num_messages = 0  # messages, since the group was formed
+        self.num_deleted = 0  # of them; the others are in the store
 
     def prepare(self) -> dict[str, Any]:
         """A port that the first rank of the trainer will listen on; the others give theirs up."""
@@ -55,7 +55,9 @@ class Broadcast(PieceTransport):
         address, port = metadata[0]["address"], metadata[0]["port"]
         if not port:
             raise ConfigError(f"engine_kwargs: the trainer's machine does not have the address {address}")
-        return cls.ranked(actor_world_size, rollout_world_size, address=address, port=port, size=1 + rollout_world_size)
+        return cls.topology_by_rank(
+            actor_world_size, rollout_world_size, address=address, port=port, size=1 + rollout_world_size
+        )
 
     def init_process_group(self, rank: int, address: str, port: int, size: int) -> None:
         self.rank, listener, self.listener = rank, self.listener, None
@@ -67,7 +69,7 @@ class Broadcast(PieceTransport):
             listener.close()
         if rank < 0:
             return
-        with told("the workers did not meet"):
+        with transport_errors("the workers did not meet"):
             timeout = timedelta(seconds=self.timeout)
             self.store = dist.TCPStore(
                 address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
@@ -75,58 +77,58 @@ class Broadcast(PieceTransport):
             group_store = dist.PrefixStore("weights", self.store)
             self.group = process_group(str(self.library), group_store, rank, size, timeout, address)
 
-    def piece_bytes(self) -> int:
-        return min(super().piece_bytes(), CPU_PIECE) if self.device == "cpu" else super().piece_bytes()
+    def max_bucket_bytes(self) -> int:
+        return min(super().max_bucket_bytes(), CPU_BUCKET_BYTES) if self.device == "cpu" else super().max_bucket_bytes()
 
-    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
+    def send_buckets(self, buckets: Iterable[Bucket], dtype: torch.dtype | None, version: int) -> Iterator[Bucket]:
         assert self.store is not None
-        self._forget()
+        self._delete_old_messages()
         for bucket in buckets:
-            half, (entries, size) = self.sent % 2, layout(bucket, dtype)
-            self._finish(half)
-            if half not in self.runs or len(self.runs[half]) < size:
-                self.runs[half] = torch.empty(size, dtype=torch.uint8, device=self.device)
-            piece = write(bucket, entries, self.runs[half])
-            self._tell({"entries": entries, "size": size})
-            self._broadcast(half, self.runs[half][:size])
-            yield piece
+            half, (tensor_specs, size) = self.num_messages % 2, assign_offsets(bucket, dtype)
+            self._wait_for_broadcast(half)
+            if half not in self.buffers or len(self.buffers[half]) < size:
+                self.buffers[half] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            sent_bucket = write_bucket(bucket, tensor_specs, self.buffers[half])
+            self._post_message({"tensor_specs": tensor_specs, "size": size})
+            self._broadcast(half, self.buffers[half][:size])
+            yield sent_bucket
         for half in list(self.works):
-            self._finish(half)
-        self._tell({"end": ""})
+            self._wait_for_broadcast(half)
+        self._post_message({"end": ""})
         if self.device != "cpu":
-            self.runs.clear()  # the engine needs the memory
+            self.buffers.clear()  # the engine needs the memory
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _post_message(self, message: dict[str, Any]) -> None:
         assert self.store is not None
-        with told("the store of the weights' transport failed"):
-            self.store.set(f"piece {self.sent}", json.dumps(message))
-        self.sent += 1
+        with transport_errors("the store of the weights' transport failed"):
+            self.store.set(f"bucket {self.num_messages}", json.dumps(message))
+        self.num_messages += 1
 
-    def _forget(self) -> None:
+    def _delete_old_messages(self) -> None:
         """Delete the messages of the publish before, which has ended everywhere.
 
         Not earlier: a broadcast that is over here may not have begun at a worker that gets it from other workers.
         """
         assert self.store is not None
-        with told("the store of the weights' transport failed"):
-            for number in range(self.forgotten, self.sent):
-                self.store.delete_key(f"piece {number}")
-        self.forgotten = self.sent
+        with transport_errors("the store of the weights' transport failed"):
+            for number in range(self.num_deleted, self.num_messages):
+                self.store.delete_key(f"bucket {number}")
+        self.num_deleted = self.num_messages
 
-    def _broadcast(self, half: int, run: Tensor) -> None:
-        """Begin to send or receive `run`."""
+    def _broadcast(self, half: int, buffer: Tensor) -> None:
+        """Begin to send or receive `buffer`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self.timeout)
-        with told("the broadcast of weights failed"):
-            self.works[half] = self.group.broadcast([run], options)
+        with transport_errors("the broadcast of weights failed"):
+            self.works[half] = self.group.broadcast([buffer], options)
 
-    def _finish(self, half: int) -> None:
+    def _wait_for_broadcast(self, half: int) -> None:
         """Wait until the broadcast of this half is done. No frame holds it: an error's traceback would keep it."""
         if half not in self.works:
             return
         end = time.monotonic() + self.timeout
-        with told("the broadcast of weights failed"):
+        with transport_errors("the broadcast of weights failed"):
             while self.device != "cpu" and not self.works[half].is_completed():  # where wait() waits for a stream only
                 if time.monotonic() > end:
                     raise RuntimeError(f"not done after {self.timeout} s")
@@ -134,25 +136,25 @@ class Broadcast(PieceTransport):
             self.works[half].wait()
         del self.works[half]
 
-    def receive_pieces(self, version: int) -> Iterator[Piece]:
+    def receive_buckets(self, version: int) -> Iterator[Bucket]:
         assert self.store is not None
         while True:
-            with told("the trainer sent no weights"):
-                message = json.loads(self.store.get(f"piece {self.sent}"))
-            self.sent += 1
+            with transport_errors("the trainer sent no weights"):
+                message = json.loads(self.store.get(f"bucket {self.num_messages}"))
+            self.num_messages += 1
             if "end" in message:
                 break
-            run = torch.empty(message["size"], dtype=torch.uint8, device=self.device)
-            self._broadcast(0, run)
-            self._finish(0)
-            yield read(message["entries"], run)
+            buffer = torch.empty(message["size"], dtype=torch.uint8, device=self.device)
+            self._broadcast(0, buffer)
+            self._wait_for_broadcast(0)
+            yield read_bucket(message["tensor_specs"], buffer)
         if message["end"]:
             raise TransportError(f"the trainer could not send its weights: {message['end']}")
 
     def fail(self, reason: str) -> None:
         if self.rank == 0 and self.store is not None:
             with contextlib.suppress(TransportError):
-                self._tell({"end": reason})
+                self._post_message({"end": reason})
 
     def finalize(self) -> None:
         if self.group is not None and hasattr(self.group, "abort"):
@@ -162,11 +164,11 @@ class Broadcast(PieceTransport):
             self.listener.close()
         self.works.clear()
         self.group = self.store = self.listener = None
-        self.runs.clear()
-        self.sent = self.forgotten = 0
+        self.buffers.clear()
+        self.num_messages = self.num_deleted = 0
 
 
-class Gloo(Broadcast):
+class GlooTransport(BroadcastTransport):
     """Through the memory of the hosts, whatever the platform."""
 
     library = "gloo"
@@ -178,8 +180,8 @@ def process_group(library: str, store: dist.Store, rank: int, size: int, timeout
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        here = gloo.create_device(hostname=LOOPBACK) if address == LOOPBACK else gloo.create_default_device()
-        options._devices = [here]
+        device = gloo.create_device(hostname=LOOPBACK) if address == LOOPBACK else gloo.create_default_device()
+        options._devices = [device]
         return gloo(store, rank, size, options)
     if library == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
@@ -198,9 +200,11 @@ def process_group(library: str, store: dist.Store, rank: int, size: int, timeout
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
+def transport_errors(problem: str) -> Iterator[None]:
     """What torch.distributed raises, as TransportError."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"{what}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        raise TransportError(
+            f"{problem}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error

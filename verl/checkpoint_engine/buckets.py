@@ -1,4 +1,4 @@
-"""Weights on their way: buckets of tensors, and where each tensor of a bucket lies in one run of bytes."""
+"""Weights on their way: buckets of tensors, and where each tensor of a bucket lies in one buffer of bytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
-ALIGNMENT = 64  # bytes; tensors of a run start at multiples of it
+ALIGNMENT = 64  # bytes; tensors of a buffer start at multiples of it
 NamedTensor = tuple[str, Tensor]
-Entry = Sequence[Any]  # name, dtype, shape, offset in bytes: what JSON carries
+TensorSpec = Sequence[Any]  # name, dtype, shape, offset in bytes: what JSON carries
 
 
 def buckets(
@@ -32,33 +32,35 @@ def buckets(
         yield bucket
 
 
-def layout(bucket: Iterable[NamedTensor], dtype: torch.dtype | None = None) -> tuple[list[Entry], int]:
+def assign_offsets(bucket: Iterable[NamedTensor], dtype: torch.dtype | None = None) -> tuple[list[TensorSpec], int]:
     """Where each tensor goes, floating ones as `dtype`, and the bytes that all take."""
-    entries: list[Entry] = []
+    tensor_specs: list[TensorSpec] = []
     size = 0
     for name, tensor in bucket:
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        entries.append((name, str(kind).removeprefix("torch."), list(tensor.shape), size))
-        size += tensor.numel() * kind.itemsize
+        sent_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        tensor_specs.append((name, str(sent_dtype).removeprefix("torch."), list(tensor.shape), size))
+        size += tensor.numel() * sent_dtype.itemsize
         size += -size % ALIGNMENT
-    return entries, size
+    return tensor_specs, size
 
 
 @torch.no_grad()
-def write(bucket: Iterable[NamedTensor], entries: Sequence[Entry], run: Tensor) -> list[NamedTensor]:
-    """Copy tensors to their places in `run`, bytes on any device; returns them as they lie there."""
-    placed = read(entries, run)
+def write_bucket(
+    bucket: Iterable[NamedTensor], tensor_specs: Sequence[TensorSpec], buffer: Tensor
+) -> list[NamedTensor]:
+    """Copy tensors to their places in `buffer`, bytes on any device; returns them as they lie there."""
+    placed = read_bucket(tensor_specs, buffer)
     for (_, source), (_, target) in zip(bucket, placed, strict=True):
         target.copy_(source)
     return placed
 
 
-def read(entries: Iterable[Entry], run: Tensor) -> list[NamedTensor]:
-    """The tensors that lie in `run`; they share its memory."""
+def read_bucket(tensor_specs: Iterable[TensorSpec], buffer: Tensor) -> list[NamedTensor]:
+    """The tensors that lie in `buffer`; they share its memory."""
     tensors = []
-    for name, kind, shape, offset in entries:
-        dtype, count = getattr(torch, kind), 1
+    for name, dtype_name, shape, offset in tensor_specs:
+        dtype, count = getattr(torch, dtype_name), 1
         for length in shape:
             count *= length
-        tensors.append((name, run[offset : offset + count * dtype.itemsize].view(dtype).view(shape)))
+        tensors.append((name, buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)))
     return tensors

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl.checkpoint_engine.base import Piece, PieceTransport
+from verl.checkpoint_engine.base import Bucket, BucketTransport
 from verl.utils.errors import ConfigError, TransportError
 
 
-class Files(PieceTransport):
+class FileTransport(BucketTransport):
     """Rank 0 writes everything, then the others read it."""
 
     sends_first = True
@@ -30,51 +30,51 @@ class Files(PieceTransport):
                 "checkpoint_engine.backend=file needs the folder that trainer and rollout both see; set "
                 "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.file.folder=DIR"
             )
-        self.root, self.folder = Path(folder).expanduser(), Path()
-        self.number = 0  # of the publish: every end counts
+        self.shared_folder, self.folder = Path(folder).expanduser(), Path()
+        self.num_publishes = 0  # every endpoint counts them
 
     def prepare(self) -> dict[str, Any]:
-        return {"folder": str(self.root.absolute())}
+        return {"folder": str(self.shared_folder.absolute())}
 
     @classmethod
     def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
         folder = Path(metadata[0]["folder"]) / f"weights-{uuid.uuid4().hex}"
-        return cls.ranked(actor_world_size, rollout_world_size, folder=str(folder))
+        return cls.topology_by_rank(actor_world_size, rollout_world_size, folder=str(folder))
 
     def init_process_group(self, rank: int, folder: str) -> None:
         self.rank, self.folder = rank, Path(folder)
 
-    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
-        whole = self._next(version)
-        partial = whole.with_suffix(".partial")
+    def send_buckets(self, buckets: Iterable[Bucket], dtype: torch.dtype | None, version: int) -> Iterator[Bucket]:
+        version_folder = self._next_version_folder(version)
+        partial_folder = version_folder.with_suffix(".partial")
         shutil.rmtree(self.folder, ignore_errors=True)  # every replica has read what is there
-        partial.mkdir(parents=True, mode=0o700)
+        partial_folder.mkdir(parents=True, mode=0o700)
         with ThreadPoolExecutor(1) as writer:
             for number, bucket in enumerate(buckets):
-                piece = [(name, cast(tensor, dtype)) for name, tensor in bucket]
-                written = writer.submit(save_file, dict(piece), partial / f"{number:05d}.safetensors")
-                yield piece  # its fingerprints are taken meanwhile
+                sent_bucket = [(name, to_host(tensor, dtype)) for name, tensor in bucket]
+                written = writer.submit(save_file, dict(sent_bucket), partial_folder / f"{number:05d}.safetensors")
+                yield sent_bucket  # its fingerprints are taken meanwhile
                 written.result()
-        partial.rename(whole)
+        partial_folder.rename(version_folder)
 
-    def receive_pieces(self, version: int) -> Iterator[Piece]:
-        folder = self._next(version)
+    def receive_buckets(self, version: int) -> Iterator[Bucket]:
+        folder = self._next_version_folder(version)
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise TransportError(f"no weights in {folder}; trainer and rollout must see one folder under that path")
         for path in files:
             yield list(load_file(path).items())
 
-    def _next(self, version: int) -> Path:
-        self.number += 1
-        return self.folder / f"{self.number:06d}-version-{version}"
+    def _next_version_folder(self, version: int) -> Path:
+        self.num_publishes += 1
+        return self.folder / f"{self.num_publishes:06d}-version-{version}"
 
     def finalize(self) -> None:
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor as it is written: on the host, without gaps."""
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", kind).contiguous()
+    written_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", written_dtype).contiguous()

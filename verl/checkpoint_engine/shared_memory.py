@@ -22,78 +22,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.checkpoint_engine.base import Piece, PieceTransport
-from verl.checkpoint_engine.buckets import SHARED_MEMORY, layout, read, write
+from verl.checkpoint_engine.base import Bucket, BucketTransport
+from verl.checkpoint_engine.buckets import SHARED_MEMORY, assign_offsets, read_bucket, write_bucket
 from verl.plugin.platform import get_platform
 from verl.utils.errors import TransportError
 
-CPU_PIECE = 16 << 20  # bytes: what processor caches and the allocator's free lists still hold; more gains nothing
-HEADER = 8  # bytes of a message's length, little-endian
+CPU_BUCKET_BYTES = (
+    16 << 20
+)  # bytes: what processor caches and the allocator's free lists still hold; more gains nothing
+HEADER_BYTES = 8  # bytes of a message's length, little-endian
 
 
 @dataclass
-class Half:
+class BufferHalf:
     """One half of the buffer: bytes, and how others reach them."""
 
-    run: Tensor
+    buffer: Tensor
     descriptor: int = -1  # of host memory
     handle: list[Any] | None = None  # of device memory
 
 
 @dataclass
-class Reader:
+class ReceiverConnection:
     """A receiver, as the sender sees it."""
 
     socket: socket.socket
-    has_read: int = 0  # pieces
+    num_read: int = 0  # buckets
 
 
-class SharedMemory(PieceTransport):
+class SharedMemoryTransport(BucketTransport):
     """Rank 0 writes, the others read; all on one machine."""
 
     def __init__(self, bucket_size: int, timeout: float = 300.0):
         super().__init__(bucket_size, timeout)
-        self.readers: list[Reader] = []
+        self.receivers: list[ReceiverConnection] = []
         self.sender: socket.socket | None = None
-        self.halves: dict[int, Half] = {}
+        self.halves: dict[int, BufferHalf] = {}
         self.on_device = False
 
     @classmethod
     def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        place = tempfile.mkdtemp(prefix="verl-weights-", dir=root)
-        return cls.ranked(actor_world_size, rollout_world_size, place=place, readers=rollout_world_size)
+        folder = tempfile.mkdtemp(prefix="verl-weights-", dir=root)
+        return cls.topology_by_rank(actor_world_size, rollout_world_size, folder=folder, receivers=rollout_world_size)
 
-    def init_process_group(self, rank: int, place: str, readers: int) -> None:
+    def init_process_group(self, rank: int, folder: str, receivers: int) -> None:
         self.rank = rank
         if rank == 0:
             try:
-                self._await_readers(Path(place) / "socket", readers)
+                self._accept_receivers(Path(folder) / "socket", receivers)
             finally:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
         elif rank > 0:
-            self._reach_sender(Path(place) / "socket")
+            self._connect_to_sender(Path(folder) / "socket")
 
-    def _await_readers(self, path: Path, count: int) -> None:
+    def _accept_receivers(self, path: Path, count: int) -> None:
         devices = {device_identity()}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(count)
             end = time.monotonic() + self.timeout
-            while len(self.readers) < count:
+            while len(self.receivers) < count:
                 listener.settimeout(max(end - time.monotonic(), 0.001))
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     raise TransportError(
-                        f"{len(self.readers)} of {count} rollout workers came for the weights within {self.timeout} s"
+                        f"{len(self.receivers)} of {count} rollout workers came for the weights within {self.timeout} s"
                     ) from None
                 connection.settimeout(self.timeout)
-                self.readers.append(Reader(connection))
-                devices.add(receive(connection)["device"])
+                self.receivers.append(ReceiverConnection(connection))
+                devices.add(receive_message(connection)["device"])
         self.on_device = devices != {""} and len(devices) == 1
 
-    def _reach_sender(self, path: Path) -> None:
+    def _connect_to_sender(self, path: Path) -> None:
         self.sender = socket.socket(socket.AF_UNIX)
         self.sender.settimeout(self.timeout)
         end = time.monotonic() + self.timeout
@@ -105,108 +107,113 @@ class SharedMemory(PieceTransport):
                 if time.monotonic() > end:
                     raise TransportError(f"the trainer did not offer its weights within {self.timeout} s") from None
                 time.sleep(0.001)
-        send(self.sender, {"device": device_identity()})
+        send_message(self.sender, {"device": device_identity()})
 
-    def piece_bytes(self) -> int:
-        return super().piece_bytes() if self.on_device else min(super().piece_bytes(), CPU_PIECE)
+    def max_bucket_bytes(self) -> int:
+        return super().max_bucket_bytes() if self.on_device else min(super().max_bucket_bytes(), CPU_BUCKET_BYTES)
 
-    def send_pieces(self, buckets: Iterable[Piece], dtype: torch.dtype | None, version: int) -> Iterator[Piece]:
-        begin, number = (self.readers[0].has_read if self.readers else 0), 0
+    def send_buckets(self, buckets: Iterable[Bucket], dtype: torch.dtype | None, version: int) -> Iterator[Bucket]:
+        already_read, number = (self.receivers[0].num_read if self.receivers else 0), 0
         for number, bucket in enumerate(buckets, 1):
-            entries, size = layout(bucket, dtype)
-            self._wait(begin + number - 2)  # for who still reads this half
-            half, is_new = self._half(number % 2, size)
-            piece = write(bucket, entries, half.run)
+            tensor_specs, size = assign_offsets(bucket, dtype)
+            self._wait_until_read(already_read + number - 2)  # for who still reads this half
+            half, is_new = self._buffer_half(number % 2, size)
+            sent_bucket = write_bucket(bucket, tensor_specs, half.buffer)
             if self.on_device:
                 get_platform().synchronize()
-            message = {"half": number % 2, "entries": entries, "size": size, "new": len(half.run) if is_new else 0}
-            for reader in self.readers:
-                send(reader.socket, {**message, "handle": half.handle})
+            message = {
+                "half": number % 2,
+                "tensor_specs": tensor_specs,
+                "size": size,
+                "new": len(half.buffer) if is_new else 0,
+            }
+            for receiver in self.receivers:
+                send_message(receiver.socket, {**message, "handle": half.handle})
                 if is_new and half.handle is None:
-                    socket.send_fds(reader.socket, [b"m"], [half.descriptor])
-            yield piece
-        self._wait(begin + number)
-        for reader in self.readers:
-            send(reader.socket, {"end": ""})
+                    socket.send_fds(receiver.socket, [b"m"], [half.descriptor])
+            yield sent_bucket
+        self._wait_until_read(already_read + number)
+        for receiver in self.receivers:
+            send_message(receiver.socket, {"end": ""})
 
-    def _wait(self, pieces: int) -> None:
-        """Until every receiver has copied out so many pieces."""
-        for number, reader in enumerate(self.readers):
-            while reader.has_read < pieces:
+    def _wait_until_read(self, count: int) -> None:
+        """Until every receiver has copied out so many buckets."""
+        for number, receiver in enumerate(self.receivers):
+            while receiver.num_read < count:
                 try:
-                    said = reader.socket.recv(64)
+                    acknowledged = receiver.socket.recv(64)
                 except TimeoutError:
                     raise TransportError(
                         f"rollout worker {number} did not take a part of the weights within {self.timeout} s"
                     ) from None
                 except OSError:
-                    said = b""
-                if not said:
+                    acknowledged = b""
+                if not acknowledged:
                     raise TransportError(f"rollout worker {number} went away while it was sent weights")
-                reader.has_read += len(said)
+                receiver.num_read += len(acknowledged)
 
-    def _half(self, number: int, size: int) -> tuple[Half, bool]:
+    def _buffer_half(self, number: int, size: int) -> tuple[BufferHalf, bool]:
         """Room for `size` bytes; whether it is memory that the receivers do not know."""
-        known = self.halves.get(number)
-        if known is not None and len(known.run) >= size:
-            return known, False
-        if known is not None and known.descriptor >= 0:
-            os.close(known.descriptor)
-        room = max(size, min(self.piece_bytes(), CPU_PIECE))
-        self.halves[number] = device_half(room) if self.on_device else host_half(room)
+        current = self.halves.get(number)
+        if current is not None and len(current.buffer) >= size:
+            return current, False
+        if current is not None and current.descriptor >= 0:
+            os.close(current.descriptor)
+        capacity = max(size, min(self.max_bucket_bytes(), CPU_BUCKET_BYTES))
+        self.halves[number] = allocate_device_half(capacity) if self.on_device else allocate_host_half(capacity)
         return self.halves[number], True
 
-    def receive_pieces(self, version: int) -> Iterator[Piece]:
+    def receive_buckets(self, version: int) -> Iterator[Bucket]:
         assert self.sender is not None, "only rollout workers receive"
-        while "end" not in (message := receive(self.sender)):
+        while "end" not in (message := receive_message(self.sender)):
             number = message["half"]
             if message["new"]:
                 if message["handle"] is None:
                     _, [descriptor], _, _ = socket.recv_fds(self.sender, 1, 1)
-                    self.halves[number] = Half(mapped(descriptor, message["new"]))
+                    self.halves[number] = BufferHalf(map_memory(descriptor, message["new"]))
                     os.close(descriptor)
                 else:
-                    self.halves[number] = Half(opened(message["handle"]))
-            piece = self.halves[number].run[: message["size"]].clone()
+                    self.halves[number] = BufferHalf(open_device_memory(message["handle"]))
+            copied = self.halves[number].buffer[: message["size"]].clone()
             if message["handle"] is not None:
                 get_platform().synchronize()
-            deliver(self.sender, b".")
-            yield read(message["entries"], piece)
+            send_bytes(self.sender, b".")
+            yield read_bucket(message["tensor_specs"], copied)
         if message["end"]:
             raise TransportError(f"the trainer could not send its weights: {message['end']}")
 
     def fail(self, reason: str) -> None:
-        for reader in self.readers:
+        for receiver in self.receivers:
             with contextlib.suppress(OSError, TransportError):
-                send(reader.socket, {"end": reason})
+                send_message(receiver.socket, {"end": reason})
 
     def finalize(self) -> None:
-        for connection in [reader.socket for reader in self.readers] + [self.sender]:
+        for connection in [receiver.socket for receiver in self.receivers] + [self.sender]:
             if connection is not None:
                 connection.close()
         for half in self.halves.values():
             if half.descriptor >= 0:
                 os.close(half.descriptor)
-        self.readers, self.sender, self.halves = [], None, {}
+        self.receivers, self.sender, self.halves = [], None, {}
 
 
-def send(connection: socket.socket, message: dict[str, Any]) -> None:
+def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
     data = json.dumps(message).encode()
-    deliver(connection, len(data).to_bytes(HEADER, "little") + data)
+    send_bytes(connection, len(data).to_bytes(HEADER_BYTES, "little") + data)
 
 
-def deliver(connection: socket.socket, data: bytes) -> None:
+def send_bytes(connection: socket.socket, data: bytes) -> None:
     try:
         connection.sendall(data)
     except OSError as error:
         raise TransportError(f"the other end of the weights' transport went away ({error})") from error
 
 
-def receive(connection: socket.socket) -> dict[str, Any]:
-    return json.loads(exactly(connection, int.from_bytes(exactly(connection, HEADER), "little")))
+def receive_message(connection: socket.socket) -> dict[str, Any]:
+    return json.loads(receive_exactly(connection, int.from_bytes(receive_exactly(connection, HEADER_BYTES), "little")))
 
 
-def exactly(connection: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
         try:
@@ -221,26 +228,26 @@ def exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def host_half(size: int) -> Half:
+def allocate_host_half(size: int) -> BufferHalf:
     """Memory that other processes can map: no name in any folder, nothing left when all have ended."""
     descriptor = os.memfd_create("verl-weights")
     os.posix_fallocate(descriptor, 0, size)  # an error here, not a signal at the first write
-    return Half(mapped(descriptor, size), descriptor)
+    return BufferHalf(map_memory(descriptor, size), descriptor)
 
 
-def mapped(descriptor: int, size: int) -> Tensor:
+def map_memory(descriptor: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
-def device_half(size: int) -> Half:
+def allocate_device_half(size: int) -> BufferHalf:
     """Device memory that other processes of this machine can open."""
-    run = torch.empty(size, dtype=torch.uint8, device=get_platform().device_name)
-    handle = run.untyped_storage()._share_cuda_()
-    return Half(run, handle=[base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in handle])
+    buffer = torch.empty(size, dtype=torch.uint8, device=get_platform().device_name)
+    handle = buffer.untyped_storage()._share_cuda_()
+    return BufferHalf(buffer, handle=[base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in handle])
 
 
-def opened(handle: list[Any]) -> Tensor:
-    """What `device_half` made, in another process."""
+def open_device_memory(handle: list[Any]) -> Tensor:
+    """What `allocate_device_half` made, in another process."""
     device = get_platform().current_device()  # its number here; the sender's may differ
     parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle[1:]]
     storage = torch.UntypedStorage._new_shared_cuda(device, *parts)

@@ -21,7 +21,7 @@ from verl.config.rollout import (
     SamplingConfig,
     ServerConfig,
 )
-from verl.config.run import ActorRolloutRefConfig, RayKwargsConfig, RunConfig
+from verl.config.run_config import ActorRolloutRefConfig, RayKwargsConfig, RunConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.utils.errors import ConfigError

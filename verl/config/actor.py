@@ -10,10 +10,14 @@ from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
 # the keys that cut a pass into micro-batches: whether by tokens, how many sequences, how many tokens
-PPO = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
-FORWARD = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
-LOG_PROB = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
-SFT = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+PPO_BATCHING_KEYS = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+FORWARD_BATCHING_KEYS = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+LOG_PROB_BATCHING_KEYS = (
+    "log_prob_use_dynamic_bsz",
+    "log_prob_micro_batch_size_per_gpu",
+    "log_prob_max_token_len_per_gpu",
+)
+SFT_BATCHING_KEYS = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,39 +46,39 @@ class ActorConfig(Section):
 
     strategy: str = key("fsdp2", "Training engine: fsdp2, fsdp, or one registered by name.")
     ppo_mini_batch_size: int = key(
-        256, "Prompts per optimiser step, over all devices (each with rollout.n answers).", least=1
+        256, "Prompts per optimiser step, over all devices (each with rollout.n answers).", minimum=1
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "Sequences per forward and backward pass on one device.", least=1
+        None, "Sequences per forward and backward pass on one device.", minimum=1
     )
     use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget instead of a number of sequences.")
-    ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and backward pass on one device.", least=1)
-    ppo_epochs: int = key(1, "Passes over each batch.", least=1)
+    ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and backward pass on one device.", minimum=1)
+    ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle sequences before they are cut into mini-batches.")
     data_loader_seed: int = key(42, "Seed of that shuffle.")
-    clip_ratio: float = key(0.2, "PPO clip range on both sides.", least=0)
-    clip_ratio_low: float = key(None, "Clip range below 1.", sibling="clip_ratio", least=0)
-    clip_ratio_high: float = key(None, "Clip range above 1.", sibling="clip_ratio", least=0)
-    clip_ratio_c: float = key(3.0, "Dual-clip bound of the ratio where the advantage is negative; > 1.", above=1)
+    clip_ratio: float = key(0.2, "PPO clip range on both sides.", minimum=0)
+    clip_ratio_low: float = key(None, "Clip range below 1.", sibling="clip_ratio", minimum=0)
+    clip_ratio_high: float = key(None, "Clip range above 1.", sibling="clip_ratio", minimum=0)
+    clip_ratio_c: float = key(3.0, "Dual-clip bound of the ratio where the advantage is negative; > 1.", greater_than=1)
     tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive.")
     tau_neg: float = key(1.05, "sapo: temperature where it is not.")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "Divisor of seq-mean-token-sum-norm; null is the response width.", above=0
+        None, "Divisor of seq-mean-token-sum-norm; null is the response width.", greater_than=0
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     calculate_entropy: bool = key(False, "Report the entropy even when its weight is 0.")
     use_kl_loss: bool = key(False, "Add kl_loss_coef x KL(policy, reference) to the loss.")
-    kl_loss_coef: float = key(0.001, "Weight of the KL loss.", least=0)
+    kl_loss_coef: float = key(0.001, "Weight of the KL loss.", minimum=0)
     kl_loss_type: str = key("low_var_kl", "KL estimator of the loss.", choices=KL_CHOICES)
     use_prefix_grouper: bool = key(False, "Compute the prompt of a group once in training.")
     use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
     ulysses_sequence_parallel_size: int = key(
-        1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", least=1
+        1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", minimum=1
     )
     entropy_from_logits_with_chunking: bool = key(False, "Short spelling of the key in fsdp_config.")
-    entropy_from_logits_chunk_size: int = key(2048, "Short spelling of the key in fsdp_config.", least=1)
+    entropy_from_logits_chunk_size: int = key(2048, "Short spelling of the key in fsdp_config.", minimum=1)
     entropy_checkpointing: bool = key(False, "Short spelling of the key in fsdp_config.")
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
     optim: FSDPOptimizerConfig = section(FSDPOptimizerConfig, lr=1e-6)
@@ -89,15 +93,15 @@ class RefConfig(Section):
     """Forward passes of the reference policy."""
 
     strategy: str = key("fsdp2", "Engine of the reference.")
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward pass on one device.", least=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward pass on one device.", minimum=1)
     log_prob_use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")
-    log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward pass on one device.", least=1)
+    log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward pass on one device.", minimum=1)
     use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
     ulysses_sequence_parallel_size: int = key(
-        1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", least=1
+        1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", minimum=1
     )
     entropy_from_logits_with_chunking: bool = key(False, "Short spelling of the key in fsdp_config.")
-    entropy_from_logits_chunk_size: int = key(2048, "Short spelling of the key in fsdp_config.", least=1)
+    entropy_from_logits_chunk_size: int = key(2048, "Short spelling of the key in fsdp_config.", minimum=1)
     entropy_checkpointing: bool = key(False, "Short spelling of the key in fsdp_config.")
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig, forward_only=True)

@@ -17,9 +17,9 @@ class KLControlConfig(Section):
     type: str = key(
         "fixed", "Constant coefficient, or one that steers the KL to target_kl.", choices=("fixed", "adaptive")
     )
-    kl_coef: float = key(0.001, "Coefficient, or its start when adaptive.", least=0)
-    horizon: int = key(10000, "Sequences over which an adaptive coefficient moves.", least=1)
-    target_kl: float = key(0.1, "KL (nats) an adaptive coefficient steers to.", above=0)
+    kl_coef: float = key(0.001, "Coefficient, or its start when adaptive.", minimum=0)
+    horizon: int = key(10000, "Sequences over which an adaptive coefficient moves.", minimum=1)
+    target_kl: float = key(0.1, "KL (nats) an adaptive coefficient steers to.", greater_than=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ class AlgorithmConfig(Section):
     """From rewards to advantages."""
 
     adv_estimator: str = key("gae", "Advantage estimator: gae, grpo, or one registered by name.")
-    gamma: float = key(1.0, "Discount per token.", least=0, most=1)
-    lam: float = key(1.0, "Lambda of generalised advantage estimation.", least=0, most=1)
+    gamma: float = key(1.0, "Discount per token.", minimum=0, maximum=1)
+    lam: float = key(1.0, "Lambda of generalised advantage estimation.", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO advantages by the group's standard deviation.")
     use_kl_in_reward: bool = key(False, "Subtract kl_coef x KL(policy, reference) from each token's reward.")
     kl_penalty: str = key("kl", "KL estimator used in the reward.", choices=KL_CHOICES)

@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 PATH = "_path"
-_COPYING = ("__eq__", "__repr__", "__hash__", "__post_init__")  # touch every key without using it
+_METHODS_THAT_COPY = ("__eq__", "__repr__", "__hash__", "__post_init__")  # touch every key without using it
 _reads: set[tuple[str, str]] = set()
 
 
@@ -15,15 +15,15 @@ def key(
     *,
     choices: tuple[Any, ...] = (),
     sibling: str = "",
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    greater_than: float | None = None,
+    maximum: float | None = None,
 ) -> Any:
-    """A configuration key: its default, what it means, and the values allowed: a list, or bounds (above: exclusive).
+    """A configuration key: its default, its meaning, the values allowed: a list or bounds (`greater_than` excludes).
 
     With `sibling`, the default None means: the value of that key of the same section.
     """
-    metadata = {"doc": doc, "choices": choices, "sibling": sibling, "bounds": (least, above, most)}
+    metadata = {"doc": doc, "choices": choices, "sibling": sibling, "bounds": (minimum, greater_than, maximum)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -65,7 +65,11 @@ class Section:
 def _recording_getattribute(self: Section, name: str) -> Any:
     value = object.__getattribute__(self, name)
     caller = sys._getframe(1)
-    if name[0] != "_" and caller.f_code.co_name not in _COPYING and caller.f_globals["__name__"] != "dataclasses":
+    if (
+        name[0] != "_"
+        and caller.f_code.co_name not in _METHODS_THAT_COPY
+        and caller.f_globals["__name__"] != "dataclasses"
+    ):
         _reads.add((self.__dict__.get(PATH) or "?" + type(self).__name__, name))
     return value
 

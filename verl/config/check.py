@@ -3,14 +3,14 @@
 import math
 from typing import Any
 
-from verl.config import foreign, schema
-from verl.config.actor import FORWARD, LOG_PROB, PPO
+from verl.config import foreign_keys, schema
+from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.config.base import Section
-from verl.config.run import FOLLOWS, RunConfig
+from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
 
-_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+_CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half", "fp64", "float64", "auto")
 
 
@@ -18,29 +18,37 @@ def check(config: Any) -> None:
     """ConfigError for a value out of range or a combination that cannot work."""
     root: type = type(config)
     for path in schema.keys(root):
-        _check_value(path, path.rsplit(".", 1)[-1], _at(config, path))
+        _check_value(path, path.rsplit(".", 1)[-1], _value_at(config, path))
     if isinstance(config, RunConfig):
-        for rule in (_spelled_once, _batches, _budgets, _rollout, _algorithm, _engines, _run):
+        for rule in (
+            _check_aliases_agree,
+            _check_batch_sizes,
+            _check_token_budgets,
+            _check_rollout,
+            _check_algorithm,
+            _check_engines,
+            _check_run,
+        ):
             rule(config)
     elif isinstance(config, SFTConfig):
-        _sft(config)
+        _check_sft(config)
 
 
 def check_supported(config: Any) -> None:
     """ConfigError for a run that lacks what it needs, or asks for a feature that is still to come."""
     root: type = type(config)
-    for path, values in foreign.table(root).later.items():
-        found = _at(config, path)
+    for path, values in foreign_keys.load_foreign_keys(root).planned.items():
+        found = _value_at(config, path)
         for asked, feature in values.items():
             if found == asked or (isinstance(asked, str) and asked.startswith("> ") and (found or 0) > int(asked[2:])):
-                raise ConfigError(foreign.later_message(f"{path}={found}", feature))
+                raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={found}", feature))
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
     if not model.path:
         prefix = "actor_rollout_ref.model" if isinstance(config, RunConfig) else "model"
         raise ConfigError(f"{prefix}.path is not set; give the folder of a Hugging Face model: {prefix}.path=DIR")
 
 
-def _at(config: Section, path: str) -> Any:
+def _value_at(config: Section, path: str) -> Any:
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name)
@@ -50,9 +58,9 @@ def _at(config: Section, path: str) -> Any:
 def _check_value(path: str, name: str, value: Any) -> None:
     if name == "top_k" and value != -1 and value < 1:
         raise ConfigError(f"{path}={value} must be -1 (all tokens) or at least 1")
-    if name in ("save_contents", "load_contents") and not set(value) <= set(_CONTENTS):
-        unknown = sorted(set(value) - set(_CONTENTS))
-        raise ConfigError(f"{path} names {', '.join(unknown)}; known parts are {', '.join(_CONTENTS)}")
+    if name in ("save_contents", "load_contents") and not set(value) <= set(_CHECKPOINT_CONTENTS):
+        unknown = sorted(set(value) - set(_CHECKPOINT_CONTENTS))
+        raise ConfigError(f"{path} names {', '.join(unknown)}; known parts are {', '.join(_CHECKPOINT_CONTENTS)}")
     if name in ("dtype", "model_dtype") and value.removeprefix("torch.") not in _DTYPES:
         raise ConfigError(f"{path}={value!r} is not one of {', '.join(_DTYPES)}")
     if name == "betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
@@ -72,17 +80,17 @@ def uses_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
-def _spelled_once(config: RunConfig) -> None:
+def _check_aliases_agree(config: RunConfig) -> None:
     """A key of an engine and its short spelling beside the engine must agree where both are set."""
     given = set(getattr(config, "_set", ()))
     for long, short in FOLLOWS.items():
         where, _, name = short.rpartition(".")
         same = long.startswith(f"{where}.") and long.endswith(f".{name}") and {long, short} <= given
-        if same and (one := _at(config, short)) != (other := _at(config, long)):
+        if same and (one := _value_at(config, short)) != (other := _value_at(config, long)):
             raise ConfigError(f"{short}={one} and {long}={other} say the same thing differently; keep only {long}")
 
 
-def _batches(config: RunConfig) -> None:
+def _check_batch_sizes(config: RunConfig) -> None:
     data, actor = config.data, config.actor_rollout_ref.actor
     trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if uses_critic(config) else [])
     for role, part in trained:
@@ -102,7 +110,7 @@ def _batches(config: RunConfig) -> None:
 def check_ranks(config: RunConfig, devices: int) -> None:
     """ConfigError where the sequences of a step cannot be shared by so many devices."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    for old, target in getattr(config, "_undivided", {}).items():
+    for old, target in getattr(config, "_undivided_totals", {}).items():
         if devices > config.trainer.nnodes:
             raise ConfigError(
                 f"{old} is shared by all devices, but their number was not given and {devices} were found; set "
@@ -121,36 +129,41 @@ def check_ranks(config: RunConfig, devices: int) -> None:
             )
 
 
-def _budgets(config: RunConfig) -> None:
+def _check_token_budgets(config: RunConfig) -> None:
     arr, critic, data = config.actor_rollout_ref, config.critic, config.data
-    longest = data.max_prompt_length + data.max_response_length
-    sharing = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
-    passes: list[tuple[str, Any, str, str, str, int]] = [("actor_rollout_ref.actor", arr.actor, *PPO, sharing)]
-    passes.append(("actor_rollout_ref.rollout", arr.rollout, *LOG_PROB, sharing))
+    max_length = data.max_prompt_length + data.max_response_length
+    sp_size = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
+    passes: list[tuple[str, Any, str, str, str, int]] = [
+        ("actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size)
+    ]
+    passes.append(("actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size))
     if uses_reference(config):
-        adapted = arr.model.lora_rank > 0 or arr.model.lora_adapter_path is not None  # the actor's engine answers
-        own = sharing if adapted else arr.ref.fsdp_config.ulysses_sequence_parallel_size
-        passes.append(("actor_rollout_ref.ref", arr.ref, *LOG_PROB, own))
+        uses_lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path is not None  # the actor's engine answers
+        ref_sp_size = sp_size if uses_lora else arr.ref.fsdp_config.ulysses_sequence_parallel_size
+        passes.append(("actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size))
     if uses_critic(config):
-        passes += [("critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size) for keys in (PPO, FORWARD)]
-    for role, part, flag, micro, budget, shared in passes:
+        passes += [
+            ("critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size)
+            for keys in (PPO_BATCHING_KEYS, FORWARD_BATCHING_KEYS)
+        ]
+    for role, part, flag, micro, budget, pass_sp_size in passes:
         if not part[flag] and part[micro] is None:
             raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")
-        if part[flag] and part[budget] * shared < longest:
+        if part[flag] and part[budget] * pass_sp_size < max_length:
             raise ConfigError(
                 f"{role}.{budget}={part[budget]} holds no sequence of "
                 f"data.max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length} = "
-                f"{longest} tokens; raise it to {longest} or more"
+                f"{max_length} tokens; raise it to {max_length} or more"
             )
 
 
-def _rollout(config: RunConfig) -> None:
+def _check_rollout(config: RunConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
-    where, longest = "actor_rollout_ref.rollout", rollout.prompt_length + rollout.response_length
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+    where, max_length = "actor_rollout_ref.rollout", rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < max_length:
         raise ConfigError(
             f"{where}.max_model_len={rollout.max_model_len} is shorter than prompt_length={rollout.prompt_length} + "
-            f"response_length={rollout.response_length} = {longest}"
+            f"response_length={rollout.response_length} = {max_length}"
         )
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.prompt_length:
         raise ConfigError(
@@ -163,9 +176,11 @@ def _rollout(config: RunConfig) -> None:
         raise ConfigError(f"{where}.val_kwargs.temperature={rollout.val_kwargs.temperature} must not be negative")
     if rollout.min_tokens > rollout.response_length:
         raise ConfigError(f"{where}.min_tokens={rollout.min_tokens} exceeds response_length={rollout.response_length}")
-    both = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    if rollout.expert_parallel_size not in (1, both):
-        raise ConfigError(f"{where}.expert_parallel_size={rollout.expert_parallel_size} must be 1 or {both} (TP x DP)")
+    tp_times_dp = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if rollout.expert_parallel_size not in (1, tp_times_dp):
+        raise ConfigError(
+            f"{where}.expert_parallel_size={rollout.expert_parallel_size} must be 1 or {tp_times_dp} (TP x DP)"
+        )
     if rollout.name in ("native", "hf") and rollout.checkpoint_engine.backend != "naive":
         raise ConfigError(
             f"{where}.checkpoint_engine.backend={rollout.checkpoint_engine.backend} has nothing to carry: "
@@ -175,7 +190,7 @@ def _rollout(config: RunConfig) -> None:
         raise ConfigError(f"{where}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size} must be 1")
 
 
-def _algorithm(config: RunConfig) -> None:
+def _check_algorithm(config: RunConfig) -> None:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     if algorithm.adv_estimator == "gae" and config.critic.enable is False:
         raise ConfigError("algorithm.adv_estimator=gae needs values, but critic.enable=False; enable it or use grpo")
@@ -185,7 +200,7 @@ def _algorithm(config: RunConfig) -> None:
         raise ConfigError("actor_rollout_ref.actor.policy_loss.loss_mode=dro needs policy_loss.dro_beta above 0")
 
 
-def _engines(config: RunConfig) -> None:
+def _check_engines(config: RunConfig) -> None:
     arr = config.actor_rollout_ref
     engine = config.model_engine
     for role, part in (
@@ -195,13 +210,13 @@ def _engines(config: RunConfig) -> None:
     ):
         if engine != "dp" and part.strategy != engine:
             raise ConfigError(f"model_engine={engine} and {role}.strategy={part.strategy} disagree; drop one of them")
-    for role, shards, model in (
+    for role, engine_config, model in (
         ("actor_rollout_ref.actor.fsdp_config", arr.actor.fsdp_config, arr.model),
         ("actor_rollout_ref.ref.fsdp_config", arr.ref.fsdp_config, arr.model),
         ("critic.fsdp", config.critic.fsdp, config.critic.model),
     ):
-        if shards.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
-            size = shards.ulysses_sequence_parallel_size
+        if engine_config.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
+            size = engine_config.ulysses_sequence_parallel_size
             raise ConfigError(f"{role}.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
     if arr.actor.use_prefix_grouper and not arr.model.use_remove_padding:
         raise ConfigError(
@@ -209,7 +224,7 @@ def _engines(config: RunConfig) -> None:
         )
 
 
-def _run(config: RunConfig) -> None:
+def _check_run(config: RunConfig) -> None:
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     custom = config.data.custom_cls
     if bool(custom.path) != bool(custom.name):
@@ -225,7 +240,7 @@ def _check_resume(mode: str, path: str | None) -> None:
         )
 
 
-def _sft(config: SFTConfig) -> None:
+def _check_sft(config: SFTConfig) -> None:
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     data, engine = config.data, config.engine
     budget = data.max_token_len_per_gpu * engine.ulysses_sequence_parallel_size

@@ -17,27 +17,27 @@ class CriticConfig(Section):
 
     enable: bool | None = key(None, "Train a critic; null is yes exactly when adv_estimator is gae.")
     strategy: str = key("fsdp2", "Training engine of the critic.")
-    ppo_mini_batch_size: int = key(256, "Prompts per optimiser step, over all devices.", least=1)
+    ppo_mini_batch_size: int = key(256, "Prompts per optimiser step, over all devices.", minimum=1)
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "Sequences per forward and backward pass on one device.", least=1
+        None, "Sequences per forward and backward pass on one device.", minimum=1
     )
     use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")
-    ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and backward pass on one device.", least=1)
+    ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and backward pass on one device.", minimum=1)
     forward_micro_batch_size_per_gpu: int | None = key(
-        None, "Sequences per forward pass without gradient.", sibling="ppo_micro_batch_size_per_gpu", least=1
+        None, "Sequences per forward pass without gradient.", sibling="ppo_micro_batch_size_per_gpu", minimum=1
     )
     forward_max_token_len_per_gpu: int = key(
-        None, "Tokens per forward pass without gradient.", sibling="ppo_max_token_len_per_gpu", least=1
+        None, "Tokens per forward pass without gradient.", sibling="ppo_max_token_len_per_gpu", minimum=1
     )
-    ppo_epochs: int = key(1, "Passes over each batch.", least=1)
+    ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle sequences before they are cut into mini-batches.")
     data_loader_seed: int = key(42, "Seed of that shuffle.")
-    cliprange_value: float = key(0.5, "Clip range of the value loss.", least=0)
+    cliprange_value: float = key(0.5, "Clip range of the value loss.", minimum=0)
     loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "Divisor of seq-mean-token-sum-norm; null is the response width.", above=0
+        None, "Divisor of seq-mean-token-sum-norm; null is the response width.", greater_than=0
     )
-    ulysses_sequence_parallel_size: int = key(1, "Short spelling of fsdp.ulysses_sequence_parallel_size.", least=1)
+    ulysses_sequence_parallel_size: int = key(1, "Short spelling of fsdp.ulysses_sequence_parallel_size.", minimum=1)
     model: HFModelConfig = section(HFModelConfig)
     optim: FSDPOptimizerConfig = section(FSDPOptimizerConfig, lr=1e-5)
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig)

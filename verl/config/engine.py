@@ -13,7 +13,7 @@ class WrapPolicyConfig(Section):
     transformer_layer_cls_to_wrap: list[str] | None = key(
         None, "Classes of the modules that become a unit; null is the decoder layers of the model's family."
     )
-    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by class.", least=0)
+    min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by class.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class FSDPEngineConfig(Section):
     seed: int = key(42, "Seed of the engine's random numbers.")
     full_determinism: bool = key(False, "Only deterministic kernels; slower.")
     ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share one sequence in attention; needs use_remove_padding.", least=1
+        1, "Ranks that share one sequence in attention; needs use_remove_padding.", minimum=1
     )
     use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
     head_mode: str = key(
@@ -52,7 +52,7 @@ class FSDPEngineConfig(Section):
     entropy_from_logits_with_chunking: bool = key(
         False, "Take log-prob and entropy in chunks of rows (head at least chunked)."
     )
-    entropy_from_logits_chunk_size: int = key(2048, "Rows of logits that exist at once in the chunked head.", least=1)
+    entropy_from_logits_chunk_size: int = key(2048, "Rows of logits that exist at once in the chunked head.", minimum=1)
     entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head at least chunked).")
     forward_only: bool = key(False, "No optimiser and no gradients.")
 

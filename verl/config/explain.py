@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import foreign, schema
+from verl.config import foreign_keys, schema
 from verl.config.load import load_config, parse_command_line
-from verl.config.run import RunConfig
+from verl.config.run_config import RunConfig
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
@@ -66,25 +66,25 @@ def explain(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments else 2
     for path in arguments:
-        roots = [root for root in ROOTS.values() if foreign.classify(path, root).kind != "unknown"]
+        roots = [root for root in ROOTS.values() if foreign_keys.classify(path, root).kind != "unknown"]
         if not roots:
-            raise ConfigError(foreign.unknown_key_message(path, RunConfig))
+            raise ConfigError(foreign_keys.unknown_key_message(path, RunConfig))
         print("\n".join(describe(path, roots[0])))
     return 0
 
 
 def describe(path: str, root: type) -> list[str]:
     """Lines about one key or section."""
-    kind = foreign.classify(path, root)
-    if kind.kind == "alias":
-        share = ", divided by the number of data-parallel ranks" if kind.per_device else ""
-        return [f"{path}: alias of {kind.target}{share}", *describe(kind.target, root)]
-    if kind.kind == "inert":
-        return [f"{path}: inert (accepted, does nothing): {kind.reason}"]
-    if kind.kind == "refused":
-        text = foreign.later_message("it", kind.reason) if kind.later else kind.reason
+    rule = foreign_keys.classify(path, root)
+    if rule.kind == "alias":
+        share = ", divided by the number of data-parallel ranks" if rule.per_device else ""
+        return [f"{path}: alias of {rule.target}{share}", *describe(rule.target, root)]
+    if rule.kind == "inert":
+        return [f"{path}: inert (accepted, does nothing): {rule.reason}"]
+    if rule.kind == "refused":
+        text = foreign_keys.not_yet_supported_message("it", rule.reason) if rule.planned else rule.reason
         return [f"{path}: refused: {text}"]
-    key = schema.owner(path, root)
+    key = schema.owning_key(path, root)
     if key is None:
         inside = [known for known in schema.keys(root) if known.startswith(path + ".")]
         return [f"{path}: section", *(f"  {known}" for known in inside)]
@@ -92,7 +92,7 @@ def describe(path: str, root: type) -> list[str]:
     if key.allowed():
         lines.append(f"  allowed   {key.allowed()}")
     lines += [f"  old name  {old}" for old in aliases_of(key.path, root)]
-    for value, feature in foreign.table(root).later.get(key.path, {}).items():
+    for value, feature in foreign_keys.load_foreign_keys(root).planned.get(key.path, {}).items():
         lines.append(f"  later     {value}: {feature}")
     return lines
 
@@ -101,15 +101,15 @@ def default_text(key: schema.Key) -> str:
     """The default as users read it, with the key it follows."""
     if key.path.endswith("model.path") and not key.follows:
         return "required"
-    return f"that of {key.follows}" if key.follows else show(key.default)
+    return f"that of {key.follows}" if key.follows else format_value(key.default)
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it would be typed in an override."""
     if isinstance(value, list):
-        return "[" + ",".join(show(inner) for inner in value) + "]"
+        return "[" + ",".join(format_value(inner) for inner in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{show(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{format_value(inner)}" for name, inner in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)
@@ -117,19 +117,23 @@ def show(value: Any) -> str:
 
 def aliases_of(path: str, root: type) -> list[str]:
     """Old spellings of a key."""
-    return [old for old, kind in foreign.table(root).exact.items() if kind.kind == "alias" and kind.target == path]
+    return [
+        old
+        for old, rule in foreign_keys.load_foreign_keys(root).exact.items()
+        if rule.kind == "alias" and rule.target == path
+    ]
 
 
 def print_config(arguments: Sequence[str]) -> int:
     """Print every key, its value and where it comes from."""
     only_changed = "--changed" in arguments
-    given = parse_command_line([a for a in arguments if a != "--changed"], "ppo_trainer", USAGE)
-    config = load_config(given.overrides, given.config_name, given.config_dir)
+    command_line = parse_command_line([a for a in arguments if a != "--changed"], "ppo_trainer", USAGE)
+    config = load_config(command_line.overrides, command_line.config_name, command_line.config_dir)
     root: type = type(config)
     for path in schema.keys(root):
         origin = config._origins[path]
         if not (only_changed and (origin == "default" or origin.startswith("follows "))):
-            print(f"{path}={show(value_at(config, path))}  # {origin}")
+            print(f"{path}={format_value(value_at(config, path))}  # {origin}")
     return 0
 
 
@@ -185,19 +189,19 @@ def _section_lines(path: str, cls: type, root: type) -> list[str]:
 
 
 def _foreign_lines(root: type) -> list[str]:
-    table = foreign.table(root)
+    table = foreign_keys.load_foreign_keys(root)
     every = [*table.exact.items(), *table.patterns]
     lines = ["| old spelling | key |", "|---|---|"]
-    for path, kind in every:
-        if kind.kind == "alias":
-            lines.append(f"| `{path}` | `{kind.target}`{' / ranks' if kind.per_device else ''} |")
+    for path, rule in every:
+        if rule.kind == "alias":
+            lines.append(f"| `{path}` | `{rule.target}`{' / ranks' if rule.per_device else ''} |")
     lines += ["", "| key without effect | why |", "|---|---|"]
-    lines += [f"| `{path}` | {kind.reason} |" for path, kind in every if kind.kind == "inert"]
+    lines += [f"| `{path}` | {rule.reason} |" for path, rule in every if rule.kind == "inert"]
     lines += ["", "| refused | keys |", "|---|---|"]
     groups: dict[str, list[str]] = {}
-    for path, kind in every:
-        if kind.kind == "refused":
-            reason = f"{kind.reason} (still to come)" if kind.later else kind.reason
+    for path, rule in every:
+        if rule.kind == "refused":
+            reason = f"{rule.reason} (still to come)" if rule.planned else rule.reason
             groups.setdefault(reason, []).append(f"`{path}`")
     return [*lines, *(f"| {reason} | {', '.join(paths)} |" for reason, paths in groups.items())]
 

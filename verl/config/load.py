@@ -14,8 +14,8 @@ from verl.config.base import record_reads, recorded_reads
 from verl.config.check import check
 from verl.config.evaluation import EvalConfig
 from verl.config.overrides import parse_override
-from verl.config.run import RunConfig
-from verl.config.settings import Settings
+from verl.config.run_config import RunConfig
+from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
@@ -33,14 +33,14 @@ class ConfigWarning(UserWarning):
     """An old spelling, or a key without effect."""
 
 
-class _Loader(yaml.SafeLoader):
+class _ConfigYAMLLoader(yaml.SafeLoader):
     """YAML in which 1e-6 is a number, as users of OmegaConf expect."""
 
     yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # noqa: RUF012
 
 
 _FLOAT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+_ConfigYAMLLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 def load_config(
@@ -54,24 +54,24 @@ def load_config(
     `overrides` may contain --config-name, --config-path and --config-dir. Every mistake is a ConfigError; old spellings
     and keys without effect are warnings.
     """
-    given = parse_command_line(overrides, config_name, config_dir=config_dir)
-    file = _find(given.config_name, given.config_dir)
+    command_line = parse_command_line(overrides, config_name, config_dir=config_dir)
+    file = _find_preset(command_line.config_name, command_line.config_dir)
     if root is None:
         root = SFTConfig if file.stem.startswith("sft") else EvalConfig if file.stem == "evaluation" else RunConfig
-    settings = Settings(root)
+    builder = ConfigBuilder(root)
     for path, value, origin in _read_preset(file):
         if value != "???":
-            settings.put(path, value, origin)
-    for override in map(parse_override, given.overrides):
+            builder.put(path, value, origin)
+    for override in map(parse_override, command_line.overrides):
         origin = f"override {override.source!r}"
         if override.mode == "~":
-            settings.remove(override.path, origin)
+            builder.remove(override.path, origin)
         else:
-            settings.put(override.path, override.value, origin, override.text)
+            builder.put(override.path, override.value, origin, override.text)
     record_reads(False)
-    config = settings.build(_resolve_with_omegaconf)
+    config = builder.build(_resolve_with_omegaconf)
     check(config)
-    for text in settings.warnings:
+    for text in builder.warnings:
         warnings.warn(text, ConfigWarning, stacklevel=2)
     record_reads(True)
     return config
@@ -85,16 +85,16 @@ def unread_keys(config: Any) -> list[str]:
     root: type = type(config)
     reads, table = recorded_reads(), schema.keys(root)
     record_reads(False)
-    was_set = set(config._set)
+    set_keys = set(config._set)
 
     def is_read(path: str) -> bool:
         where, _, name = path.rpartition(".")
         if (where or "<root>", name) in reads or ("?" + table[path].section.__name__, name) in reads:
             return True
-        return any(is_read(other) for other, key in table.items() if key.follows == path and other not in was_set)
+        return any(is_read(other) for other, key in table.items() if key.follows == path and other not in set_keys)
 
-    by_checkpoints = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
-    excepted = ("model_engine", *by_checkpoints)  # read before the record begins, and perhaps only at the last step
+    checkpoint_keys = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
+    excepted = ("model_engine", *checkpoint_keys)  # read before the record begins, and perhaps only at the last step
     return [path for path in config._set if path.rpartition(".")[2] not in excepted and not is_read(path)]
 
 
@@ -111,25 +111,25 @@ def parse_command_line(
     arguments: Sequence[str], config_name: str, doc: str | None = None, config_dir: str | None = None
 ) -> CommandLine:
     """Options apart from overrides. With `doc`, -h and --help print it with the ways to ask for more, and exit."""
-    rest, strings = list(arguments), []
-    found: dict[str, str | None] = {"name": config_name, "dir": config_dir}
-    while rest:
-        head, has_value, value = rest.pop(0).partition("=")
+    remaining, strings = list(arguments), []
+    options: dict[str, str | None] = {"name": config_name, "dir": config_dir}
+    while remaining:
+        head, has_value, value = remaining.pop(0).partition("=")
         if doc is not None and head in ("-h", "--help"):
             print(f"{doc.strip()}\n\n{_HELP}")
             raise SystemExit(0)
         if head in _OPTIONS:
-            if not has_value and not rest:
+            if not has_value and not remaining:
                 raise ConfigError(f"{head} needs a value")
-            found[_OPTIONS[head]] = value if has_value else rest.pop(0)
+            options[_OPTIONS[head]] = value if has_value else remaining.pop(0)
         elif head.startswith("-"):
             raise ConfigError(f"unknown option {head!r}; {did_you_mean(head, _OPTIONS)}")
         else:
             strings.append(head + has_value + value)
-    return CommandLine(strings, str(found["name"]), found["dir"])
+    return CommandLine(strings, str(options["name"]), options["dir"])
 
 
-def _find(name: str, folder: str | None) -> Path:
+def _find_preset(name: str, folder: str | None) -> Path:
     file_name = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
     folders = [Path(folder).expanduser()] if folder else []
     for place in (*folders, PRESETS, Path()):
@@ -141,7 +141,7 @@ def _find(name: str, folder: str | None) -> Path:
 
 def _read_preset(file: Path) -> list[tuple[str, Any, str]]:
     try:
-        loader = _Loader(file.read_text())
+        loader = _ConfigYAMLLoader(file.read_text())
         tree = loader.get_single_node()
         if tree is None:
             return []

@@ -28,12 +28,12 @@ class RewardManagerConfig(Section):
 class RewardConfig(Section):
     """Judging of answers."""
 
-    num_workers: int = key(8, "Scorer calls that run at once.", least=1)
+    num_workers: int = key(8, "Scorer calls that run at once.", minimum=1)
     on_error: str = key(
         "stop", "A scorer that fails stops the run, or is counted and left out.", choices=("stop", "count")
     )
     timeout_s: float | None = key(
-        300.0, "Seconds one call may take before it counts as failed; null is no limit.", above=0
+        300.0, "Seconds one call may take before it counts as failed; null is no limit.", greater_than=0
     )
     reward_kwargs: dict[str, Any] = key({}, "Arguments of the built-in scorer, and of the dapo manager.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)

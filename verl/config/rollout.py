@@ -12,9 +12,9 @@ class SamplingConfig(Section):
     """Sampling during validation."""
 
     temperature: float = key(0.0, "Softmax temperature; 0 is greedy.")
-    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.", above=0, most=1)
+    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.", greater_than=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens kept; -1 keeps all.")
-    n: int = key(1, "Answers per prompt.", least=1)
+    n: int = key(1, "Answers per prompt.", minimum=1)
     do_sample: bool = key(False, "False is greedy.")
 
 
@@ -47,7 +47,7 @@ class MultiTurnConfig(Section):
     enable: bool = key(False, "Multi-turn rollout; agents also run when a row or agent.default_agent_loop names one.")
     max_assistant_turns: int | None = key(None, "Most turns of the model; null is no limit.")
     max_user_turns: int | None = key(None, "Most turns of tools or users; null is no limit.")
-    max_parallel_calls: int = key(1, "Tool calls carried out per turn.", least=1)
+    max_parallel_calls: int = key(1, "Tool calls carried out per turn.", minimum=1)
     tool_config_path: str | None = key(None, "YAML file that lists tools.")
     function_tool_path: str | None = key(None, "Python file with @function_tool functions.")
     max_tool_response_length: int = key(256, "Characters kept of a tool's text.")
@@ -71,11 +71,11 @@ class CheckpointEngineConfig(Section):
         "naive", "Transport; naive (memory of one machine), nccl (broadcast; gloo on a CPU), file, or a plug-in's."
     )
     update_weights_bucket_megabytes: int = key(
-        2048, "Most memory of a transfer in MiB, larger tensors apart; CPUs use less.", least=1
+        2048, "Most memory of a transfer in MiB, larger tensors apart; CPUs use less.", minimum=1
     )
     engine_kwargs: dict[str, Any] = key({}, "Constructor arguments per transport, {backend: {name: value}}.")
     probe_every: int = key(
-        10, "Publishes between two probes that compare the engine's own forward pass; 0: the first only.", least=0
+        10, "Publishes between two probes that compare the engine's own forward pass; 0: the first only.", minimum=0
     )
     custom_backend_module: str | None = key(None, "Module imported to register a transport.")
 
@@ -87,36 +87,36 @@ class RolloutConfig(Section):
     name: str = key("native", "Rollout engine: native, or one registered by name.")
     temperature: float = key(1.0, "Softmax temperature; 0 is greedy.")
     top_k: int = key(-1, "Most likely tokens kept; -1 keeps all.")
-    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.", above=0, most=1)
-    n: int = key(1, "Answers per prompt.", least=1)
+    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.", greater_than=0, maximum=1)
+    n: int = key(1, "Answers per prompt.", minimum=1)
     do_sample: bool = key(True, "False is greedy.")
-    min_tokens: int = key(0, "Tokens before an answer may end.", least=0)
+    min_tokens: int = key(0, "Tokens before an answer may end.", minimum=0)
     stop: list[str] = key([], "Texts that end an answer.")
     stop_token_ids: list[int] = key([], "Tokens that end an answer, beside the model's own.")
     ignore_eos: bool = key(False, "Go on past the end-of-sequence token.")
     seed: int = key(42, "Seed of sampling.")
-    prompt_length: int = key(512, "Longest prompt in tokens.", least=1)
-    response_length: int = key(512, "Longest answer in tokens.", least=1)
+    prompt_length: int = key(512, "Longest prompt in tokens.", minimum=1)
+    response_length: int = key(512, "Longest answer in tokens.", minimum=1)
     max_model_len: int | None = key(
-        None, "Longest prompt + answer in tokens; null is prompt_length + response_length.", least=1
+        None, "Longest prompt + answer in tokens; null is prompt_length + response_length.", minimum=1
     )
     dtype: str = key("auto", "Type the rollout computes in; auto is the type the actor computes in.")
     gpu_memory_utilization: float = key(
-        0.5, "Share of device memory for weights and cache, in (0, 1].", above=0, most=1
+        0.5, "Share of device memory for weights and cache, in (0, 1].", greater_than=0, maximum=1
     )
     kv_cache_bytes: int | None = key(
-        None, "native: memory for keys and values in bytes; null picks by device.", least=1
+        None, "native: memory for keys and values in bytes; null picks by device.", minimum=1
     )
     enforce_eager: bool = key(False, "No CUDA graphs.")
     cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null picks.")
     free_cache_engine: bool = key(True, "Free the cache while the trainer works.")
     enable_sleep_mode: bool = key(True, "vllm: its sleep mode frees memory between rollouts.")
-    tensor_model_parallel_size: int = key(1, "Devices that share one replica.", least=1)
-    data_parallel_size: int = key(1, "Replicas; more than one run in processes of their own.", least=1)
+    tensor_model_parallel_size: int = key(1, "Devices that share one replica.", minimum=1)
+    data_parallel_size: int = key(1, "Replicas; more than one run in processes of their own.", minimum=1)
     expert_parallel_size: int = key(1, "1, or tensor_model_parallel_size x data_parallel_size.")
     pipeline_model_parallel_size: int = key(1, "Pipeline stages; only 1.")
-    max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.", least=1)
-    max_num_seqs: int = key(256, "Sequences decoded at once.", least=1)
+    max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.", minimum=1)
+    max_num_seqs: int = key(256, "Sequences decoded at once.", minimum=1)
     enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
     enable_prefix_caching: bool = key(True, "Share the cache of common prefixes.")
     logprobs_mode: str = key("processed_logprobs", "vllm: which log-probs it returns.")
@@ -126,10 +126,10 @@ class RolloutConfig(Section):
     disable_log_stats: bool = key(True, "Hide the engine's statistics.")
     calculate_log_probs: bool = key(True, "Return log-probs of sampled tokens.")
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Old log-probs: sequences per forward pass on one device.", least=1
+        None, "Old log-probs: sequences per forward pass on one device.", minimum=1
     )
     log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: fill micro-batches up to a token budget.")
-    log_prob_max_token_len_per_gpu: int = key(16384, "Old log-probs: tokens per forward pass on one device.", least=1)
+    log_prob_max_token_len_per_gpu: int = key(16384, "Old log-probs: tokens per forward pass on one device.", minimum=1)
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     val_kwargs: SamplingConfig = section(SamplingConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import Section, default_of
-from verl.config.run import FOLLOWS, RunConfig
+from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFT_FOLLOWS, SFTConfig
 from verl.utils.errors import ConfigError
 
@@ -30,19 +30,19 @@ class Key:
     @property
     def is_open(self) -> bool:
         """True for dictionaries, whose own keys are free."""
-        return any((typing.get_origin(member) or member) is dict for member in members(self.type))
+        return any((typing.get_origin(member) or member) is dict for member in union_members(self.type))
 
     def allowed(self) -> str:
         """The values allowed, as users read them; '' when the type is the only limit."""
-        least, above, most = self.bounds
+        minimum, greater_than, maximum = self.bounds
         parts = [", ".join(str(choice) for choice in self.choices)] if self.choices else []
-        parts += [f"at least {least:g}"] if least is not None else []
-        parts += [f"above {above:g}"] if above is not None else []
-        parts += [f"at most {most:g}"] if most is not None else []
+        parts += [f"at least {minimum:g}"] if minimum is not None else []
+        parts += [f"above {greater_than:g}"] if greater_than is not None else []
+        parts += [f"at most {maximum:g}"] if maximum is not None else []
         return " and ".join(parts)
 
 
-def members(tp: Any) -> tuple[Any, ...]:
+def union_members(tp: Any) -> tuple[Any, ...]:
     """The alternatives of a union type; one for any other."""
     return typing.get_args(tp) if isinstance(tp, types.UnionType) else (tp,)
 
@@ -50,7 +50,7 @@ def members(tp: Any) -> tuple[Any, ...]:
 def type_name(tp: Any) -> str:
     """A type as users read it: 'int or null', 'list of str'."""
     names = []
-    for member in members(tp):
+    for member in union_members(tp):
         args = typing.get_args(member)
         if typing.get_origin(member) is list:
             names.append(f"list of {args[0].__name__}")
@@ -65,16 +65,16 @@ def type_name(tp: Any) -> str:
 def keys(root: type) -> dict[str, Key]:
     """Every key of a root configuration class by its dotted path, in the order of the schema."""
     table: dict[str, Key] = {}
-    _collect(root(), "", FOLLOWS if root is RunConfig else SFT_FOLLOWS if root is SFTConfig else {}, table)
+    _collect_keys(root(), "", FOLLOWS if root is RunConfig else SFT_FOLLOWS if root is SFTConfig else {}, table)
     return table
 
 
-def _collect(instance: Section, prefix: str, follows: dict[str, str], table: dict[str, Key]) -> None:
+def _collect_keys(instance: Section, prefix: str, follows: dict[str, str], table: dict[str, Key]) -> None:
     hints = typing.get_type_hints(type(instance))
     for item in dataclasses.fields(instance):  # type: ignore[arg-type]
         path, value = prefix + item.name, getattr(instance, item.name)
         if isinstance(value, Section):
-            _collect(value, path + ".", follows, table)
+            _collect_keys(value, path + ".", follows, table)
             continue
         sibling = item.metadata["sibling"]
         source = prefix + sibling if sibling else follows.get(path, "")
@@ -101,7 +101,7 @@ def sections(root: type) -> dict[str, type]:
     return found
 
 
-def owner(path: str, root: type) -> Key | None:
+def owning_key(path: str, root: type) -> Key | None:
     """The key that `path` belongs to: itself, or the open dictionary it lies in; None when the schema has neither."""
     table = keys(root)
     if path in table:
@@ -118,25 +118,25 @@ def convert(value: Any, key: Key, text: str | None = None) -> Any:
     """`value` as the type of `key`, or ConfigError. `text` is how the user wrote it, kept where a string is wanted."""
     if value is None and key.default is None:
         return None
-    for member in members(key.type):
-        if _is_exactly(value, member) and value == value:  # NaN is a number of no key
+    for member in union_members(key.type):
+        if _has_type(value, member) and value == value:  # NaN is a number of no key
             return _check_allowed(value, key)
-    for member in members(key.type):
-        converted = _lossless(value, member, text)
+    for member in union_members(key.type):
+        converted = _convert_lossless(value, member, text)
         if converted is not None:
             return _check_allowed(converted, key)
     shown = f"{value!r} ({type(value).__name__})" if value is not None and value == value else str(value or "null")
     raise ConfigError(f"{key.path} must be {type_name(key.type)}, but it is {shown}; {key.doc}")
 
 
-def _is_exactly(value: Any, member: Any) -> bool:
+def _has_type(value: Any, member: Any) -> bool:
     origin = typing.get_origin(member) or member
     if origin is list and isinstance(value, list):
-        return all(_is_exactly(element, typing.get_args(member)[0]) for element in value)
+        return all(_has_type(element, typing.get_args(member)[0]) for element in value)
     return type(value) is origin or (value is None and member is types.NoneType)
 
 
-def _lossless(value: Any, member: Any, text: str | None) -> Any:
+def _convert_lossless(value: Any, member: Any, text: str | None) -> Any:
     if member is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if member is float and isinstance(value, str):
@@ -154,18 +154,18 @@ def _lossless(value: Any, member: Any, text: str | None) -> Any:
         if isinstance(value, str) and element is str:
             return [value]
         if isinstance(value, list):
-            done = [e if _is_exactly(e, element) else _lossless(e, element, None) for e in value]
+            done = [e if _has_type(e, element) else _convert_lossless(e, element, None) for e in value]
             return None if None in done else done
     return None
 
 
 def _check_allowed(value: Any, key: Key) -> Any:
-    least, above, most = key.bounds
+    minimum, greater_than, maximum = key.bounds
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     wrong = bool(key.choices) and value is not None and value not in key.choices
-    wrong |= number is not None and least is not None and number < least
-    wrong |= number is not None and above is not None and number <= above
-    wrong |= number is not None and most is not None and number > most
+    wrong |= number is not None and minimum is not None and number < minimum
+    wrong |= number is not None and greater_than is not None and number <= greater_than
+    wrong |= number is not None and maximum is not None and number > maximum
     if wrong:
         one_of = "one of " if key.choices else ""
         raise ConfigError(f"{key.path}={value} must be {one_of}{key.allowed()}; {key.doc}")

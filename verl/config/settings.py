@@ -4,15 +4,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from verl.config import derive, foreign, schema
+from verl.config import derived_defaults, foreign_keys, schema
 from verl.config.base import PATH, Section
 from verl.utils.errors import ConfigError
 
-_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 Resolver = Callable[[dict[str, Any], str], Any]
 
 
-class Settings:
+class ConfigBuilder:
     """Collects values by dotted path; later ones replace earlier ones."""
 
     def __init__(self, root: type):
@@ -21,24 +21,24 @@ class Settings:
         self.origins: dict[str, str] = {}
         self.warnings: list[str] = []
         self._spellings: dict[str, dict[str, Any]] = {}
-        self._refused: dict[str, list[str]] = {}
+        self._refusals: dict[str, list[str]] = {}
         self._per_device: dict[str, tuple[str, Any, str]] = {}
 
     def put(self, path: str, value: Any, origin: str, text: str | None = None, spelling: str = "") -> None:
         """Set one key, or every key of a dictionary that stands for a section."""
-        if self._is_group(path, value):
+        if self._is_hydra_group(path, value):
             return
-        kind = foreign.check_key(path, self.root)
-        owner = schema.owner(path, self.root)
+        rule = foreign_keys.check_key(path, self.root)
+        owner = schema.owning_key(path, self.root)
         if isinstance(value, dict) and owner is None and (value or path in schema.sections(self.root)):
             for name, inner in value.items():
                 self.put(f"{path}.{name}", inner, origin, spelling=f"{spelling}.{name}" if spelling else "")
-        elif kind.kind == "alias":
-            self._alias(path, kind, value, origin, text)
-        elif kind.kind == "inert":
-            self.warnings.append(f"{path} has no effect: {kind.reason} ({origin})")
-        elif kind.kind == "refused":
-            self._refuse(spelling or path, kind, value)
+        elif rule.kind == "alias":
+            self._put_alias(path, rule, value, origin, text)
+        elif rule.kind == "inert":
+            self.warnings.append(f"{path} has no effect: {rule.reason} ({origin})")
+        elif rule.kind == "refused":
+            self._refuse(spelling or path, rule, value)
         elif owner is None:
             inside = [p[len(path) + 1 :] for p in schema.keys(self.root) if p.startswith(path + ".")]
             raise ConfigError(f"{path} is a section, not a value; its keys: {', '.join(inside)}")
@@ -47,13 +47,13 @@ class Settings:
 
     def remove(self, path: str, origin: str) -> None:
         """Undo what was set at and below `path`; a key of the schema becomes null where it may be, else its default."""
-        foreign.check_key(path, self.root)
+        foreign_keys.check_key(path, self.root)
         for known in [p for p in self.values if p == path or p.startswith(path + ".")]:
             del self.values[known], self.origins[known]
             self._spellings.pop(known, None)
-        owner = schema.owner(path, self.root)
+        owner = schema.owning_key(path, self.root)
         if owner is not None and owner.path == path and owner.default is not None:
-            for tp in schema.members(owner.type):
+            for tp in schema.union_members(owner.type):
                 if tp is type(None):
                     self.values[path], self.origins[path] = None, origin
         if owner is not None and owner.path != path:
@@ -62,42 +62,42 @@ class Settings:
                 inner = inner.get(name, {})
             inner.pop(names[-1], None)
 
-    def _is_group(self, path: str, value: Any) -> bool:
+    def _is_hydra_group(self, path: str, value: Any) -> bool:
         if path in ("engine", "optim") and path in schema.sections(self.root) and isinstance(value, str):
             if value != "fsdp":
-                names = self.later_values("engine.strategy")
+                names = self.planned_values("engine.strategy")
                 feature = names.get(value)
                 if feature is None:
                     raise ConfigError(f"{path}={value} is not one of fsdp, {', '.join(names)}")
-                self._refused.setdefault(feature, []).append(f"{path}={value}")
+                self._refusals.setdefault(feature, []).append(f"{path}={value}")
             return True
         return False
 
-    def later_values(self, path: str) -> dict[Any, str]:
+    def planned_values(self, path: str) -> dict[Any, str]:
         """Values of a key of the schema whose feature is still to come."""
-        return foreign.table(self.root).later.get(path, {})
+        return foreign_keys.load_foreign_keys(self.root).planned.get(path, {})
 
-    def _alias(self, path: str, kind: foreign.Class, value: Any, origin: str, text: str | None) -> None:
+    def _put_alias(self, path: str, rule: foreign_keys.KeyRule, value: Any, origin: str, text: str | None) -> None:
         if value is None:
             return
-        share = " (a share per device)" if kind.per_device else ""
-        self.warnings.append(f"{path} is an old spelling of {kind.target}{share}; write {kind.target}=... ({origin})")
-        if kind.per_device:
-            self._per_device[kind.target] = (path, value, origin)
+        share = " (a share per device)" if rule.per_device else ""
+        self.warnings.append(f"{path} is an old spelling of {rule.target}{share}; write {rule.target}=... ({origin})")
+        if rule.per_device:
+            self._per_device[rule.target] = (path, value, origin)
         else:
-            self.put(kind.target, value, f"{origin} through {path}", text, spelling=path)
+            self.put(rule.target, value, f"{origin} through {path}", text, spelling=path)
 
-    def _refuse(self, path: str, kind: foreign.Class, value: Any) -> None:
-        if any(value == off for off in (*foreign.NOTHING, *kind.off)):
+    def _refuse(self, path: str, rule: foreign_keys.KeyRule, value: Any) -> None:
+        if any(value == off for off in (*foreign_keys.EMPTY_VALUES, *rule.harmless_values)):
             return
-        if not kind.later:
-            raise ConfigError(f"{path}={value} is refused: {kind.reason}")
-        self._refused.setdefault(kind.reason, []).append(f"{path}={value}")
+        if not rule.planned:
+            raise ConfigError(f"{path}={value} is refused: {rule.reason}")
+        self._refusals.setdefault(rule.reason, []).append(f"{path}={value}")
 
     def _set(self, key: schema.Key, path: str, value: Any, origin: str, text: str | None, spelling: str) -> None:
-        meant = foreign.table(self.root).values.get(key.path, {})
-        if isinstance(value, str) and value in meant:
-            value = meant[value]
+        renamed_values = foreign_keys.load_foreign_keys(self.root).values.get(key.path, {})
+        if isinstance(value, str) and value in renamed_values:
+            value = renamed_values[value]
         if path != key.path:
             tree = self.values[key.path] = _copy(self.values.get(key.path) or key.default or {})
             names = path[len(key.path) + 1 :].split(".")
@@ -109,7 +109,7 @@ class Settings:
         elif isinstance(value, dict) and key.is_open:
             self.values[path] = _merge(self.values.get(path) or _copy(key.default) or {}, value)
         else:
-            value = value if _has_reference(value) else schema.convert(value, key, text)
+            value = value if _has_interpolation(value) else schema.convert(value, key, text)
             self._check_spellings(path, spelling, value)
             self.values[path] = value
         self.origins[key.path] = origin
@@ -141,39 +141,39 @@ class Settings:
 
     def build(self, resolve: Resolver) -> Any:
         """The typed configuration; ConfigError when something was refused or does not fit."""
-        for feature, what in self._refused.items():
+        for feature, what in self._refusals.items():
             more = f" (and {len(what) - 1} more)" if len(what) > 1 else ""
-            raise ConfigError(foreign.later_message(what[0] + more, feature))
+            raise ConfigError(foreign_keys.not_yet_supported_message(what[0] + more, feature))
         if self._per_device:
-            self._share_per_device(self._flat())
+            self._share_per_device(self._flat_values())
         explicit = tuple(self.values)
-        for path, (value, why) in derive.derive(self.values, self.root).items():
+        for path, (value, why) in derived_defaults.derive(self.values, self.root).items():
             self.values[path], self.origins[path] = value, why
-        flat = self._flat()
+        flat = self._flat_values()
         for path, value in flat.items():
-            if _has_reference(value):
-                resolved = _dereference(value, flat, path, resolve)
+            if _has_interpolation(value):
+                resolved = _interpolate(value, flat, path, resolve)
                 flat[path] = schema.convert(resolved, schema.keys(self.root)[path])
         config = _build(self.root, "", flat)
         object.__setattr__(config, "_origins", {p: self.origins.get(p, "default") for p in flat})
         object.__setattr__(config, "_set", explicit)
         undivided = self._per_device if flat.get("trainer.n_gpus_per_node") is None else {}
-        object.__setattr__(config, "_undivided", {old: target for target, (old, _, _) in undivided.items()})
+        object.__setattr__(config, "_undivided_totals", {old: target for target, (old, _, _) in undivided.items()})
         return config
 
-    def _flat(self) -> dict[str, Any]:
+    def _flat_values(self) -> dict[str, Any]:
         flat: dict[str, Any] = {}
         for path in schema.keys(self.root):
-            self._fill(path, flat)
+            self._fill_default(path, flat)
         return {path: flat[path] for path in schema.keys(self.root)}
 
-    def _fill(self, path: str, flat: dict[str, Any]) -> Any:
+    def _fill_default(self, path: str, flat: dict[str, Any]) -> Any:
         if path not in flat:
             key = schema.keys(self.root)[path]
             if path in self.values and not (self.values[path] is None and key.follows):
                 flat[path] = self.values[path]
             elif key.follows:
-                flat[path] = _copy(self._fill(key.follows, flat))
+                flat[path] = _copy(self._fill_default(key.follows, flat))
                 self.origins[path] = f"follows {key.follows}"
             else:
                 flat[path] = _copy(key.default)
@@ -205,28 +205,28 @@ def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _has_reference(value: Any) -> bool:
+def _has_interpolation(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(_has_reference(inner) for inner in value.values())
+        return any(_has_interpolation(inner) for inner in value.values())
     if isinstance(value, list):
-        return any(_has_reference(inner) for inner in value)
+        return any(_has_interpolation(inner) for inner in value)
     return isinstance(value, str) and "${" in value
 
 
-def _dereference(value: Any, flat: dict[str, Any], path: str, resolve: Resolver, depth: int = 0) -> Any:
+def _interpolate(value: Any, flat: dict[str, Any], path: str, resolve: Resolver, depth: int = 0) -> Any:
     if depth > 20:
         raise ConfigError(f"{path}={flat[path]!r} refers to itself")
     if isinstance(value, dict):
-        return {name: _dereference(inner, flat, path, resolve, depth) for name, inner in value.items()}
+        return {name: _interpolate(inner, flat, path, resolve, depth) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_dereference(inner, flat, path, resolve, depth) for inner in value]
-    if not _has_reference(value):
+        return [_interpolate(inner, flat, path, resolve, depth) for inner in value]
+    if not _has_interpolation(value):
         return value
-    names = _REFERENCE.findall(value)
+    names = _INTERPOLATION.findall(value)
     if not names or any(name not in flat for name in names):
         return resolve(flat, path)
-    whole = _REFERENCE.fullmatch(value)
-    if whole:
-        return _dereference(flat[whole[1]], flat, path, resolve, depth + 1)
-    done = _REFERENCE.sub(lambda m: str(_dereference(flat[m[1]], flat, path, resolve, depth + 1)), value)
-    return _dereference(done, flat, path, resolve, depth + 1)
+    single = _INTERPOLATION.fullmatch(value)
+    if single:
+        return _interpolate(flat[single[1]], flat, path, resolve, depth + 1)
+    done = _INTERPOLATION.sub(lambda m: str(_interpolate(flat[m[1]], flat, path, resolve, depth + 1)), value)
+    return _interpolate(done, flat, path, resolve, depth + 1)

@@ -26,9 +26,9 @@ class Batch:
         for name, column in sequence_columns.items():
             if column.shape[0] != self.num_sequences:
                 raise ValueError(f"column {name!r} has {column.shape[0]} rows for {self.num_sequences} sequences")
-        twice = token_columns.keys() & sequence_columns.keys()
-        if twice:
-            raise ValueError(f"columns {sorted(twice)} are both per token and per sequence")
+        duplicates = token_columns.keys() & sequence_columns.keys()
+        if duplicates:
+            raise ValueError(f"columns {sorted(duplicates)} are both per token and per sequence")
 
     @classmethod
     def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
@@ -38,7 +38,7 @@ class Batch:
         lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         return cls(
-            cumulative(lengths),
+            cumulative_lengths(lengths),
             {
                 "tokens": torch.cat([t.tokens for t in trajectories]),
                 "loss_mask": torch.cat([t.loss_mask for t in trajectories]),
@@ -95,8 +95,10 @@ class Batch:
             return self.token_columns[name]
         if name in self.sequence_columns:
             return self.sequence_columns[name]
-        have = sorted(self.token_columns) + sorted(self.sequence_columns)
-        raise KeyError(f"the batch has no column {name!r}; run {produced_by} first (columns so far: {', '.join(have)})")
+        available = sorted(self.token_columns) + sorted(self.sequence_columns)
+        raise KeyError(
+            f"the batch has no column {name!r}; run {produced_by} first (columns so far: {', '.join(available)})"
+        )
 
     def with_columns(self, **columns: Tensor) -> "Batch":
         """A batch with these columns added or replaced; a column is per token when it has T rows.
@@ -113,18 +115,21 @@ class Batch:
         """The sequences at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.int64, device=self.cu_seqlens.device)
         lengths = self.lengths[index]
-        cu_seqlens = cumulative(lengths)
+        cu_seqlens = cumulative_lengths(lengths)
         offsets = torch.arange(int(cu_seqlens[-1]), device=index.device) - torch.repeat_interleave(
             cu_seqlens[:-1], lengths
         )
-        rows = torch.repeat_interleave(self.cu_seqlens[:-1][index], lengths) + offsets
+        token_indices = torch.repeat_interleave(self.cu_seqlens[:-1][index], lengths) + offsets
         return Batch(
             cu_seqlens,
-            {name: column.index_select(0, rows.to(column.device)) for name, column in self.token_columns.items()},
+            {
+                name: column.index_select(0, token_indices.to(column.device))
+                for name, column in self.token_columns.items()
+            },
             {name: column.index_select(0, index.to(column.device)) for name, column in self.sequence_columns.items()},
         )
 
-    def keep(self, names: Iterable[str]) -> "Batch":
+    def select_columns(self, names: Iterable[str]) -> "Batch":
         """The batch with only these columns (tokens and loss_mask always stay)."""
         wanted = {"tokens", "loss_mask", *names}
         return Batch(
@@ -151,12 +156,12 @@ class Batch:
             if differing:
                 raise ValueError(f"only some of the batches to be joined have the columns {sorted(differing)}")
         return Batch(
-            cumulative(torch.cat([b.lengths for b in batches])),
+            cumulative_lengths(torch.cat([b.lengths for b in batches])),
             {n: torch.cat([b.token_columns[n] for b in batches]) for n in first.token_columns},
             {n: torch.cat([b.sequence_columns[n] for b in batches]) for n in first.sequence_columns},
         )
 
 
-def cumulative(lengths: Tensor) -> Tensor:
+def cumulative_lengths(lengths: Tensor) -> Tensor:
     """(N,) lengths -> (N+1,) boundaries from 0."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

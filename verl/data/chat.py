@@ -13,7 +13,7 @@ from verl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RESERVED = (
+RESERVED_TEMPLATE_KWARGS = (
     "conversation",
     "tokenize",
     "add_generation_prompt",
@@ -39,7 +39,7 @@ def read_messages(prompt: object) -> list[Message]:
     if not isinstance(prompt, Sequence):
         raise ValueError(f"expected a list of {{role, content}} messages or a string, found {type(prompt).__name__}")
     messages = [_read_message(number, message) for number, message in enumerate(prompt)]
-    if not any(_text(message).strip() for message in messages):
+    if not any(_message_text(message).strip() for message in messages):
         raise ValueError("the prompt is empty" if messages else "the prompt has no messages")
     return messages
 
@@ -69,7 +69,7 @@ def _check_parts(number: int, parts: list[Any]) -> None:
             raise ValueError(f"message {number} has a text part without a string under 'text'")
 
 
-def _text(message: Message) -> str:
+def _message_text(message: Message) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
@@ -93,7 +93,7 @@ class PromptTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
-        reserved = [key for key in self._kwargs if key in RESERVED]
+        reserved = [key for key in self._kwargs if key in RESERVED_TEMPLATE_KWARGS]
         if reserved:
             raise ConfigError(
                 f"data.apply_chat_template_kwargs sets {', '.join(reserved)}, which the prompt reader decides itself; "
@@ -106,7 +106,7 @@ class PromptTemplate:
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         """The conversation as text, ready to be answered (or, without generation prompt, as it stands)."""
         if not self.has_template:
-            return "\n".join(_text(message) for message in messages)
+            return "\n".join(_message_text(message) for message in messages)
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
         )
@@ -119,7 +119,7 @@ class PromptTemplate:
             return []
         # A template writes its special tokens itself; adding them again would double the first one.
         ids = self._tokenizer(texts, add_special_tokens=not self.has_template, return_attention_mask=False)["input_ids"]
-        return ids if self.has_template else [self._without_end(row) for row in ids]
+        return ids if self.has_template else [self._without_eos(row) for row in ids]
 
-    def _without_end(self, ids: list[int]) -> list[int]:
+    def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids

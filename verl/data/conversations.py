@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import SFTDataConfig
+from verl.data.assistant_turns import MaskedTokens, TextSegment, TurnTokenizer
 from verl.data.chat import Message, PromptTemplate, read_messages
-from verl.data.rows import FileRows, file_digest
+from verl.data.data_files import FileRows, file_digest
 from verl.data.trajectory import Trajectory
-from verl.data.turns import Piece, Tokens, TurnTokenizer
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
 
-_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_BOOL_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _CHUNK = 1024  # rows tokenised at once: a fast tokenizer uses every core
 
 
@@ -54,14 +54,14 @@ class ConversationDataset:
     ):
         self._rows, self._config, self._tokenizer = FileRows(files), config, tokenizer
         self._turns = TurnTokenizer(tokenizer, append_only=config.ignore_input_ids_mismatch)
-        self.num_truncated = self.num_split = self.num_left_out = 0
+        self.num_truncated = self.num_split = self.num_skipped = 0
         count = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._items: list[tuple[int, list[tuple[np.ndarray, np.ndarray]]]] = []
         for start in range(0, count, _CHUNK):
             self._read(range(start, min(start + _CHUNK, count)))
         if not self._items:
             why = "raise data.max_length" if count else f"raise data.*_max_samples (now {max_samples})"
-            raise DataError(f"{self._rows.names()}: no row is left; {why}")
+            raise DataError(f"{self._rows.file_names()}: no row is left; {why}")
         kept = [row for row, _ in self._items]
         self.digest = hashlib.sha256(f"{self._rows.digest} {kept}".encode()).hexdigest()
         self.notes = self._notes()
@@ -75,50 +75,50 @@ class ConversationDataset:
 
     def _read(self, indices: Sequence[int]) -> None:
         """Tokenise some rows and keep those with something to train on."""
-        chains: list[list[Piece]] = []
-        spans: list[tuple[int, list[Tokens] | slice]] = []
+        sequence_segments: list[list[TextSegment]] = []
+        spans: list[tuple[int, list[MaskedTokens] | slice]] = []
         for index in indices:
-            found = self._located(index, self._texts, index)
-            if isinstance(found, tuple):
-                spans.append((index, [found]))
+            row_text = self._with_row_location(index, self._read_row, index)
+            if isinstance(row_text, tuple):
+                spans.append((index, [row_text]))
             else:
-                spans.append((index, slice(len(chains), len(chains) + len(found))))
-                chains += found
-        encoded = self._turns.encode(chains)
+                spans.append((index, slice(len(sequence_segments), len(sequence_segments) + len(row_text))))
+                sequence_segments += row_text
+        encoded = self._turns.encode(sequence_segments)
         for index, span in spans:
             tokens = encoded[span] if isinstance(span, slice) else span
-            sequences = self._located(index, self._finish, tokens)
+            sequences = self._with_row_location(index, self._truncate_sequences, tokens)
             if sequences:
                 self._items.append((index, sequences))
 
-    def _located(self, index: int, work: Any, argument: Any) -> Any:
+    def _with_row_location(self, index: int, work: Any, argument: Any) -> Any:
         """`work(argument)`; what goes wrong names the file and the row."""
         try:
             return work(argument)
         except (ValueError, DataError) as error:
-            raise DataError(f"{self._rows.where(index)}: {error}") from error
+            raise DataError(f"{self._rows.location(index)}: {error}") from error
 
-    def _texts(self, index: int) -> "list[list[Piece]] | Tokens":
+    def _read_row(self, index: int) -> "list[list[TextSegment]] | MaskedTokens":
         row = self._rows[index]
         messages, template = self._messages(row), self._template(row)
         if template.has_template:
-            return self._turns.chains(messages, template)
-        return self._turns.plain(messages, template)
+            return self._turns.segment_conversation(messages, template)
+        return self._turns.encode_without_template(messages, template)
 
-    def _finish(self, sequences: "list[Tokens | ValueError]") -> list[tuple[np.ndarray, np.ndarray]]:
+    def _truncate_sequences(self, sequences: "list[MaskedTokens | ValueError]") -> list[tuple[np.ndarray, np.ndarray]]:
         """The sequences of a row within data.max_length; those that lost all they had to train are left out."""
         self.num_split += len(sequences) > 1
         kept = []
         for sequence in sequences:
             if isinstance(sequence, ValueError):
                 raise sequence
-            ids, mask = self._limit(*sequence)
+            ids, mask = self._truncate(*sequence)
             mask[0] = False
             if any(mask):
                 kept.append((np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
         if not kept and self._config.truncation == "error":
             raise ValueError("no assistant token is there to train on")
-        self.num_left_out += not kept
+        self.num_skipped += not kept
         return kept
 
     def _messages(self, row: Mapping[str, Any]) -> list[Message]:
@@ -142,22 +142,22 @@ class ConversationDataset:
             raise ValueError("the conversation begins with an assistant message; there is nothing it could answer")
         for message in messages:
             if "tool_calls" in message:
-                message["tool_calls"] = _given(message["tool_calls"])
+                message["tool_calls"] = _without_none(message["tool_calls"])
         return messages
 
     def _template(self, row: Mapping[str, Any]) -> PromptTemplate:
         kwargs = dict(self._config.apply_chat_template_kwargs)
         tools = row.get(self._config.tools_key)
         if tools is not None:
-            kwargs["tools"] = _given(_parsed(tools, self._config.tools_key))
+            kwargs["tools"] = _without_none(_parse_json(tools, self._config.tools_key))
         thinking = row.get(self._config.enable_thinking_key)
         if thinking is None:
             thinking = self._config.enable_thinking_default
         if thinking is not None:
-            kwargs["enable_thinking"] = _truth(thinking, self._config.enable_thinking_key)
+            kwargs["enable_thinking"] = _parse_bool(thinking, self._config.enable_thinking_key)
         return PromptTemplate(self._tokenizer, kwargs)
 
-    def _limit(self, ids: list[int], mask: list[bool]) -> Tokens:
+    def _truncate(self, ids: list[int], mask: list[bool]) -> MaskedTokens:
         limit, side = self._config.max_length, self._config.truncation
         if len(ids) <= limit:
             return ids, mask
@@ -180,11 +180,11 @@ class ConversationDataset:
             ),
             f"{self.num_truncated} sequences were cut to data.max_length={self._config.max_length} tokens "
             f"(data.truncation={self._config.truncation})": self.num_truncated,
-            f"{self.num_left_out} rows had no assistant token left after truncation and are not used": (
-                self.num_left_out
+            f"{self.num_skipped} rows had no assistant token left after truncation and are not used": (
+                self.num_skipped
             ),
         }
-        return [f"{self._rows.names()}: {note}" for note, happened in notes.items() if happened]
+        return [f"{self._rows.file_names()}: {note}" for note, happened in notes.items() if happened]
 
 
 class CustomConversations:
@@ -195,14 +195,14 @@ class CustomConversations:
     ):
         path, self._name = config.custom_cls.path, config.custom_cls.name
         if not (path and self._name):
-            raise ConfigError(f"data.custom_cls needs path and name; found path={path!r}, name={self._name!r}")
+            raise ConfigError(f"data.custom_cls needs path and name; row_text path={path!r}, name={self._name!r}")
         cls = load_object(path, self._name, "data.custom_cls")
-        given = [files] if isinstance(files, str) else list(files)
+        paths = [files] if isinstance(files, str) else list(files)
         self._items = cls(
-            parquet_files=given, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
+            parquet_files=paths, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
         )
-        contents = [file_digest(Path(file)) for file in given if Path(file).is_file()]
-        self.digest = hashlib.sha256(f"{path} {self._name} {given} {contents} {len(self)}".encode()).hexdigest()
+        contents = [file_digest(Path(file)) for file in paths if Path(file).is_file()]
+        self.digest = hashlib.sha256(f"{path} {self._name} {paths} {contents} {len(self)}".encode()).hexdigest()
         self.notes: list[str] = []
 
     def __len__(self) -> int:
@@ -232,7 +232,7 @@ def _trajectory(ids: np.ndarray, mask: np.ndarray, row: int) -> Trajectory:
     return Trajectory(tokens, torch.from_numpy(mask), torch.zeros(len(tokens)), group_id=row, row=row)
 
 
-def _parsed(value: Any, key: str) -> Any:
+def _parse_json(value: Any, key: str) -> Any:
     """Tool schemas; a string is JSON, since schemas of different shapes do not fit one parquet column."""
     if not isinstance(value, str):
         return value
@@ -242,16 +242,16 @@ def _parsed(value: Any, key: str) -> Any:
         raise ValueError(f"column {key!r} is a string that is not JSON ({error.msg})") from error
 
 
-def _truth(value: Any, key: str) -> bool:
+def _parse_bool(value: Any, key: str) -> bool:
     """A column of truth values, which some files hold as numbers or words."""
     word = str(value).lower()
-    if word not in _WORDS:
+    if word not in _BOOL_WORDS:
         raise ValueError(f"column {key!r} is {value!r}; allowed: true, false")
-    return _WORDS[word]
+    return _BOOL_WORDS[word]
 
 
-def _given(value: Any) -> Any:
+def _without_none(value: Any) -> Any:
     """Nested values without fields that are None: parquet fills fields that a row lacks with None."""
     if isinstance(value, Mapping):
-        return {name: _given(inner) for name, inner in value.items() if inner is not None}
-    return [_given(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value

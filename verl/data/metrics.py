@@ -47,7 +47,7 @@ class Metrics:
             self.sum(name, value)
         return self
 
-    def prefixed(self, prefix: str) -> "Metrics":
+    def with_prefix(self, prefix: str) -> "Metrics":
         """The same metrics with `prefix` in front of every name."""
         out = Metrics()
         out._means = {prefix + n: v for n, v in self._means.items()}

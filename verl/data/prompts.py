@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config import DataConfig
 from verl.data.chat import Message, PromptTemplate, read_messages
-from verl.data.rows import FileRows, Rows
+from verl.data.data_files import DataRows, FileRows
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
 from verl.utils.seeds import derive_seed
@@ -24,17 +24,18 @@ from verl.utils.suggest import did_you_mean
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-Reserve = Callable[[str | None], int]  # tokens that the loop of an agent_name adds to a prompt; ConfigError for no loop
-TRUNCATIONS = ("error", "left", "right", "middle")
+# The tokens that the loop of an agent_name adds to a prompt; ConfigError where there is no such loop.
+ExtraPromptTokens = Callable[[str | None], int]
+TRUNCATION_MODES = ("error", "left", "right", "middle")
 _CHUNK = 512
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, ready to be sampled from and judged."""
+    """One prompt, ready to be sampled from and scored."""
 
     index: int  # number of the row over all data files, before any selection
-    where: str  # file and row, for messages
+    location: str  # file and row, for messages
     messages: list[Message]
     text: str  # the rendered prompt, before truncation
     prompt_ids: list[int]  # at most data.max_prompt_length tokens
@@ -77,29 +78,31 @@ class PromptDataset:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: DataRows,
         source: str,
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         max_samples: int,
-        reserve: Reserve | None = None,
+        extra_prompt_tokens: ExtraPromptTokens | None = None,
     ):
-        if config.truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={config.truncation!r}; {did_you_mean(config.truncation, TRUNCATIONS)}")
+        if config.truncation not in TRUNCATION_MODES:
+            raise ConfigError(
+                f"data.truncation={config.truncation!r}; {did_you_mean(config.truncation, TRUNCATION_MODES)}"
+            )
         self._rows = rows
         self._config = config
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
-        self._reserve = reserve
-        selected = _select(len(rows), max_samples, config)
-        overlong = self._measure(selected)
+        self._extra_prompt_tokens = extra_prompt_tokens
+        selected = _select_rows(len(rows), max_samples, config)
+        overlong = self._find_overlong(selected)
         kept = selected
         action = f"truncated ({config.truncation})"
         if config.filter_overlong_prompts:
             kept, action = np.array([i for i in selected.tolist() if i not in overlong], dtype=np.int64), "removed"
         elif overlong and config.truncation == "error":
-            raise DataError(self._refusal(overlong, len(selected)))
+            raise DataError(self._overlong_message(overlong, len(selected)))
         longest = max(overlong.values(), default=0)
-        self._kept = kept
+        self._row_indices = kept
         self.summary = PromptSummary(
             source, len(rows), len(selected), len(overlong), longest, config.max_prompt_length, action, len(kept)
         )
@@ -109,12 +112,12 @@ class PromptDataset:
         self.digest = hashlib.sha256(rows.digest.encode() + kept.astype("<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._row_indices)
 
     def shuffled(self, seed: int | None) -> "PromptDataset":
         """The same prompts in another order, which follows from the seed."""
         out = copy.copy(self)
-        out._kept = self._kept[np.argsort(_random_keys(seed, "prompt shuffle", len(self)), kind="stable")]
+        out._row_indices = self._row_indices[np.argsort(_random_keys(seed, "prompt shuffle", len(self)), kind="stable")]
         return out
 
     def __getitem__(self, position: int) -> PromptRow:
@@ -126,14 +129,14 @@ class PromptDataset:
 
     def rows(self, positions: Iterable[int]) -> list[PromptRow]:
         """The prompts at these positions (0 <= position < len), tokenised together."""
-        indices = [int(self._kept[position]) for position in positions]
+        indices = [int(self._row_indices[position]) for position in positions]
         raws = [self._rows[index] for index in indices]
-        checked = [self._check(index, raw) for index, raw in zip(indices, raws, strict=True)]
-        texts = [self._render(index, messages) for index, messages in zip(indices, checked, strict=True)]
+        conversations = [self._read_messages(index, raw) for index, raw in zip(indices, raws, strict=True)]
+        texts = [self._render(index, messages) for index, messages in zip(indices, conversations, strict=True)]
         return [
             self._prompt_row(index, raw, messages, text, ids)
             for index, raw, messages, text, ids in zip(
-                indices, raws, checked, texts, self._template.encode(texts), strict=True
+                indices, raws, conversations, texts, self._template.encode(texts), strict=True
             )
         ]
 
@@ -142,13 +145,13 @@ class PromptDataset:
     ) -> PromptRow:
         limit, config = self._config.max_prompt_length, self._config
         if not ids:
-            raise DataError(f"{self._rows.where(index)}: the prompt has no tokens: {text!r}")
+            raise DataError(f"{self._rows.location(index)}: the prompt has no tokens: {text!r}")
         if len(ids) > limit and (config.truncation == "error" or config.filter_overlong_prompts):
-            raise DataError(self._refusal({index: len(ids)}, 1))
+            raise DataError(self._overlong_message({index: len(ids)}, 1))
         used = {config.prompt_key, "raw_prompt", config.reward_fn_key, "extra_info", "agent_name"}
         return PromptRow(
             index=index,
-            where=self._rows.where(index),
+            location=self._rows.location(index),
             messages=messages,
             text=text,
             prompt_ids=truncate(ids, limit, config.truncation),
@@ -160,40 +163,40 @@ class PromptDataset:
             columns={key: value for key, value in raw.items() if key not in used},
         )
 
-    def _measure(self, selected: np.ndarray) -> dict[int, int]:
+    def _find_overlong(self, selected: np.ndarray) -> dict[int, int]:
         """Check every selected row; row number -> token count of those over the limit."""
         limit, overlong = self._config.max_prompt_length, {}
         wanted, pending = set(selected.tolist()), []
         for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):
             if index not in wanted:
                 continue
-            text, reserved = self._render(index, self._check(index, raw)), self._reserved(index, raw)
+            text, extra_tokens = self._render(index, self._read_messages(index, raw)), self._extra_tokens_of(index, raw)
             # A token of an ASCII text covers at least one character, so a short text needs no tokenizer.
-            if not (text.isascii() and len(text) + reserved < limit):
-                pending.append((index, text, reserved))
+            if not (text.isascii() and len(text) + extra_tokens < limit):
+                pending.append((index, text, extra_tokens))
             if len(pending) >= _CHUNK:
-                overlong.update(self._overlong(pending))
+                overlong.update(self._overlong_lengths(pending))
                 pending = []
-        overlong.update(self._overlong(pending))
+        overlong.update(self._overlong_lengths(pending))
         return overlong
 
-    def _reserved(self, index: int, raw: Mapping[str, Any]) -> int:
+    def _extra_tokens_of(self, index: int, raw: Mapping[str, Any]) -> int:
         try:
-            return self._reserve(raw.get("agent_name")) if self._reserve else 0
+            return self._extra_prompt_tokens(raw.get("agent_name")) if self._extra_prompt_tokens else 0
         except ConfigError as error:
-            raise DataError(f"{self._rows.where(index)}: column 'agent_name': {error}") from error
+            raise DataError(f"{self._rows.location(index)}: column 'agent_name': {error}") from error
 
-    def _overlong(self, pending: list[tuple[int, str, int]]) -> dict[int, int]:
+    def _overlong_lengths(self, pending: list[tuple[int, str, int]]) -> dict[int, int]:
         ids = self._template.encode([text for _, text, _ in pending])
-        lengths = {index: len(row) + reserved for (index, _, reserved), row in zip(pending, ids, strict=True)}
+        lengths = {index: len(row) + extra_tokens for (index, _, extra_tokens), row in zip(pending, ids, strict=True)}
         return {index: length for index, length in lengths.items() if length > self._config.max_prompt_length}
 
-    def _refusal(self, overlong: Mapping[int, int], num_rows: int) -> str:
+    def _overlong_message(self, overlong: Mapping[int, int], num_rows: int) -> str:
         first = min(overlong)
         limit = self._config.max_prompt_length
         return (
             f"{len(overlong)} of {num_rows} prompts are longer than data.max_prompt_length={limit} tokens; the first "
-            f"is {self._rows.where(first)} with {overlong[first]}, the longest has {max(overlong.values())}. Raise "
+            f"is {self._rows.location(first)} with {overlong[first]}, the longest has {max(overlong.values())}. Raise "
             "data.max_prompt_length, or set data.filter_overlong_prompts=true to remove them, or data.truncation=left, "
             "right or middle to shorten them"
         )
@@ -202,27 +205,27 @@ class PromptDataset:
         try:
             return self._template.render(messages)
         except Exception as error:  # the template is the model author's code: anything can come out of it
-            raise DataError(f"{self._rows.where(index)}: the chat template refuses the prompt: {error}") from error
+            raise DataError(f"{self._rows.location(index)}: the chat template refuses the prompt: {error}") from error
 
-    def _check(self, index: int, raw: Mapping[str, Any]) -> list[Message]:
+    def _read_messages(self, index: int, raw: Mapping[str, Any]) -> list[Message]:
         try:
-            return check_row(raw, self._config)
+            return read_row_messages(raw, self._config)
         except ValueError as error:
-            raise DataError(f"{self._rows.where(index)}: {error}") from error
+            raise DataError(f"{self._rows.location(index)}: {error}") from error
 
 
-def check_row(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
+def read_row_messages(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
     """The messages of a raw row, when the row has what a run reads from it; ValueError otherwise."""
     prompt = raw.get("raw_prompt", raw.get(config.prompt_key))
     if prompt is None:
-        raise ValueError(_missing(config.prompt_key, "data.prompt_key", raw))
+        raise ValueError(_missing_column(config.prompt_key, "data.prompt_key", raw))
     try:
         messages = read_messages(prompt)
     except ValueError as error:
         raise ValueError(f"column {config.prompt_key!r}: {error}") from error
     source = raw.get(config.reward_fn_key)
     if source is None:
-        raise ValueError(_missing(config.reward_fn_key, "data.reward_fn_key", raw))
+        raise ValueError(_missing_column(config.reward_fn_key, "data.reward_fn_key", raw))
     _check_type(config.reward_fn_key, source, str)
     _check_reward_model(raw)
     if raw.get("extra_info") is not None:
@@ -236,7 +239,7 @@ def check_row(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
 def _check_reward_model(raw: Mapping[str, Any]) -> None:
     reward_model = raw.get("reward_model")
     if reward_model is None:
-        raise ValueError(_missing("reward_model", "", raw))
+        raise ValueError(_missing_column("reward_model", "", raw))
     _check_type("reward_model", reward_model, Mapping)
     if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
         raise ValueError("column 'reward_model' has no ground_truth; a row whose reward needs none says style: model")
@@ -249,7 +252,7 @@ def _check_type(column: str, value: object, expected: type) -> None:
         )
 
 
-def _missing(column: str, key: str, raw: Mapping[str, Any]) -> str:
+def _missing_column(column: str, key: str, raw: Mapping[str, Any]) -> str:
     if column in raw:
         return f"column {column!r} is null"
     where = f" ({key} names it)" if key else ""
@@ -268,7 +271,7 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def _select(num_rows: int, max_samples: int, config: DataConfig) -> np.ndarray:
+def _select_rows(num_rows: int, max_samples: int, config: DataConfig) -> np.ndarray:
     """Row numbers in file order: all, the first `max_samples`, or, when shuffling, as many drawn with the seed."""
     if max_samples < 0 or max_samples >= num_rows:
         return np.arange(num_rows)
@@ -306,10 +309,10 @@ class CustomRows:
         cls = load_object(path, name, "data.custom_cls")
         self._name = name
         self._items = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
-        prompts = hashlib.sha256()
+        digest = hashlib.sha256()
         for item in self:
-            prompts.update(json.dumps(item.get("raw_prompt", item.get(config.prompt_key)), default=str).encode())
-        self.digest = prompts.hexdigest()
+            digest.update(json.dumps(item.get("raw_prompt", item.get(config.prompt_key)), default=str).encode())
+        self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -317,30 +320,30 @@ class CustomRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         item = self._items[index]
         if not isinstance(item, Mapping):
-            raise DataError(f"{self.where(index)} is {type(item).__name__}, expected a dict of columns")
+            raise DataError(f"{self.location(index)} is {type(item).__name__}, expected a dict of columns")
         return dict(item)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._name} item {index}"
 
 
 def train_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, reserve: Reserve | None = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, extra_prompt_tokens: ExtraPromptTokens | None = None
 ) -> PromptDataset:
     """The prompts of data.train_files."""
-    return load_prompts(config.train_files, config, tokenizer, config.train_max_samples, reserve)
+    return load_prompts(config.train_files, config, tokenizer, config.train_max_samples, extra_prompt_tokens)
 
 
 def validation_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, reserve: Reserve | None = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, extra_prompt_tokens: ExtraPromptTokens | None = None
 ) -> PromptDataset:
     """The prompts of data.val_files, in file order unless data.validation_shuffle."""
     if config.val_files is None:
         raise ConfigError("data.val_files=null: there is nothing to validate on; set it, or trainer.test_freq=-1")
-    prompts = load_prompts(config.val_files, config, tokenizer, config.val_max_samples, reserve)
+    prompts = load_prompts(config.val_files, config, tokenizer, config.val_max_samples, extra_prompt_tokens)
     return prompts.shuffled(config.seed) if config.validation_shuffle else prompts
 
 
@@ -349,12 +352,12 @@ def load_prompts(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
-    reserve: Reserve | None = None,
+    extra_prompt_tokens: ExtraPromptTokens | None = None,
 ) -> PromptDataset:
     """The prompts of one or several data files, read by data.custom_cls when it is set."""
     if config.custom_cls.path:
-        given = [files] if isinstance(files, str) else list(files)
-        rows = CustomRows(given, tokenizer, config, max_samples)
-        return PromptDataset(rows, config.custom_cls.name or "", tokenizer, config, -1, reserve)
+        paths = [files] if isinstance(files, str) else list(files)
+        rows = CustomRows(paths, tokenizer, config, max_samples)
+        return PromptDataset(rows, config.custom_cls.name or "", tokenizer, config, -1, extra_prompt_tokens)
     file_rows = FileRows(files)
-    return PromptDataset(file_rows, file_rows.names(), tokenizer, config, max_samples, reserve)
+    return PromptDataset(file_rows, file_rows.file_names(), tokenizer, config, max_samples, extra_prompt_tokens)

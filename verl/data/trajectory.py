@@ -65,7 +65,7 @@ class Trajectory:
         return self.tokens.tolist()[self.prompt_length :]
 
     def with_reward(self, reward: float | None, /, **extra: Any) -> "Trajectory":
-        """The same trajectory, judged; None where the judge failed or abstained."""
-        judged = object.__new__(Trajectory)  # its tensors were checked already, and a step judges hundreds
-        judged.__dict__.update(self.__dict__, reward=reward, extra={**self.extra, **extra})
-        return judged
+        """The same trajectory, scored; None where the scorer failed or abstained."""
+        scored = object.__new__(Trajectory)  # its tensors were checked already, and a step scores hundreds
+        scored.__dict__.update(self.__dict__, reward=reward, extra={**self.extra, **extra})
+        return scored

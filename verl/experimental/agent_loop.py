@@ -8,7 +8,7 @@ from verl.agent.loop import (
     TokenOutput,
     register,
 )
-from verl.agent.parsers import FunctionCall, ToolParser
+from verl.agent.tool_parsers import FunctionCall, ToolParser
 
 __all__ = [
     "AgentLoopBase",

@@ -1,1 +1,1 @@
-"""`python -m verl.model_merger`: see `verl.trainer.merge`."""
+"""`python -m verl.model_merger`: see `verl.commands.merge`."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from verl.trainer.merge import main
+from verl.commands.merge import main
 from verl.utils.errors import VerlError
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ from verl.models.load import load_tokenizer, no_progress_bars
 from verl.models.tensor_file import TensorFile, digests_in, size_bytes, tensor_digest
 from verl.utils.errors import CheckpointError
 
-SMALL = 50_000_000  # parameters up to which the logits of the reloaded model are compared too
+MAX_PARAMETERS_FOR_LOGIT_CHECK = 50_000_000  # parameters up to which the logits of the reloaded model are compared too
 MAX_FILE_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-PROBE_TOKENS = 16
+NUM_FIXED_TOKENS = 16
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
-Weights = Iterable[tuple[str, Tensor]]  # (name in the model, whole tensor); tied ones once
-Layer = dict[str, Tensor]  # by names on disk
+NamedTensors = Iterable[tuple[str, Tensor]]  # (name in the model, whole tensor); tied ones once
+TensorsByName = dict[str, Tensor]  # by names on disk
 
 
 def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -56,12 +56,12 @@ class PlannedFile:
     """One file of the folder: the layers in it, and meta tensors of what it holds."""
 
     layers: list[tuple[str, ...]] = field(default_factory=list)  # names in the model
-    tensors: Layer = field(default_factory=dict)
+    tensors: TensorsByName = field(default_factory=dict)
     name: str = ""
 
 
 @dataclass
-class Written:
+class ExportDigests:
     """What one rank wrote: sha256 by file; and by tensor in the model, where the reloaded model is to be compared."""
 
     files: dict[str, str] = field(default_factory=dict)
@@ -77,19 +77,19 @@ class ExportPlan:
     rank: int
     size: int
 
-    def mine(self, file: PlannedFile) -> bool:
+    def writes(self, file: PlannedFile) -> bool:
         """Whether this rank writes `file`."""
         return self.files.index(file) % self.size == self.rank
 
-    def layers(self, weights: Weights) -> Iterator[tuple[PlannedFile, dict[str, Tensor]]]:
+    def layers(self, weights: NamedTensors) -> Iterator[tuple[PlannedFile, dict[str, Tensor]]]:
         """The layers of this rank's files, whole, one at a time. Goes through all of `weights`, a collective."""
-        place = {name: (file, layer) for file in self.files for layer in file.layers for name in layer}
-        mine = {id(file) for file in self.files if self.mine(file)}
+        location = {name: (file, layer) for file in self.files for layer in file.layers for name in layer}
+        own_files = {id(file) for file in self.files if self.writes(file)}
         pending: dict[str, Tensor] = {}
         for name, tensor in weights:
-            assert name in place, f"{name} was not in the plan of the export"
-            file, layer = place[name]
-            if id(file) not in mine:
+            assert name in location, f"{name} was not in the plan of the export"
+            file, layer = location[name]
+            if id(file) not in own_files:
                 continue
             pending[name] = tensor
             del tensor
@@ -100,7 +100,7 @@ class ExportPlan:
     def wants_reload(self, verify: str) -> bool:
         """Whether `verify` asks for loading the folder as a user would: "logits", or "auto" and a small model."""
         elements = sum(t.numel() for file in self.files for t in file.tensors.values())
-        return verify == "logits" or (verify == "auto" and elements <= SMALL)
+        return verify == "logits" or (verify == "auto" and elements <= MAX_PARAMETERS_FOR_LOGIT_CHECK)
 
 
 def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int = 0, size: int = 1) -> ExportPlan:
@@ -108,10 +108,10 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in shapes.items()}
     limit = min(MAX_FILE_BYTES, -(-size_bytes(meta.values()) // size))
     files = [PlannedFile()]
-    for names in _units(model, meta):
-        tensors = as_on_disk(model, {name: meta[name] for name in names})
-        held = size_bytes(files[-1].tensors.values())
-        if held and held + size_bytes(tensors.values()) > limit:
+    for names in _write_units(model, meta):
+        tensors = to_hub_format(model, {name: meta[name] for name in names})
+        file_bytes = size_bytes(files[-1].tensors.values())
+        if file_bytes and file_bytes + size_bytes(tensors.values()) > limit:
             files.append(PlannedFile())
         files[-1].layers.append(names)
         files[-1].tensors.update(tensors)
@@ -120,21 +120,21 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
     return ExportPlan(model, files, rank, size)
 
 
-def _units(model: PreTrainedModel, meta: Layer) -> list[tuple[str, ...]]:
+def _write_units(model: PreTrainedModel, meta: TensorsByName) -> list[tuple[str, ...]]:
     """What is written at once, in the order in which it is complete: single tensors, and layers that are joined."""
     units: list[tuple[str, ...]] = []
-    for layer in _layers(meta):
-        together = as_on_disk(model, {name: meta[name] for name in layer})
-        alone: Layer = {}
+    for layer in _names_by_layer(meta):
+        joined_tensors = to_hub_format(model, {name: meta[name] for name in layer})
+        single_tensors: TensorsByName = {}
         for name in layer:
-            alone.update(as_on_disk(model, {name: meta[name]}))
-        same = {n: t.shape for n, t in alone.items()} == {n: t.shape for n, t in together.items()}
+            single_tensors.update(to_hub_format(model, {name: meta[name]}))
+        same = {n: t.shape for n, t in single_tensors.items()} == {n: t.shape for n, t in joined_tensors.items()}
         units.extend([(name,) for name in layer] if same else [layer])
-    place = {name: number for number, name in enumerate(meta)}
-    return sorted(units, key=lambda names: max(place[name] for name in names))
+    location = {name: number for number, name in enumerate(meta)}
+    return sorted(units, key=lambda names: max(location[name] for name in names))
 
 
-def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
+def _names_by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Names by layer, those outside of layers alone; in the order in which layers are complete."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -144,7 +144,7 @@ def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def as_on_disk(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Layer:
+def to_hub_format(model: PreTrainedModel, tensors: dict[str, Tensor]) -> TensorsByName:
     """Tensors by the names, and cut as, the family's folders have them."""
     model._weight_conversions = None  # how rank 0's copy was spelt on disk; the other ranks read none
     return dict(revert_weight_conversion(model, tensors))
@@ -152,13 +152,13 @@ def as_on_disk(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Layer:
 
 def write_layers(
     plan: ExportPlan, layers: Iterable[tuple[PlannedFile, dict[str, Tensor]]], folder: Path, reload: bool = False
-) -> Written:
+) -> ExportDigests:
     """Write this rank's files and read them back; `reload` notes what a model loaded from them must hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = Written()
+    written = ExportDigests()
     for _, group in groupby(layers, key=lambda item: id(item[0])):
         _write_file(plan, group, folder, written, reload)
-    assert len(written.files) == sum(map(plan.mine, plan.files)), "an export file was left unfinished"
+    assert len(written.files) == sum(map(plan.writes, plan.files)), "an export file was left unfinished"
     if plan.rank == 0:
         _write_index(plan, folder)
     return written
@@ -168,7 +168,7 @@ def _write_file(
     plan: ExportPlan,
     layers: Iterator[tuple[PlannedFile, dict[str, Tensor]]],
     folder: Path,
-    written: Written,
+    written: ExportDigests,
     reload: bool,
 ) -> None:
     planned, layer = next(layers)
@@ -177,7 +177,7 @@ def _write_file(
         while layer is not None:
             if reload:
                 written.tensors.update({name: tensor_digest(tensor) for name, tensor in layer.items()})
-            on_disk = as_on_disk(plan.model, layer)
+            on_disk = to_hub_format(plan.model, layer)
             for name in list(on_disk):
                 tensor = on_disk.pop(name).cpu()
                 file.add(name, tensor)
@@ -185,12 +185,12 @@ def _write_file(
             layer.clear()
             _, layer = next(layers, (None, None))
     written.files[planned.name] = file.digest
-    _compare(folder / planned.name, digests)
+    _check_digests(folder / planned.name, digests)
 
 
 def _write_index(plan: ExportPlan, folder: Path) -> None:
     tensors = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
-    _state_dtype(folder, next(iter(tensors.values())).dtype)
+    _write_dtype(folder, next(iter(tensors.values())).dtype)
     if len(plan.files) > 1:
         index = {
             "metadata": {"total_size": size_bytes(tensors.values())},
@@ -199,7 +199,7 @@ def _write_index(plan: ExportPlan, folder: Path) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _state_dtype(folder: Path, dtype: torch.dtype) -> None:
+def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
     """config.json names the type of the weights on disk, not the one the model computes in."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -207,7 +207,7 @@ def _state_dtype(folder: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _compare(path: Path, digests: dict[str, str]) -> None:
+def _check_digests(path: Path, digests: dict[str, str]) -> None:
     """The tensors of a file must be those of `digests`, sha256 by name."""
     found = digests_in(path)
     different = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
@@ -236,10 +236,10 @@ def compare_logits(reloaded: PreTrainedModel, logits: Tensor, folder: Path) -> N
     """A model loaded from `folder` must compute `logits`, within rounding."""
     for parameter in reloaded.parameters():
         parameter.data = parameter.data.to(logits.dtype)
-    theirs = probe_logits(reloaded.to(logits.device).eval())
+    reloaded_logits = fixed_token_logits(reloaded.to(logits.device).eval())
     eps = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # the library's norms round to float32
-    tolerance = 16 * PROBE_TOKENS * eps * float(logits.abs().max())
-    difference = float((logits.double() - theirs.double()).abs().max())
+    tolerance = 16 * NUM_FIXED_TOKENS * eps * float(logits.abs().max())
+    difference = float((logits.double() - reloaded_logits.double()).abs().max())
     if not difference <= tolerance:
         raise CheckpointError(
             f"{folder} loads, but its logits differ from the model's by up to {difference:.3g} (allowed "
@@ -248,10 +248,10 @@ def compare_logits(reloaded: PreTrainedModel, logits: Tensor, folder: Path) -> N
 
 
 @torch.no_grad()
-def probe_logits(model: PreTrainedModel) -> Tensor:
-    """(1, PROBE_TOKENS, V) of a few fixed tokens. A collective where the model is sharded."""
+def fixed_token_logits(model: PreTrainedModel) -> Tensor:
+    """(1, NUM_FIXED_TOKENS, V) of a few fixed tokens. A collective where the model is sharded."""
     vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] * 7919 % vocabulary
+    tokens = torch.arange(NUM_FIXED_TOKENS, device=model.device)[None] * 7919 % vocabulary
     was_training = model.training
     model.eval()
     logits = model(input_ids=tokens, use_cache=False).logits

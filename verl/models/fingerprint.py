@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 16  # 64-bit words at a time: stays in the processor's cache
+_CHUNK_WORDS = 1 << 16  # 64-bit words at a time: stays in the processor's cache
 _MASK = (1 << 64) - 1
 
 
@@ -15,17 +15,17 @@ def fingerprint(tensor: Tensor) -> str:
     The checksum weighs every 64-bit word by its place with an odd number: one changed word always changes it, and moved
     words (a transposed or shifted part) do. Not cryptographic: it detects mistakes, not forgery.
     """
-    whole = tensor.detach().contiguous().view(-1)
-    if tensor.nbytes % 8 or whole.data_ptr() % 8 or whole.storage_offset() * whole.element_size() % 8:
-        whole = torch.nn.functional.pad(whole.view(torch.uint8), (0, -tensor.nbytes % 8)).clone()
-    words = whole.view(torch.int64)
-    places, chunks = position_weights(words.device), [words]
-    if len(words) > _CHUNK:
-        chunks = [words[start : start + _CHUNK] for start in range(0, len(words), _CHUNK)]
+    flat = tensor.detach().contiguous().view(-1)
+    if tensor.nbytes % 8 or flat.data_ptr() % 8 or flat.storage_offset() * flat.element_size() % 8:
+        flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -tensor.nbytes % 8)).clone()
+    words = flat.view(torch.int64)
+    weights, chunks = position_weights(words.device), [words]
+    if len(words) > _CHUNK_WORDS:
+        chunks = [words[start : start + _CHUNK_WORDS] for start in range(0, len(words), _CHUNK_WORDS)]
     if words.is_cpu:
-        sums = [int(chunk.dot(places[: len(chunk)])) for chunk in chunks]
+        sums = [int(chunk.dot(weights[: len(chunk)])) for chunk in chunks]
     else:
-        sums = torch.stack([(chunk * places[: len(chunk)]).sum() for chunk in chunks]).tolist()
+        sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in chunks]).tolist()
     total = sum(value * (2 * number + 1) for number, value in enumerate(sums)) & _MASK
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{kind}[{','.join(map(str, tensor.shape))}]:{total:016x}"
@@ -34,7 +34,7 @@ def fingerprint(tensor: Tensor) -> str:
 @functools.cache
 def position_weights(device: torch.device) -> Tensor:
     """Odd numbers without a pattern, one per place of a chunk; sums wrap around at 2**64."""
-    places = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB  # splitmix64
+    weights = torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB  # splitmix64
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        places = (places ^ ((places >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return places | 1
+        weights = (weights ^ ((weights >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return weights | 1

@@ -2,7 +2,7 @@
 
 A multiplication and an addition are two. Counted are matrix products, convolutions and attention; norms, activations
 and the scans of Mamba layers are not, nor is what gradient checkpointing computes twice: the count says what a step
-needs, so that MFU compares runs with different levers.
+needs, so that MFU compares runs with different performance options.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 # dense bfloat16 matmuls per second, from the makers' data sheets; the first name that the device's holds counts
-PUBLISHED = {
+PUBLISHED_PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -36,14 +36,14 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCost:
     """Layers of one kind: operations per pair of tokens that see each other, and how far back they look."""
 
     per_pair: int
     window: int | None
 
     def flops(self, lengths: Iterable[int]) -> int:
-        return self.per_pair * sum(pairs(length, self.window) for length in lengths)
+        return self.per_pair * sum(attended_pairs(length, self.window) for length in lengths)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class FlopCounts:
     """Operations of one model: per token, per token that goes through the head, and per pair in attention."""
 
     per_token: int
-    per_head_row: int
+    per_head_token: int
     trained_share: float  # of the products, those with a weight that gets a gradient
-    attention: tuple[Attention, ...]
+    attention: tuple[AttentionCost, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> "FlopCounts":
@@ -62,10 +62,10 @@ class FlopCounts:
         head_module = model.get_output_embeddings() or getattr(model, "score", None)
         for name, module in model.named_modules():
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                count = _products(f"{name}.{parameter_name}", module, parameter, model.config)
+                count = _product_flops(f"{name}.{parameter_name}", module, parameter, model.config)
                 head, body = (head + count, body) if module is head_module else (head, body + count)
                 trained += count if parameter.requires_grad else 0
-        return cls(body, head, trained / max(1, body + head), tuple(_attention(model.config)))
+        return cls(body, head, trained / max(1, body + head), tuple(_attention_costs(model.config)))
 
     @property
     def attention_length(self) -> float:
@@ -73,27 +73,27 @@ class FlopCounts:
         per_pair = sum(layer.per_pair for layer in self.attention if layer.window is None)
         windows = sum(layer.per_pair * layer.window for layer in self.attention if layer.window is not None)
         # each token sees half of the sequence on average
-        return 2 * (self.per_token + self.per_head_row + windows) / per_pair if per_pair else float("inf")
+        return 2 * (self.per_token + self.per_head_token + windows) / per_pair if per_pair else float("inf")
 
-    def forward(self, lengths: Sequence[int], head_rows: int) -> float:
-        """One forward over sequences of these lengths, `head_rows` tokens of which go through the head."""
+    def forward(self, lengths: Sequence[int], head_tokens: int) -> float:
+        """One forward over sequences of these lengths, `head_tokens` tokens of which go through the head."""
         layers = sum(attention.flops(lengths) for attention in self.attention)
-        return float(self.per_token * sum(lengths) + self.per_head_row * head_rows + layers)
+        return float(self.per_token * sum(lengths) + self.per_head_token * head_tokens + layers)
 
-    def update(self, lengths: Sequence[int], head_rows: int) -> float:
+    def update(self, lengths: Sequence[int], head_tokens: int) -> float:
         """Forward and backward: each product again for its input, and for its weight where that is trained."""
-        products = self.per_token * sum(lengths) + self.per_head_row * head_rows
-        attention = self.forward(lengths, head_rows) - products
+        products = self.per_token * sum(lengths) + self.per_head_token * head_tokens
+        attention = self.forward(lengths, head_tokens) - products
         return (2 + self.trained_share) * products + 3 * attention
 
 
-def pairs(length: int, window: int | None) -> int:
+def attended_pairs(length: int, window: int | None) -> int:
     """Pairs (query, key) in causal attention over `length` tokens that see themselves and window - 1 before them."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def _products(name: str, module: nn.Module, parameter: nn.Parameter, config: PreTrainedConfig) -> int:
+def _product_flops(name: str, module: nn.Module, parameter: nn.Parameter, config: PreTrainedConfig) -> int:
     """Operations per token of the product with one parameter."""
     if parameter.dim() < 2 or isinstance(module, nn.Embedding):
         return 0
@@ -107,7 +107,7 @@ def _products(name: str, module: nn.Module, parameter: nn.Parameter, config: Pre
     return 2 * parameter.numel()
 
 
-def _attention(config: PreTrainedConfig) -> Iterable[Attention]:
+def _attention_costs(config: PreTrainedConfig) -> Iterable[AttentionCost]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = getattr(config, "qk_nope_head_dim", None)
@@ -122,9 +122,9 @@ def _attention(config: PreTrainedConfig) -> Iterable[Attention]:
     for kind in kinds:
         if kind == "linear_attention":  # the state meets a key, takes a value and answers a query, one token at a time
             state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-            yield Attention(6 * state, 1)
+            yield AttentionCost(6 * state, 1)
         else:
-            yield Attention(2 * heads * (keys + values), window if kind == "sliding_attention" else None)
+            yield AttentionCost(2 * heads * (keys + values), window if kind == "sliding_attention" else None)
 
 
 @dataclass(frozen=True)
@@ -144,18 +144,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Matmul operations per second that a device can do: published where known, else measured, once."""
     if device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
         name_of = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")  # not all modules have it
-        for known, published in PUBLISHED.items():
+        for known, published in PUBLISHED_PEAK_FLOPS.items():
             if known.lower() in name_of(device).lower():
                 return published
     for size in (1024, 2048, 4096, 8192):
         a = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = min(_seconds(a) for _ in range(4))
+        seconds = min(_matmul_seconds(a) for _ in range(4))
         if seconds > 1e-3:  # long enough to hide the launch
             break
     return 2 * size**3 / seconds
 
 
-def _seconds(a: torch.Tensor) -> float:
+def _matmul_seconds(a: torch.Tensor) -> float:
     start = time.perf_counter()
     (a @ a)[0, 0].item()  # waits for the device
     return time.perf_counter() - start

@@ -9,8 +9,8 @@ from torch import nn
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 
-WANTED = ("rope", "rms_norm", "swiglu", "geglu")  # what a family calls its parts
-UNWANTED = ("cross_entropy", "fused_linear_cross_entropy")  # our head does these without holding logits
+ENABLED_KERNELS = ("rope", "rms_norm", "swiglu", "geglu")  # what a family calls its parts
+DISABLED_KERNELS = ("cross_entropy", "fused_linear_cross_entropy")  # our head does these without holding logits
 
 
 def use_liger(model: nn.Module) -> None:
@@ -49,5 +49,5 @@ def liger_function(model_type: str) -> Callable[..., None]:
 def liger_arguments(apply: Callable[..., None]) -> dict[str, bool]:
     """Switches for `apply`: norm, MLP and rotary embedding where Liger itself has them on, every cross-entropy off."""
     offered = inspect.signature(apply).parameters
-    wanted = {name: True for name in WANTED if name in offered and offered[name].default is True}
-    return wanted | {name: False for name in UNWANTED if name in offered}
+    wanted = {name: True for name in ENABLED_KERNELS if name in offered and offered[name].default is True}
+    return wanted | {name: False for name in DISABLED_KERNELS if name in offered}

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from verl.config import HFModelConfig
-from verl.models.attention import PACKED
+from verl.models.attention.packed import PACKED_ATTENTION
 from verl.models.registry import check_router, family_of, make_packed
 from verl.utils.errors import CheckpointError, ConfigError
 
@@ -38,8 +38,8 @@ DTYPES = {
 }
 WEIGHT_PATTERNS = ("*.safetensors",)
 # Weights of a model of images and text that its text part leaves on disk, and where the rest of the names lead.
-OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.", "mtp.")
-TEXT_NAMES = {r"^language_model\.(model|lm_head)\.": r"\1.", r"^model\.language_model\.": "model."}
+NON_TEXT_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.", "mtp.")
+TEXT_KEY_MAPPING = {r"^language_model\.(model|lm_head)\.": r"\1.", r"^model\.language_model\.": "model."}
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
@@ -87,10 +87,10 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
     override = dict(model.override_config)
     init_random = bool(override.pop("init_random", False))
     attention = override.pop("attn_implementation", None)
-    if attention not in (None, PACKED, "sdpa", "flash_attention_2", "flash_attention_3"):
+    if attention not in (None, PACKED_ATTENTION, "sdpa", "flash_attention_2", "flash_attention_3"):
         raise ConfigError(
             f"model.override_config.attn_implementation={attention!r} is not used: packed models attend through "
-            f"{PACKED}, which picks the best kernel of the device. Leave it out"
+            f"{PACKED_ATTENTION}, which picks the best kernel of the device. Leave it out"
         )
     config = load_config(model.hf_config_path or model.path)
     for name, value in config.to_dict().items():
@@ -103,13 +103,13 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
 
 def model_folder(path: str | Path | None) -> Path:
     """`path` as a folder with a config.json, or an error that says what is missing."""
-    folder = _existing(path, "path")
+    folder = _existing_folder(path, "path")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path={path} has no config.json; found: {', '.join(_listing(folder)) or 'nothing'}")
     return folder
 
 
-def _existing(path: str | Path | None, key: str) -> Path:
+def _existing_folder(path: str | Path | None, key: str) -> Path:
     if path is None:
         raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
     folder = Path(path).expanduser()
@@ -134,7 +134,7 @@ def load_causal_lm(
     With `structure_only` nothing is read and every tensor is on the meta device.
     """
     config = config if config is not None else load_config(path)
-    return _load(AutoModelForCausalLM, path, config, dtype, init_random, structure_only, may_lack=())
+    return _load(AutoModelForCausalLM, path, config, dtype, init_random, structure_only, optional_prefixes=())
 
 
 def load_value_model(
@@ -152,7 +152,7 @@ def load_value_model(
     config.num_labels = 1
     config.classifier_dropout = 0.0
     kind = AutoModelForTokenClassification
-    return _load(kind, path, config, dtype, init_random, structure_only, may_lack=("score.",))
+    return _load(kind, path, config, dtype, init_random, structure_only, optional_prefixes=("score.",))
 
 
 def _load(
@@ -162,23 +162,23 @@ def _load(
     dtype: torch.dtype,
     init_random: bool,
     structure_only: bool,
-    may_lack: tuple[str, ...],
+    optional_prefixes: tuple[str, ...],
 ) -> PreTrainedModel:
     folder = model_folder(path)
     if type(config) not in auto_class._model_mapping:
         raise ConfigError(
             f"model family {config.model_type!r} of {folder} has no {auto_class.__name__} in transformers"
         )
-    if may_lack and not isinstance(getattr(_structure(auto_class, config, dtype), "score", None), nn.Linear):
+    if optional_prefixes and not isinstance(getattr(_meta_model(auto_class, config, dtype), "score", None), nn.Linear):
         raise ConfigError(f"model family {config.model_type!r} has no linear head named score; it cannot be a critic")
     if structure_only:
-        model, lacking = _structure(auto_class, config, dtype), []
+        model, missing = _meta_model(auto_class, config, dtype), []
     elif init_random:
         model = auto_class.from_config(config, dtype=dtype)
-        lacking = list(may_lack)
+        missing = list(optional_prefixes)
     else:
-        model, lacking = _read_weights(auto_class, folder, config, dtype, may_lack)
-    if lacking and may_lack:
+        model, missing = _read_weights(auto_class, folder, config, dtype, optional_prefixes)
+    if missing and optional_prefixes:
         for parameter in model.score.parameters():
             nn.init.zeros_(parameter)
     if not family_of(model.config).padded_because:
@@ -186,7 +186,7 @@ def _load(
     return model.eval()
 
 
-def _structure(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _meta_model(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without storage."""
     with torch.device("meta"):
         return auto_class.from_config(copy.deepcopy(config), dtype=dtype)
@@ -215,7 +215,7 @@ def _is_no_load_report(record: logging.LogRecord) -> bool:
 
 @no_progress_bars()
 def _read_weights(
-    auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype, may_lack: tuple[str, ...]
+    auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype, optional_prefixes: tuple[str, ...]
 ) -> tuple[PreTrainedModel, list[str]]:
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ConfigError(
@@ -231,30 +231,32 @@ def _read_weights(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, all of them
-            key_mapping=TEXT_NAMES,
+            key_mapping=TEXT_KEY_MAPPING,
         )
     except SafetensorError as error:
         raise CheckpointError(
             f"{folder} holds a *.safetensors that cannot be read ({error}): it was not downloaded whole, or is the "
             "pointer that git keeps in its place; download it again"
         ) from error
-    lacking = sorted(info["missing_keys"])
-    may_be_left = (*OTHER_PARTS, *(("lm_head.",) if may_lack else ()))
-    wrong = [f"{name} is missing" for name in lacking if not name.startswith(may_lack or "\0")]
+    missing = sorted(info["missing_keys"])
+    ignored_prefixes = (*NON_TEXT_PREFIXES, *(("lm_head.",) if optional_prefixes else ()))
+    wrong = [f"{name} is missing" for name in missing if not name.startswith(optional_prefixes or "\0")]
     wrong += [f"{name} is {tuple(there)}, not {tuple(here)}" for name, there, here in info.get("mismatched_keys", ())]
-    wrong += [f"{name} has no place" for name in sorted(info["unexpected_keys"]) if not name.startswith(may_be_left)]
+    wrong += [
+        f"{name} has no place" for name in sorted(info["unexpected_keys"]) if not name.startswith(ignored_prefixes)
+    ]
     if wrong:
         raise CheckpointError(
             f"{folder} does not fit {type(model).__name__}: {len(wrong)} tensors are missing, of another shape or left "
             f"over, first: {'; '.join(wrong[:3])}; config.json (with override_config) and the weights must be of the "
             "same model"
         )
-    return model, lacking
+    return model, missing
 
 
 def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; without a padding token the end-of-sequence one stands in."""
-    folder = _existing(model.tokenizer_path or model.path, "tokenizer_path" if model.tokenizer_path else "path")
+    folder = _existing_folder(model.tokenizer_path or model.path, "tokenizer_path" if model.tokenizer_path else "path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

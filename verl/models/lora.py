@@ -2,7 +2,7 @@
 
 A layer computes W x + s B A x with A (r, in), B (out, r) and s = lora_alpha / r. peft puts the layers into the model,
 which stays of its own class: everything that reads a model's parts works as before. Outside of training a model with
-adapters is one with the weights W + s B A (`merged`).
+adapters is one with the weights W + s B A (`merge_adapters`).
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from verl.utils.suggest import did_you_mean
 if TYPE_CHECKING:
     import peft
 
-NAME = "default"  # peft keeps adapters of a layer by name; there is one
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_NAME = "default"  # peft keeps adapters of a layer by name; there is one
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 VALUE_HEAD = "score"
 # Settings of peft that a merge of W + s B A does not cover, with the value that leaves them out.
-BEYOND = {
+UNSUPPORTED_SETTINGS = {
     "use_dora": False, "lora_bias": False, "bias": "none", "fan_in_fan_out": False, "target_parameters": None,
     "trainable_token_indices": None, "layer_replication": None,
 }  # fmt: skip
@@ -50,12 +50,12 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
         raise ConfigError(f"model.lora_rank needs peft ({error}); install verl[lora]") from error
     folder = None if settings.lora_adapter_path is None else Path(settings.lora_adapter_path).expanduser()
     _check_names(model, settings)
-    config = _new_settings(model, settings) if folder is None else _saved_settings(folder, settings)
-    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    config = _new_lora_config(model, settings) if folder is None else _saved_lora_config(folder, settings)
+    wide_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=structure_only)
+            peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=structure_only)
         except ValueError as error:
             raise ConfigError(f"no LoRA with model.target_modules={settings.target_modules!r}: {error}") from error
     _check_layers(model)
@@ -64,12 +64,12 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
         head.requires_grad_(True)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(wide)
+            parameter.data = parameter.data.to(wide_dtype)
     if folder is not None and not structure_only:
         _read_adapters(model, folder)
 
 
-def _new_settings(model: nn.Module, settings: HFModelConfig) -> "peft.LoraConfig":
+def _new_lora_config(model: nn.Module, settings: HFModelConfig) -> "peft.LoraConfig":
     import peft
 
     exclude = settings.exclude_modules
@@ -97,16 +97,20 @@ def _all_linear(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear} - {VALUE_HEAD} - left_out)
 
 
-def _saved_settings(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
+def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
     """The settings in a folder of adapters, without dropout: an update must see the policy that sampled."""
     import peft
 
-    lacking = [name for name in (SETTINGS, WEIGHTS) if not (folder / name).is_file()]
+    lacking = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
     if lacking:
         raise ConfigError(f"model.lora_adapter_path={folder} has no {' and no '.join(lacking)}; give a PEFT folder")
     config = peft.PeftConfig.from_pretrained(str(folder))
     odd = {"peft_type": config.peft_type} if config.peft_type != peft.PeftType.LORA else {}
-    odd |= {n: getattr(config, n) for n, plain in BEYOND.items() if getattr(config, n, plain) not in (plain, [], {})}
+    odd |= {
+        n: getattr(config, n)
+        for n, plain in UNSUPPORTED_SETTINGS.items()
+        if getattr(config, n, plain) not in (plain, [], {})
+    }
     if set(getattr(config, "modules_to_save", None) or ()) - {VALUE_HEAD}:
         odd["modules_to_save"] = config.modules_to_save
     if odd:
@@ -138,26 +142,26 @@ def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     modules = [name for name, _ in model.named_modules()]
     for key, what, paths in (("target_modules", "module", modules), ("exclude_modules", "linear layer", linear)):
-        given = settings[key]
-        for wanted in given if isinstance(given, list) else ():
+        setting = settings[key]
+        for wanted in setting if isinstance(setting, list) else ():
             if not any(f".{path}".endswith(f".{wanted}") for path in paths):
                 known = {path.rpartition(".")[2] for path in linear}
                 raise ConfigError(f"model.{key} names {wanted!r}, which is no {what}; {did_you_mean(wanted, known)}")
-        if isinstance(given, str):
+        if isinstance(setting, str):
             try:
-                pattern = re.compile(given)
+                pattern = re.compile(setting)
             except re.error as error:
-                raise ConfigError(f"model.{key}={given!r} is no regular expression: {error}") from error
+                raise ConfigError(f"model.{key}={setting!r} is no regular expression: {error}") from error
             if key == "exclude_modules" and not any(pattern.fullmatch(path) for path in linear):
                 raise ConfigError(
-                    f"model.{key}={given!r} matches the whole path of no linear layer, as {linear[0]!r} is one; "
-                    f"list names, or write '.*{given}'"
+                    f"model.{key}={setting!r} matches the whole path of no linear layer, as {linear[0]!r} is one; "
+                    f"list names, or write '.*{setting}'"
                 )
 
 
 def _read_adapters(model: nn.Module, folder: Path) -> None:
-    saved = load_file(folder / WEIGHTS)
-    ours = {file_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    saved = load_file(folder / ADAPTER_WEIGHTS)
+    ours = {adapter_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     wrong = [f"{name} is not in the model" for name in sorted(saved.keys() - ours.keys())]
     for name, parameter in ours.items():
         if name not in saved:
@@ -166,17 +170,20 @@ def _read_adapters(model: nn.Module, folder: Path) -> None:
             wrong.append(f"{name} is {tuple(saved[name].shape)}, not {tuple(parameter.shape)}")
     if wrong:
         raise CheckpointError(
-            f"{folder / WEIGHTS} does not fit the model, {len(wrong)} tensors differ: {'; '.join(wrong[:3])}; use the "
-            "adapters of this model"
+            f"{folder / ADAPTER_WEIGHTS} does not fit the model, {len(wrong)} tensors differ: {'; '.join(wrong[:3])}; "
+            "use the adapters of this model"
         )
     for name, value in saved.items():
         ours[name].data.copy_(value)
 
 
-def check_scale(model: Any, folder: Path) -> None:
+def check_adapter_scale(model: Any, folder: Path) -> None:
     """CheckpointError when the adapters in `folder` were trained with another s: they would be another model."""
-    if has_adapters(model) and (folder / SETTINGS).is_file():
-        saved, ours = json.loads((folder / SETTINGS).read_text())["lora_alpha"], model.peft_config[NAME].lora_alpha
+    if has_adapters(model) and (folder / ADAPTER_CONFIG).is_file():
+        saved, ours = (
+            json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"],
+            model.peft_config[ADAPTER_NAME].lora_alpha,
+        )
         if saved != ours:
             raise CheckpointError(f"{folder} was trained with model.lora_alpha={saved}, now {ours}; set it back")
 
@@ -206,53 +213,58 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 # --- names and values outside of training ---------------------------------------------------------------------------
 
 
-def plain_name(name: str) -> str | None:
+def base_name(name: str) -> str | None:
     """The name of a parameter in the model without adapters; None for those of an adapter."""
     return None if ".lora_" in name else name.replace(".base_layer.", ".")
 
 
-def file_name(name: str) -> str:
+def adapter_key(name: str) -> str:
     """The name of a trained parameter in a folder of adapters."""
-    return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"
+    return f"base_model.model.{name.replace(f'.{ADAPTER_NAME}.weight', '.weight')}"
 
 
-def scales_of(model: nn.Module) -> dict[str, float]:
+def adapter_scales(model: nn.Module) -> dict[str, float]:
     """s of every layer with an adapter."""
-    return {name: layer.scaling[NAME] for name, layer in model.named_modules() if is_adapted(layer)}
+    return {name: layer.scaling[ADAPTER_NAME] for name, layer in model.named_modules() if is_adapted(layer)}
 
 
-def merged(tensors: Iterable[tuple[str, Tensor]], scales: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(tensors: Iterable[tuple[str, Tensor]], scales: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
     """(name, W + s B A) by plain names, of (name, whole tensor) in the model's order; in that order."""
-    waiting: dict[str, Tensor] = {}  # of one layer: weight, bias, A
+    pending: dict[str, Tensor] = {}  # of one layer: weight, bias, A
     for name, tensor in tensors:
         layer, _, part = name.partition(".lora_")
         if part.startswith("B."):
-            weight, *biases = (waiting.pop(n) for n in ("weight", "bias") if n in waiting)
-            yield f"{layer}.weight", merge(weight, waiting.pop("A"), tensor, scales[layer])
+            weight, *biases = (pending.pop(n) for n in ("weight", "bias") if n in pending)
+            yield f"{layer}.weight", merge_weight(weight, pending.pop("A"), tensor, scales[layer])
             yield from ((f"{layer}.bias", bias) for bias in biases)
         elif part:
-            waiting["A"] = tensor
+            pending["A"] = tensor
         elif ".base_layer." in name:
-            waiting[name.rpartition(".")[2]] = tensor
+            pending[name.rpartition(".")[2]] = tensor
         else:
             yield name, tensor
 
 
 @torch.no_grad()
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W + s B A, rounded once to the type of W."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+    wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide_dtype), b.to(wide_dtype), a.to(wide_dtype), alpha=scale).to(weight.dtype)
 
 
 def merged_weight(layer: Any) -> Tensor:
     """The weight that a layer with an adapter amounts to."""
-    return merge(layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+    return merge_weight(
+        layer.base_layer.weight,
+        layer.lora_A[ADAPTER_NAME].weight,
+        layer.lora_B[ADAPTER_NAME].weight,
+        layer.scaling[ADAPTER_NAME],
+    )
 
 
-def write_settings(model: Any, folder: Path) -> None:
+def write_adapter_config(model: Any, folder: Path) -> None:
     """adapter_config.json, as peft reads it."""
-    config = copy.copy(model.peft_config[NAME])
+    config = copy.copy(model.peft_config[ADAPTER_NAME])
     config.inference_mode = True
     config.modules_to_save = [VALUE_HEAD] if hasattr(model, VALUE_HEAD) else None
     config.save_pretrained(str(folder))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
-from verl.models.attention import use_packed_attention
-from verl.models.mixers import run_by_rows
+from verl.models.attention.packed import use_packed_attention
+from verl.models.attention.recurrent_layers import run_mixers_per_sequence
 from verl.utils.errors import ConfigError, PluginError
 
 TRAITS = {
@@ -113,7 +113,7 @@ def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
         )
 
 
-_TOTAL_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the longest position
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the longest position
 
 
 def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int) -> None:
@@ -145,7 +145,7 @@ def check_sequences(config: PreTrainedConfig, longest: int, last_token: int) -> 
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (part for part in (rope, *rope.values()) if isinstance(part, dict)):
         limit = min(part.get("original_max_position_embeddings") or longest, text.max_position_embeddings)
-        if part.get("rope_type") in _TOTAL_LENGTH and longest > limit:
+        if part.get("rope_type") in _LENGTH_DEPENDENT_ROPE and longest > limit:
             raise ConfigError(
                 f"a sequence has {longest} tokens, but rope_type={part['rope_type']} takes other frequencies for all "
                 f"sequences of a forward with one of more than {limit}, so results would depend on how a batch is cut; "
@@ -158,7 +158,7 @@ def make_packed(model: nn.Module) -> None:
     use_packed_attention(model)
     mixers = family_of(model.config).mixers
     if mixers:
-        run_by_rows(model, mixers)
+        run_mixers_per_sequence(model, mixers)
 
 
 def check_head(config: PreTrainedConfig) -> None:

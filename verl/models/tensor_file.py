@@ -32,20 +32,20 @@ class TensorFile:
     """A safetensors file of `tensors` (meta tensors will do), which are then added in that order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
-        self.path, self.waiting = path, {name: (t.dtype, t.shape) for name, t in tensors.items()}
+        self.path, self.pending = path, {name: (t.dtype, t.shape) for name, t in tensors.items()}
         self._hash = hashlib.sha256()
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-        self._put(_header(self.waiting))
+        self._write(_header(self.pending))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor; it must be the one that was announced."""
-        expected = next(iter(self.waiting), None)
-        assert expected == name and self.waiting.pop(name) == (tensor.dtype, tensor.shape), (
+        expected = next(iter(self.pending), None)
+        assert expected == name and self.pending.pop(name) == (tensor.dtype, tensor.shape), (
             f"{self.path}: {expected} was announced, {name} {tensor.dtype} {tuple(tensor.shape)} came"
         )
-        self._put(raw_bytes(tensor))
+        self._write(raw_bytes(tensor))
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         self._hash.update(data)
         self._file.write(data)
 
@@ -59,7 +59,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Flush the file to disk; everything announced must be there."""
-        assert not self.waiting, f"{self.path} lacks {next(iter(self.waiting))}"
+        assert not self.pending, f"{self.path} lacks {next(iter(self.pending))}"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -85,9 +85,9 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def tensor_digest(tensor: Tensor) -> str:
     """sha256 over type, shape and bytes."""
-    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    found.update(raw_bytes(tensor))
-    return found.hexdigest()
+    sha256 = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    sha256.update(raw_bytes(tensor))
+    return sha256.hexdigest()
 
 
 def digests_in(path: Path) -> dict[str, str]:
@@ -95,16 +95,16 @@ def digests_in(path: Path) -> dict[str, str]:
     out: dict[str, str] = {}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        table = json.loads(file.read(length))
-        for name, entry in table.items():
+        header = json.loads(file.read(length))
+        for name, entry in header.items():
             if name != "__metadata__":
-                found = hashlib.sha256(f"{DTYPES[entry['dtype']]} {tuple(entry['shape'])}".encode())
-                start, left = entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0]
+                sha256 = hashlib.sha256(f"{DTYPES[entry['dtype']]} {tuple(entry['shape'])}".encode())
+                start, remaining = entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0]
                 file.seek(8 + length + start)
-                while left and (data := file.read(min(left, BLOCK_BYTES))):
-                    found.update(data)
-                    left -= len(data)
-                out[name] = found.hexdigest()
+                while remaining and (data := file.read(min(remaining, BLOCK_BYTES))):
+                    sha256.update(data)
+                    remaining -= len(data)
+                out[name] = sha256.hexdigest()
     return out
 
 
@@ -120,11 +120,11 @@ def size_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _header(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + shape.numel() * dtype.itemsize
-        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -55,19 +55,21 @@ class Ledger:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns = sequence_columns(step, batch, stop_reasons)
+        columns = trajectory_columns(step, batch, stop_reasons)
         offsets = pa.array(batch.cu_seqlens.cpu().numpy().astype(np.int32))
         for name, dtype in TOKEN_COLUMNS.items():
             if name in batch:
                 values = batch[name].detach().cpu().to(torch_dtype(dtype)).numpy()
                 columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values))
         table = pa.table(columns)
-        head = json.dumps({"version": FORMAT_VERSION, "step": step})
-        table = table.replace_schema_metadata({"verl.ledger": head})
+        header = json.dumps({"version": FORMAT_VERSION, "step": step})
+        table = table.replace_schema_metadata({"verl.ledger": header})
         path = ledger_path(self.folder, step)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            pq.write_table(table, temporary, compression="zstd", compression_level=1, use_dictionary=dictionary(table))
+            pq.write_table(
+                table, temporary, compression="zstd", compression_level=1, use_dictionary=dictionary_columns(table)
+            )
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -89,7 +91,7 @@ class Ledger:
         self._unsynced = []
 
 
-def sequence_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | None) -> dict[str, Any]:
+def trajectory_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | None) -> dict[str, Any]:
     """The per-trajectory columns of the file; every length is checked."""
     count = batch.num_sequences
     columns: dict[str, Any] = {"step": np.full(count, step, dtype=np.int32)}
@@ -106,7 +108,7 @@ def sequence_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | None
     return columns
 
 
-def dictionary(table: Any) -> list[str]:
+def dictionary_columns(table: Any) -> list[str]:
     """Parquet paths of the columns whose values repeat; log-probs do not, and a dictionary would only cost time."""
     present = [name for name in DICTIONARY_COLUMNS if name in table.column_names]
     return [f"{name}.list.element" if name in TOKEN_COLUMNS else name for name in present]
@@ -122,10 +124,10 @@ def read_ledger(folder: Path | str, step: int) -> LedgerStep:
         span = f"recorded are {steps[0]}..{steps[-1]}" if steps else "nothing is recorded there"
         raise DataError(f"no ledger of step {step} in {folder}: {span}")
     table = pq.read_table(path, partitioning=None).combine_chunks()
-    head = json.loads((table.schema.metadata or {}).get(b"verl.ledger", b"{}"))
-    if head.get("version") != FORMAT_VERSION:
-        raise DataError(f"{path} is not a ledger file of version {FORMAT_VERSION} (found {head.get('version')})")
-    tokens = {name: flat(table[name]) for name in TOKEN_COLUMNS if name in table.column_names}
+    header = json.loads((table.schema.metadata or {}).get(b"verl.ledger", b"{}"))
+    if header.get("version") != FORMAT_VERSION:
+        raise DataError(f"{path} is not a ledger file of version {FORMAT_VERSION} (found {header.get('version')})")
+    tokens = {name: flatten_column(table[name]) for name in TOKEN_COLUMNS if name in table.column_names}
     tokens["tokens"] = tokens["tokens"].to(torch.int64)
     offsets = torch.tensor(table["tokens"].combine_chunks().offsets.to_numpy(), dtype=torch.int64)
     names = {"reward": "rewards", "group": "group_ids", "row": "rows"}
@@ -137,7 +139,7 @@ def read_ledger(folder: Path | str, step: int) -> LedgerStep:
     return LedgerStep(step, batch, table["stop_reason"].to_pylist())
 
 
-def flat(column: Any) -> Tensor:
+def flatten_column(column: Any) -> Tensor:
     """A list column laid end to end."""
     values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(np.array(values))

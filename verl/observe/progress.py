@@ -13,7 +13,7 @@ LOSS_NAMES = ("train/loss", "actor/pg_loss")
 THROUGHPUT_NAMES = ("perf/throughput", "train/perf/throughput")
 
 
-class Display(Protocol):
+class ProgressDisplay(Protocol):
     """Shows the state of a Progress."""
 
     def show(self, progress: "Progress", force: bool) -> None: ...
@@ -40,16 +40,16 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total_steps = total_steps
-        self.current = start_step
+        self.current_step = start_step
         self.stage_name = ""
         self.reward: float | None = None
         self.loss: float | None = None
         self.tokens_per_s: float | None = None
         self.clock = clock
-        self.started = clock()
-        self._step_ends: deque[float] = deque([self.started], maxlen=21)
+        self.start_time = clock()
+        self._step_ends: deque[float] = deque([self.start_time], maxlen=21)
         stream = stream or sys.stderr
-        self.display: Display = RichLine(stream) if is_live_terminal(stream) else PlainLines(stream, interval_s)
+        self.display: ProgressDisplay = RichLine(stream) if is_live_terminal(stream) else PlainLines(stream, interval_s)
 
     def stage(self, name: str) -> None:
         """The run is now in this stage of the next step."""
@@ -58,11 +58,11 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done, with these metrics."""
-        self.current = step
+        self.current_step = step
         self._step_ends.append(self.clock())
-        self.reward = first(metrics, REWARD_NAMES, self.reward)
-        self.loss = first(metrics, LOSS_NAMES, self.loss)
-        self.tokens_per_s = first(metrics, THROUGHPUT_NAMES, self.tokens_per_s)
+        self.reward = first_available(metrics, REWARD_NAMES, self.reward)
+        self.loss = first_available(metrics, LOSS_NAMES, self.loss)
+        self.tokens_per_s = first_available(metrics, THROUGHPUT_NAMES, self.tokens_per_s)
         self.display.show(self, force=step >= self.total_steps)
 
     @property
@@ -73,11 +73,11 @@ class Progress:
             return None
         per_step = (self._step_ends[-1] - self._step_ends[0]) / steps
         since = self.clock() - self._step_ends[-1]
-        return max(0.0, per_step * (self.total_steps - self.current) - since)
+        return max(0.0, per_step * (self.total_steps - self.current_step) - since)
 
     def describe(self) -> str:
         """The line itself."""
-        parts = [f"step {self.current}/{self.total_steps}"]
+        parts = [f"step {self.current_step}/{self.total_steps}"]
         if self.stage_name:
             parts.append(self.stage_name)
         if self.reward is not None:
@@ -86,9 +86,9 @@ class Progress:
             parts.append(f"loss {self.loss:.4f}")
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        parts.append(f"{duration(self.clock() - self.started)} so far")
+        parts.append(f"{format_duration(self.clock() - self.start_time)} so far")
         if self.seconds_left is not None:
-            parts.append(f"{duration(self.seconds_left)} left")
+            parts.append(f"{format_duration(self.seconds_left)} left")
         return " | ".join(parts)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class PlainLines:
     def show(self, progress: Progress, force: bool) -> None:
         now = progress.clock()
         if self._last is None:
-            self._last = progress.started
+            self._last = progress.start_time
         if force or now - self._last >= self.interval_s:
             self._last = now
             print(progress.describe(), file=self.stream, flush=True)
@@ -142,7 +142,7 @@ class RichLine:
         if self._task is None:
             self._task = self._bar.add_task("", total=progress.total_steps, line=progress.describe)
             self._bar.start()
-        self._bar.update(self._task, completed=progress.current)
+        self._bar.update(self._task, completed=progress.current_step)
 
     def close(self) -> None:
         self._bar.stop()
@@ -165,11 +165,11 @@ def is_live_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def first(metrics: Mapping[str, float], names: tuple[str, ...], otherwise: float | None) -> float | None:
-    return next((metrics[name] for name in names if name in metrics), otherwise)
+def first_available(metrics: Mapping[str, float], names: tuple[str, ...], default: float | None) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), default)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """75 -> '1m15s'; the two largest units that matter."""
     whole = int(seconds)
     if whole < 60:

@@ -28,7 +28,7 @@ class RunInfo:
 class ConsoleBackend:
     """One compact line per step on standard output: the headline metrics first, then the rest of what matters."""
 
-    HEADLINE = (
+    HEADLINE_METRICS = (
         ("val-core/", None),
         ("critic/score/mean", "score"),
         ("critic/rewards/mean", "reward"),
@@ -53,16 +53,16 @@ class ConsoleBackend:
         self.stream = stream
 
     def log(self, data: dict[str, float], step: int) -> None:
-        parts = [f"{label}:{format_number(data[name])}" for name, label in self._chosen(data)]
+        parts = [f"{label}:{format_number(data[name])}" for name, label in self._headline_metrics(data)]
         hidden = len(data) - len(parts)
         if not parts:
             parts, hidden = [f"{name}:{format_number(value)}" for name, value in data.items()], 0
         more = f" (+{hidden} more)" if hidden else ""
         print(f"step:{step} " + " ".join(parts) + more, file=self.stream or sys.stdout, flush=True)
 
-    def _chosen(self, data: dict[str, float]) -> list[tuple[str, str]]:
+    def _headline_metrics(self, data: dict[str, float]) -> list[tuple[str, str]]:
         chosen: list[tuple[str, str]] = []
-        for key, label in self.HEADLINE:
+        for key, label in self.HEADLINE_METRICS:
             if label is None:
                 chosen += [(name, name) for name in sorted(data) if name.startswith(key)]
             elif key in data:
@@ -82,7 +82,7 @@ class FileBackend:
     def __init__(self, run: RunInfo, path: Path | None = None):
         self.path = path or metrics_path(run, os.environ)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._drop_cut_line()
+        self._truncate_partial_line()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def log(self, data: dict[str, float], step: int) -> None:
@@ -102,7 +102,7 @@ class FileBackend:
     def finish(self, exit_code: int) -> None:
         os.close(self._fd)
 
-    def _drop_cut_line(self) -> None:
+    def _truncate_partial_line(self) -> None:
         """Cut off an unfinished last line: the next append must start a line of its own."""
         if not self.path.exists():
             return
@@ -117,7 +117,7 @@ class TensorboardBackend:
     def __init__(self, run: RunInfo):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._open = SummaryWriter
+        self._writer_class = SummaryWriter
         self.folder = os.environ.get("TENSORBOARD_DIR") or os.path.join("tensorboard_log", run.project, run.experiment)
         self._writer = SummaryWriter(self.folder)
 
@@ -129,7 +129,7 @@ class TensorboardBackend:
     def rewind(self, step: int) -> None:
         """Tell tensorboard that events after `step` are void."""
         self._writer.close()
-        self._writer = self._open(self.folder, purge_step=step + 1)
+        self._writer = self._writer_class(self.folder, purge_step=step + 1)
 
     def finish(self, exit_code: int) -> None:
         self._writer.close()

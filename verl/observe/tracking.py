@@ -27,7 +27,7 @@ BACKENDS: dict[str, Callable[[trackers.RunInfo], Backend]] = {
     "wandb": trackers.WandbBackend,
     "mlflow": trackers.MlflowBackend,
 }
-STILL_TO_COME = ("swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight")
+PLANNED = ("swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight")
 
 
 class TrackingError(VerlError):
@@ -52,9 +52,9 @@ class Tracking:
         config: Any = None,
     ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        check_names(names)
-        tree = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config or {}
-        run = trackers.RunInfo(project_name, experiment_name, tree)
+        check_backend_names(names)
+        config_dict = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config or {}
+        run = trackers.RunInfo(project_name, experiment_name, config_dict)
         self.backends: dict[str, Backend] = {}
         for name in dict.fromkeys(names):
             try:
@@ -70,11 +70,11 @@ class Tracking:
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
         """Send the numbers in `data` for `step` to all backends, or only to `backend`."""
         numbers = {name: as_number(name, value) for name, value in data.items()}
-        self._each("log", self._chosen(backend), lambda target: target.log(numbers, step))
+        self._call_backends("log", self._select_backends(backend), lambda target: target.log(numbers, step))
 
     def rewind(self, step: int) -> None:
         """A run resumed after `step`: forget what was logged later, where the tracker can."""
-        self._each("rewind", list(self.backends), lambda target: target.rewind(step))
+        self._call_backends("rewind", list(self.backends), lambda target: target.rewind(step))
 
     def finish(self, exit_code: int = 0) -> None:
         """Flush and close every tracker. A second call does nothing."""
@@ -87,7 +87,7 @@ class Tracking:
                 failures.append((name, error))
         raise_failures("finish", failures)
 
-    def _chosen(self, backend: str | Iterable[str] | None) -> list[str]:
+    def _select_backends(self, backend: str | Iterable[str] | None) -> list[str]:
         if backend is None:
             return list(self.backends)
         names = [backend] if isinstance(backend, str) else list(backend)
@@ -98,7 +98,7 @@ class Tracking:
             )
         return names
 
-    def _each(self, verb: str, names: list[str], call: Callable[[Backend], None]) -> None:
+    def _call_backends(self, verb: str, names: list[str], call: Callable[[Backend], None]) -> None:
         failures = []
         for name in names:
             try:
@@ -114,10 +114,10 @@ class Tracking:
         self.finish(0 if error is None else 1)
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_backend_names(names: Iterable[str]) -> None:
     """ConfigError when a name in trainer.logger is unknown or its adapter is still to come."""
     for name in names:
-        if name in STILL_TO_COME:
+        if name in PLANNED:
             raise ConfigError(f"trainer.logger={name!r} is still to come; available now: {', '.join(BACKENDS)}")
         if name not in BACKENDS:
             raise ConfigError(f"unknown tracker {name!r} in trainer.logger; {did_you_mean(name, BACKENDS)}")

@@ -25,13 +25,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class BackendSupport:
-    """One line of a vendor's support table: `promised` on the chip, given that every module in `requires` is there.
+    """One line of a vendor's support table: `expected_status` on the chip, if every module in `requires` is there.
 
     `install` is what to type when one is not; empty means the package of the module's name.
     """
 
     backend: str
-    promised: Status
+    expected_status: Status
     note: str
     requires: tuple[str, ...] = ()
     install: str = ""

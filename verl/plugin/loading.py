@@ -54,23 +54,25 @@ def load_plugins() -> tuple[LoadedPlugin, ...]:
 def _load_modules() -> list[LoadedPlugin]:
     names = [name.strip() for name in os.environ.get(MODULES_VARIABLE, "").split(",") if name.strip()]
     for name in names:
-        _run(name, f"named in {MODULES_VARIABLE}", partial(importlib.import_module, name))
+        _load_or_raise(name, f"named in {MODULES_VARIABLE}", partial(importlib.import_module, name))
     return [LoadedPlugin(name, MODULES_VARIABLE, name) for name in names]
 
 
-def _load_and_start(entry: importlib.metadata.EntryPoint) -> None:
-    _start(entry.load())
+def _load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
+    _call_entry_point(entry.load())
 
 
 def _load_entry_points() -> list[LoadedPlugin]:
     loaded = []
-    for entry in _chosen(sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)):
-        _run(entry.name, f"entry point {entry.value}", partial(_load_and_start, entry))
+    for entry in _filter_entry_points(
+        sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
+    ):
+        _load_or_raise(entry.name, f"entry point {entry.value}", partial(_load_entry_point, entry))
         loaded.append(LoadedPlugin(entry.name, GROUP, entry.value))
     return loaded
 
 
-def _chosen(entries: list[importlib.metadata.EntryPoint]) -> list[importlib.metadata.EntryPoint]:
+def _filter_entry_points(entries: list[importlib.metadata.EntryPoint]) -> list[importlib.metadata.EntryPoint]:
     """The entry points that VERL_USE_EXTERNAL_PLUGINS lets through: auto (all), none, or a list of names."""
     text = os.environ.get(FILTER_VARIABLE, "auto").strip()
     if text.lower() in ("", "auto"):
@@ -87,13 +89,13 @@ def _chosen(entries: list[importlib.metadata.EntryPoint]) -> list[importlib.meta
     return [by_name[name] for name in wanted]
 
 
-def _start(target: object) -> None:
+def _call_entry_point(target: object) -> None:
     """Call an entry point that is a function; importing was all that a module or class needed."""
     if inspect.isfunction(target):
         target()
 
 
-def _run(name: str, source: str, load: Callable[[], object]) -> None:
+def _load_or_raise(name: str, source: str, load: Callable[[], object]) -> None:
     try:
         load()
     except Exception as error:  # whatever a plug-in raises is reported under its name

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One answer to be judged."""
+    """One answer to be scored."""
 
     data_source: str
     solution_str: str
@@ -34,13 +34,13 @@ class RewardInput:
             prompt_str=row.text,
             num_turns=extra["num_turns"],
             response_length=response_length,
-            where=row.where,
+            where=row.location,
         )
 
 
 @dataclass(frozen=True)
 class Score:
-    """The verdict on one answer.
+    """The score of one answer.
 
     A score has a `value`; an abstention has neither value nor error; an error says what failed. Whoever trains leaves
     trajectories without a value out, and counts them.
@@ -55,11 +55,11 @@ class Score:
         return self.value is None and self.error is None
 
 
-class NoJudgeError(NotImplementedError):
+class NoScorerError(NotImplementedError):
     """No built-in scorer knows the data source; the message names those there are, and what to do."""
 
 
 class Reward(Protocol):
-    """Judges answers; the scores come in the order of the inputs."""
+    """Scores answers; the scores come in the order of the inputs."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]: ...

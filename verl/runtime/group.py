@@ -36,28 +36,28 @@ class WorkerGroup(ABC):
     def close(self) -> None:
         """End the workers. The group cannot be used afterwards."""
 
-    def part(self, name: str, ranks_per_replica: int = 1) -> "WorkerGroup":
+    def for_role(self, name: str, ranks_per_replica: int = 1) -> "WorkerGroup":
         """The same ranks, seen through attribute `name` of their workers; so many in a row share their shards."""
-        return _Part(self, name, ranks_per_replica)
+        return _RoleGroup(self, name, ranks_per_replica)
 
 
-class _Part(WorkerGroup):
-    def __init__(self, whole: WorkerGroup, name: str, ranks_per_replica: int):
-        self.whole, self.name = whole, name
-        dp = max(whole.layout.dp // ranks_per_replica, 1)
-        self.layout = Layout(dp, whole.layout.dp // dp)
+class _RoleGroup(WorkerGroup):
+    def __init__(self, base: WorkerGroup, name: str, ranks_per_replica: int):
+        self.base, self.name = base, name
+        dp = max(base.layout.dp // ranks_per_replica, 1)
+        self.layout = Layout(dp, base.layout.dp // dp)
 
     @property
     def worker(self) -> Any:
-        return getattr(self.whole.worker, self.name)
+        return getattr(self.base.worker, self.name)
 
     def broadcast(self, method: str, *args: Any) -> list[Any]:
-        return self.whole.broadcast(f"{self.name}.{method}", *args)
+        return self.base.broadcast(f"{self.name}.{method}", *args)
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
         replica = self.layout.ranks_per_replica
-        everyone = [shard for shard in shards for _ in range(replica)]
-        return self.whole.scatter(f"{self.name}.{method}", everyone, *args)[::replica]
+        shard_per_rank = [shard for shard in shards for _ in range(replica)]
+        return self.base.scatter(f"{self.name}.{method}", shard_per_rank, *args)[::replica]
 
     def close(self) -> None:
         """The whole group is closed by whoever built it."""

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from verl.runtime import serving
+from verl.runtime import rank_server
 from verl.runtime.group import Layout, WorkerGroup
-from verl.runtime.torchrun import Rank
-from verl.runtime.wire import pack, unpack
+from verl.runtime.rank import RankInfo
+from verl.runtime.wire import deserialize, serialize
 from verl.utils.errors import WorkerError
 
 GRACE_S = 5.0  # after a failure on one rank: how long the others may take to come back before they are ended
-LAST_WORDS = 4000  # bytes of a rank's stderr that are quoted when it dies
+STDERR_TAIL_BYTES = 4000  # bytes of a rank's stderr that are quoted when it dies
 
 
 @dataclass
@@ -50,67 +50,67 @@ class ProcessGroup(WorkerGroup):
 
     def __init__(self, factory: Callable[[], Any], layout: Layout):
         self.layout = layout
-        self._numbers = itertools.count(serving.BUILD)
+        self._numbers = itertools.count(rank_server.BUILD_CALL)
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
         self._failure: WorkerError | None = None
         self._closing = False
         self._start(factory)
-        _, building = self._expect("__init__", range(layout.world_size))
+        _, building = self._register_call("__init__", range(layout.world_size))
         threading.Thread(target=self._watch, daemon=True).start()
         try:
-            self._results(building)
+            self._wait_for_results(building)
         except BaseException:
             self.close()
             raise
 
     def _start(self, factory: Callable[[], Any]) -> None:
         context, size = multiprocessing.get_context("spawn"), self.layout.world_size
-        listener = socket.create_server((serving.ADDRESS, 0))  # so that only this machine can reach the store
+        listener = socket.create_server((rank_server.ADDRESS, 0))  # so that only this machine can reach the store
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
-            serving.ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            rank_server.ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._connections: list[connection.Connection] = []
         self._stderrs: list[connection.Connection] = []
-        self._last_words = [b""] * size
+        self._stderr_tails = [b""] * size
         self._processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            heard, said = context.Pipe(duplex=False)
-            args = (Rank(rank, size, rank, size), port, loopback(), theirs, said, factory)
-            process = context.Process(target=serving.serve, args=args, daemon=True, name=f"rank {rank}")
+            driver_end, rank_end = context.Pipe()
+            stderr_reader, stderr_writer = context.Pipe(duplex=False)
+            args = (RankInfo(rank, size, rank, size), port, loopback_interface(), rank_end, stderr_writer, factory)
+            process = context.Process(target=rank_server.serve, args=args, daemon=True, name=f"rank {rank}")
             process.start()
-            theirs.close()  # its end is seen here once the process is gone
-            said.close()
-            self._connections.append(ours)
-            self._stderrs.append(heard)
+            rank_end.close()  # its end is seen here once the process is gone
+            stderr_writer.close()
+            self._connections.append(driver_end)
+            self._stderrs.append(stderr_reader)
             self._processes.append(process)
 
     # --- calls --------------------------------------------------------------------------------------------------
 
     def broadcast(self, method: str, *args: Any) -> list[Any]:
         ranks = range(self.layout.world_size)
-        number, call = self._expect(method, ranks)
+        number, call = self._register_call(method, ranks)
         self._send(ranks, [(number, method)], [args])
-        return self._results(call)
+        return self._wait_for_results(call)
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
         dp, replica = self.layout.dp, self.layout.ranks_per_replica
         if len(shards) != dp:
             raise ValueError(f"{dp} data-parallel groups take one shard each, got {len(shards)}")
-        number, call = self._expect(method, range(self.layout.world_size))
+        number, call = self._register_call(method, range(self.layout.world_size))
         for group, shard in enumerate(shards):
             self._send(range(group * replica, (group + 1) * replica), [(number, method)], [(shard, *args)])
-        return self._results(call)[::replica]
+        return self._wait_for_results(call)[::replica]
 
     def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
         """Begin one call of `method` on `rank` per tuple; coroutines of one post start together."""
-        calls = [self._expect(method, [rank]) for _ in arguments]
+        calls = [self._register_call(method, [rank]) for _ in arguments]
         self._send([rank], [(number, method) for number, _ in calls], list(arguments))
         return [call.futures[rank] for _, call in calls]
 
-    def _expect(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
+    def _register_call(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
         call = _Call(method, {rank: Future() for rank in ranks})
         for future in call.futures.values():
             future.set_running_or_notify_cancel()  # nobody can cancel it: the rank answers all the same
@@ -124,13 +124,16 @@ class ProcessGroup(WorkerGroup):
         return number, call
 
     def _send(self, ranks: Sequence[int], calls: list[tuple[int, str]], arguments: list[tuple[Any, ...]]) -> None:
-        header, body = pack(calls), pack(arguments)  # both before anything is sent: what cannot travel is an error here
+        header, body = (
+            serialize(calls),
+            serialize(arguments),
+        )  # both before anything is sent: what cannot travel is an error here
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has ended, and the thread that watches it will say so
                 self._connections[rank].send_bytes(header)
                 self._connections[rank].send_bytes(body)
 
-    def _results(self, call: _Call) -> list[Any]:
+    def _wait_for_results(self, call: _Call) -> list[Any]:
         """Every rank's answer; the failure that came first, and the end of the group where ranks hang after it."""
         futures = list(call.futures.values())
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -139,7 +142,7 @@ class ProcessGroup(WorkerGroup):
             error = self._failure or call.first_error
             assert error is not None
             if stuck:
-                self._fail(error)
+                self._fail_group(error)
             raise error
         return [future.result() for future in futures]
 
@@ -151,30 +154,30 @@ class ProcessGroup(WorkerGroup):
         while answers or stderrs:
             ready = connection.wait([*answers, *stderrs])
             for pipe in [pipe for pipe in ready if pipe in stderrs]:
-                if not self._hear(stderrs[pipe]):
+                if not self._forward_stderr(stderrs[pipe]):
                     del stderrs[pipe]
             for pipe in [pipe for pipe in ready if pipe in answers]:
                 rank = answers[pipe]
                 try:
-                    number, succeeded, value = unpack(self._connections[rank].recv_bytes())
+                    number, succeeded, value = deserialize(self._connections[rank].recv_bytes())
                 except (EOFError, OSError):
                     del answers[pipe]
-                    self._died(rank)
+                    self._on_death(rank)
                 else:
-                    self._settle(rank, number, succeeded, value)
+                    self._resolve(rank, number, succeeded, value)
 
-    def _hear(self, rank: int) -> bool:
+    def _forward_stderr(self, rank: int) -> bool:
         """Pass on what the rank wrote to stderr; False at its end."""
         try:
-            said = os.read(self._stderrs[rank].fileno(), 1 << 16)
+            data = os.read(self._stderrs[rank].fileno(), 1 << 16)
         except OSError:
             return False
-        self._last_words[rank] = (self._last_words[rank] + said)[-LAST_WORDS:]
-        for line in said.decode(errors="replace").splitlines():
+        self._stderr_tails[rank] = (self._stderr_tails[rank] + data)[-STDERR_TAIL_BYTES:]
+        for line in data.decode(errors="replace").splitlines():
             print(f"[rank {rank}] {line}", file=sys.stderr)
-        return bool(said)
+        return bool(data)
 
-    def _settle(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
+    def _resolve(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
         with self._lock:
             call = self._calls.get(number)
             if call is None:  # it failed with another rank, which died meanwhile
@@ -190,31 +193,31 @@ class ProcessGroup(WorkerGroup):
         with contextlib.suppress(InvalidStateError):  # the group was lost meanwhile, and said so
             future.set_result(value) if succeeded else future.set_exception(error)
 
-    def _died(self, rank: int) -> None:
+    def _on_death(self, rank: int) -> None:
         if self._closing or self._failure is not None:
             return
         with self._lock:
-            at_work = [call.method for call in self._calls.values() if rank in call.futures]
+            running = [call.method for call in self._calls.values() if rank in call.futures]
         process = self._processes[rank]
         process.join(GRACE_S)
-        while connection.wait([self._stderrs[rank]], timeout=0) and self._hear(rank):
+        while connection.wait([self._stderrs[rank]], timeout=0) and self._forward_stderr(rank):
             pass
-        reason = f"its process {_end_of(process.exitcode)}"
-        if words := self._last_words[rank].decode(errors="replace").strip():
+        reason = f"its process {_describe_exit(process.exitcode)}"
+        if words := self._stderr_tails[rank].decode(errors="replace").strip():
             reason += f"\nits last words on stderr:\n{words}"
-        self._fail(WorkerError(rank, at_work[0] if at_work else "between calls", reason))
+        self._fail_group(WorkerError(rank, running[0] if running else "between calls", reason))
 
-    def _fail(self, error: WorkerError) -> None:
+    def _fail_group(self, error: WorkerError) -> None:
         """The group is lost: every call in flight fails with `error`, every process ends."""
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = error
-            waiting = [f for call in self._calls.values() for f in call.futures.values() if not f.done()]
+            unanswered = [f for call in self._calls.values() for f in call.futures.values() if not f.done()]
             self._calls.clear()
         for process in self._processes:
             process.kill()
-        for future in waiting:
+        for future in unanswered:
             with contextlib.suppress(InvalidStateError):  # its answer came meanwhile
                 future.set_exception(error)
 
@@ -233,7 +236,7 @@ class ProcessGroup(WorkerGroup):
                 process.join()
 
 
-def _end_of(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     """How a process ended, and what to do about it."""
     if code is None:
         return "closed its connection but goes on; it was ended"
@@ -248,7 +251,7 @@ def _end_of(code: int | None) -> str:
     return f"was killed by {name}; resume from the last checkpoint, and report it if it comes back"
 
 
-def loopback() -> str | None:
+def loopback_interface() -> str | None:
     """The name of the interface that only this machine reaches."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)

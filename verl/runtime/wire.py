@@ -20,39 +20,39 @@ from verl.data.metrics import Metrics
 _ALIGNMENT = 16  # tensors start at multiples of it
 
 
-class NotCarriedError(TypeError):
+class NotSerializableError(TypeError):
     """A value of a type that the wire does not carry."""
 
 
-def pack(item: Any) -> bytes:
+def serialize(item: Any) -> bytes:
     """The bytes of `item`; its tensors arrive on the CPU, without gradient."""
     tensors: list[Tensor] = []
-    text = json.dumps(_described(item, tensors)).encode()
-    head = struct.pack("<Q", len(text)) + text
-    parts = [head + b"\0" * (-len(head) % _ALIGNMENT)]
+    text = json.dumps(_to_json(item, tensors)).encode()
+    header = struct.pack("<Q", len(text)) + text
+    parts = [header + b"\0" * (-len(header) % _ALIGNMENT)]
     for tensor in tensors:
         data = tensor.numpy().tobytes()
         parts.append(data + b"\0" * (-len(data) % _ALIGNMENT))
     return b"".join(parts)
 
 
-def unpack(data: bytes) -> Any:
-    """What `pack` was given."""
+def deserialize(data: bytes) -> Any:
+    """What `serialize` was given."""
     (size,) = struct.unpack_from("<Q", data)
     start = 8 + size
-    return _restored(json.loads(data[8:start]), _Tensors(data, start + -start % _ALIGNMENT))
+    return _from_json(json.loads(data[8:start]), _TensorReader(data, start + -start % _ALIGNMENT))
 
 
-def _described(item: Any, tensors: list[Tensor]) -> Any:
+def _to_json(item: Any, tensors: list[Tensor]) -> Any:
     """`item` as JSON: plain values as they are, everything else as [kind, …]."""
     if item is None or type(item) in (bool, int, float, str):
         return item
     if type(item) in (list, tuple):
         if all(type(value) in (int, float) for value in item):  # token ids, log-probs: thousands of them
             return [type(item).__name__, 0, list(item)]
-        return [type(item).__name__, 1, [_described(value, tensors) for value in item]]
+        return [type(item).__name__, 1, [_to_json(value, tensors) for value in item]]
     if type(item) is dict:
-        return ["dict", [[_described(part, tensors) for part in pair] for pair in item.items()]]
+        return ["dict", [[_to_json(part, tensors) for part in pair] for pair in item.items()]]
     if isinstance(item, Tensor):
         flat = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         tensors.append(flat)
@@ -60,20 +60,20 @@ def _described(item: Any, tensors: list[Tensor]) -> Any:
     if isinstance(item, Path):
         return ["path", str(item)]
     if isinstance(item, Batch):
-        return ["batch", _described([item.cu_seqlens, item.token_columns, item.sequence_columns], tensors)]
+        return ["batch", _to_json([item.cu_seqlens, item.token_columns, item.sequence_columns], tensors)]
     if isinstance(item, Metrics):
         return ["metrics", item.state()]
     kind = type(item)
     if dataclasses.is_dataclass(item) and kind.__module__.startswith("verl."):
-        values = {field.name: _described(getattr(item, field.name), tensors) for field in dataclasses.fields(item)}
+        values = {field.name: _to_json(getattr(item, field.name), tensors) for field in dataclasses.fields(item)}
         return ["dataclass", kind.__module__, kind.__qualname__, values]
-    raise NotCarriedError(
+    raise NotSerializableError(
         f"a {kind.__module__}.{kind.__qualname__} cannot travel between driver and ranks; send numbers, strings, "
         "paths, lists, dictionaries, tensors, batches, metrics or dataclasses of this package"
     )
 
 
-class _Tensors:
+class _TensorReader:
     """The tensors of a message, in the order in which they are asked for; they share its bytes."""
 
     def __init__(self, data: bytes, start: int):
@@ -88,28 +88,30 @@ class _Tensors:
         return tensor.reshape(shape)
 
 
-def _restored(item: Any, tensors: _Tensors) -> Any:
+def _from_json(item: Any, tensors: _TensorReader) -> Any:
     if not isinstance(item, list):
         return item
-    kind, *rest = item
+    kind, *fields = item
     if kind in ("list", "tuple"):
-        values = [_restored(value, tensors) for value in rest[1]] if rest[0] else rest[1]
+        values = [_from_json(value, tensors) for value in fields[1]] if fields[0] else fields[1]
         return values if kind == "list" else tuple(values)
     if kind == "dict":
-        return {_restored(key, tensors): _restored(value, tensors) for key, value in rest[0]}
+        return {_from_json(key, tensors): _from_json(value, tensors) for key, value in fields[0]}
     if kind == "tensor":
-        return tensors.next(*rest)
+        return tensors.next(*fields)
     if kind == "path":
-        return Path(rest[0])
+        return Path(fields[0])
     if kind == "batch":
-        return Batch(*_restored(rest[0], tensors))
+        return Batch(*_from_json(fields[0], tensors))
     if kind == "metrics":
-        return Metrics.from_state(rest[0])
-    return _dataclass(*rest[:2])(**{name: _restored(value, tensors) for name, value in rest[2].items()})
+        return Metrics.from_state(fields[0])
+    return _find_dataclass(*fields[:2])(**{name: _from_json(value, tensors) for name, value in fields[2].items()})
 
 
-def _dataclass(module: str, name: str) -> type:
+def _find_dataclass(module: str, name: str) -> type:
     found = getattr(importlib.import_module(module), name, None) if module.startswith("verl.") else None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise NotCarriedError(f"{module}.{name} is not a dataclass of this package; both ends must run one version")
+        raise NotSerializableError(
+            f"{module}.{name} is not a dataclass of this package; both ends must run one version"
+        )
     return found

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from verl.utils.checksummed import write_checksummed
 from verl.utils.errors import CheckpointError, ConfigError, WorkerError
 from verl.utils.paths import atomic_write_text, publish_directory
-from verl.utils.sealed import write_sealed
 
-LATEST = "latest_checkpointed_iteration.txt"
-STATE = "trainer.json"
+LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
+TRAINER_STATE_FILE = "trainer.json"
 _STEP = re.compile(r"^global_step_(\d+)$")
 
 
-class Role(Protocol):
+class Saveable(Protocol):
     """Whoever has an engine to save."""
 
     def save(self, folder: Path) -> None:
@@ -35,11 +35,11 @@ class Role(Protocol):
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingSave:
     step: int
     folder: Path
     state: dict[str, Any]
-    roles: Mapping[str, Role]
+    roles: Mapping[str, Saveable]
 
 
 class Checkpoints:
@@ -56,50 +56,50 @@ class Checkpoints:
             raise ConfigError(
                 f"trainer.default_local_dir={root} cannot be made ({error}); name another folder"
             ) from error
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
 
-    def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Role]) -> None:
+    def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Saveable]) -> None:
         """Each role fills its own sub-folder of `global_step_<step>` ("." is the folder itself), or begins to.
 
-        Until `settle` gives it its name, and whenever the process is killed, the previous checkpoint stays in force:
+        Until `finish_pending` names it, and whenever the process is killed, the previous checkpoint stays in force:
         what a run that goes on from this one must find is written in between.
         """
-        self.settle(wait=True)
+        self.finish_pending(wait=True)
         folder = self.root / f".global_step_{step}.tmp"
-        with self._writing(step, folder):
-            if leads():
+        with self._clean_up_on_failure(step, folder):
+            if is_rank_zero():
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
             for name, role in roles.items():
                 role.save(folder / name)
-        self._pending = _Pending(step, folder, state, roles)
+        self._pending = _PendingSave(step, folder, state, roles)
 
-    def settle(self, wait: bool) -> None:
+    def finish_pending(self, wait: bool) -> None:
         """Give the checkpoint being saved its name, once all of it is written; then drop those that are too old."""
         pending = self._pending
         if pending is None:
             return
         target = step_folder(self.root, pending.step)
-        with self._writing(pending.step, pending.folder):
+        with self._clean_up_on_failure(pending.step, pending.folder):
             if not all([role.finish_save(wait) for role in pending.roles.values()]):
                 return
             self._pending = None
-            if leads():
-                write_sealed(pending.folder / STATE, pending.state)
+            if is_rank_zero():
+                write_checksummed(pending.folder / TRAINER_STATE_FILE, pending.state)
                 publish_directory(pending.folder, target)
-                atomic_write_text(self.root / LATEST, str(pending.step))
-        if leads():
+                atomic_write_text(self.root / LATEST_STEP_FILE, str(pending.step))
+        if is_rank_zero():
             self._prune(pending.step)
             self.note(f"saved {target}")
 
     @contextlib.contextmanager
-    def _writing(self, step: int, folder: Path) -> Iterator[None]:
+    def _clean_up_on_failure(self, step: int, folder: Path) -> Iterator[None]:
         """What ends a save, as CheckpointError with what to do; the part that was written gives its room back."""
         try:
             yield
         except (OSError, CheckpointError, WorkerError) as error:
             self._pending = None
-            if leads():
+            if is_rank_zero():
                 shutil.rmtree(folder, ignore_errors=True)
             steps = complete_steps(self.root)
             newest = f"goes on from {step_folder(self.root, steps[-1])}" if steps else "begins anew"
@@ -108,14 +108,14 @@ class Checkpoints:
                 f"(is the disk full?), then run the same command: it {newest}"
             ) from error
 
-    def settle_after(self, log: Callable[[], None]) -> None:
-        """Log the step, then settle: a run that goes on from its checkpoint lacks no line. A failed log loses none."""
+    def log_and_finish_pending(self, log: Callable[[], None]) -> None:
+        """Log the step, then finish the pending save: a run resumed from it lacks no line. A failed log loses none."""
         try:
             log()
         except Exception:
-            self.settle(wait=True)
+            self.finish_pending(wait=True)
             raise
-        self.settle(wait=False)
+        self.finish_pending(wait=False)
 
     def _prune(self, newest: int) -> None:
         """Drop what `keep` no longer wants. Steps after `newest` are of a line that was left, and do not count."""
@@ -131,12 +131,12 @@ class Checkpoints:
     def _drop(self, folder: Path) -> None:
         """Delete a folder; killed while at it, no part of it is left under its name."""
         if folder.is_dir():
-            doomed = self.root / f".{'.'.join(folder.relative_to(self.root).parts)}.old.tmp"
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+            renamed = self.root / f".{'.'.join(folder.relative_to(self.root).parts)}.old.tmp"
+            folder.rename(renamed)
+            shutil.rmtree(renamed)
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is the one that writes for the run."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -149,5 +149,5 @@ def complete_steps(root: Path) -> list[int]:
     """Steps with a whole checkpoint folder, ascending. Unfinished ones have other names."""
     if not Path(root).is_dir():
         return []
-    matches = (_STEP.match(child.name) for child in Path(root).iterdir() if (child / STATE).is_file())
+    matches = (_STEP.match(child.name) for child in Path(root).iterdir() if (child / TRAINER_STATE_FILE).is_file())
     return sorted(int(match.group(1)) for match in matches if match)

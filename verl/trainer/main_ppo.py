@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import RunConfig, load_config
-from verl.utils.command import command
+from verl.utils.command_line import run_command
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -21,12 +21,12 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
-    return command(argv, HELP, lambda words: run_ppo(load_config(words)))
+    return run_command(argv, HELP, lambda words: run_ppo(load_config(words)))
 
 
 def run_ppo(config: RunConfig) -> dict[str, float]:
     """Train as configured; returns the last validation's metrics."""
-    from verl.trainer.ppo.build import build_run
+    from verl.trainer.ppo.run_setup import build_run
 
     run = build_run(config)
     with run.tracking:

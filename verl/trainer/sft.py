@@ -16,29 +16,29 @@ import torch
 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
-from verl.config.actor import SFT
+from verl.config.actor import SFT_BATCHING_KEYS
 from verl.config.check import check_supported
 from verl.config.load import unread_keys
-from verl.data.balance import spread
+from verl.data.balance import assign_shards
 from verl.data.batch import Batch
 from verl.data.conversations import Conversations, load_conversations
 from verl.data.metrics import Metrics
-from verl.data.packing import MicroBatching
-from verl.data.sampler import warn_of_rows_left_over
+from verl.data.micro_batches import MicroBatching
+from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.load import load_tokenizer
 from verl.observe.progress import Progress
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
-from verl.runtime.peers import Peers
+from verl.runtime.collectives import Collectives
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.interrupt import Interrupt
 from verl.trainer.resume import find_resume, read_state
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
-from verl.workers.actor import schedule_over
+from verl.workers.actor import with_schedule_length
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, micro_batching, weighted
+from verl.workers.engine_worker import EngineWorker, micro_batching, with_loss_weights
 
 T = TypeVar("T")
 
@@ -53,19 +53,20 @@ class SFTTrainer:
         validation: Conversations | None,
         tracking: Tracking,
         note: Callable[[str], None] = print,
-        peers: Peers | None = None,
+        collectives: Collectives | None = None,
     ):
         self.config, self.train_set, self.validation_set = config, train, validation
-        self.tracking, self.note, self.peers = tracking, note, peers or Peers()
-        self.replica = config.engine.ulysses_sequence_parallel_size
-        if self.peers.world_size % self.replica:
+        self.tracking, self.note, self.collectives = tracking, note, collectives or Collectives()
+        self.ranks_per_replica = config.engine.ulysses_sequence_parallel_size
+        if self.collectives.world_size % self.ranks_per_replica:
             raise ConfigError(
-                f"engine.ulysses_sequence_parallel_size={self.replica} does not divide {self.peers.world_size} ranks; "
-                f"start a multiple of {self.replica} (trainer.n_gpus_per_node, or torchrun --nproc-per-node)"
+                f"engine.ulysses_sequence_parallel_size={self.ranks_per_replica} does not divide "
+                f"{self.collectives.world_size} ranks; "
+                f"start a multiple of {self.ranks_per_replica} (trainer.n_gpus_per_node, or torchrun --nproc-per-node)"
             )
         self.worker: EngineWorker
         self.global_step = self.first_step = self.trained_tokens = 0
-        self.stop_requested = self.stopping = False  # here; agreed by all ranks
+        self.stop_requested = self.stop_agreed = False  # here; agreed by all ranks
         self.root = Path(config.trainer.default_local_dir)
         data, settings = config.data, config.trainer
         self.steps_per_epoch = len(train) // data.train_batch_size
@@ -74,25 +75,25 @@ class SFTTrainer:
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} training rows; "
                 f"lower it to at most {len(train)}"
             )
-        if self.peers.is_first:
-            warn_of_rows_left_over(len(train), data.train_batch_size, data.shuffle)
+        if self.collectives.is_rank_zero:
+            warn_about_unused_rows(len(train), data.train_batch_size, data.shuffle)
         limit = settings.total_training_steps
         self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
-        self.micro = micro_batching(data, SFT, self.replica)
+        self.micro = micro_batching(data, SFT_BATCHING_KEYS, self.ranks_per_replica)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the metrics of the last one. Ctrl-C saves after the step in progress."""
         self.resume()
         metrics: dict[str, float] = {}
         with open(os.devnull, "w") as nowhere:
-            stream = None if self.peers.is_first else nowhere
+            stream = None if self.collectives.is_rank_zero else nowhere
             with Progress(self.total_steps, self.global_step, stream) as progress, Interrupt(self):
-                while self.global_step < self.total_steps and not self.stopping:
+                while self.global_step < self.total_steps and not self.stop_agreed:
                     metrics = self.one_step(progress)
-                self.checkpoints.settle(wait=True)
+                self.checkpoints.finish_pending(wait=True)
         return metrics
 
     def one_step(self, progress: Progress) -> dict[str, float]:
@@ -102,22 +103,22 @@ class SFTTrainer:
             batch = self.next_batch()
             with timer("update"):
                 metrics = self.update(batch).values()
-            self.stopping = any(self.peers.all(self.stop_requested))
+            self.stop_agreed = any(self.collectives.all_gather(self.stop_requested))
             self.global_step += 1
             self.trained_tokens += batch.num_tokens
-            last = self.global_step >= self.total_steps or self.stopping
-            if self.validation_set and (last or self.due(self.test_freq)):
+            last = self.global_step >= self.total_steps or self.stop_agreed
+            if self.validation_set and (last or self.is_due(self.test_freq)):
                 with timer("testing"):
                     metrics["val/loss"] = self.validate(self.validation_set)
-            if last or self.due(self.save_freq):
+            if last or self.is_due(self.save_freq):
                 with timer("save_checkpoint"):
                     self.save()
         metrics["train/global_tokens"] = float(batch.num_tokens)
         metrics["train/total_tokens(B)"] = self.trained_tokens / 1e9
-        metrics["train/perf/throughput"] = batch.num_tokens / (timer.seconds["update"] * self.peers.world_size)
+        metrics["train/perf/throughput"] = batch.num_tokens / (timer.seconds["update"] * self.collectives.world_size)
         metrics.update(self.mfu(batch, timer.seconds["update"]))
         metrics.update(timer.metrics())
-        self.checkpoints.settle_after(partial(self.tracking.log, metrics, self.global_step))
+        self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, self.global_step))
         progress.step(self.global_step, metrics)
         if self.global_step == self.first_step:
             for key in unread_keys(self.config):
@@ -130,16 +131,16 @@ class SFTTrainer:
         if speed is None:
             return {}
         needed = speed.counts.update(batch.lengths.tolist(), int(batch["loss_mask"].sum()))
-        return {"train/mfu": speed.mfu(needed, seconds) / self.peers.world_size}
+        return {"train/mfu": speed.mfu(needed, seconds) / self.collectives.world_size}
 
     def next_batch(self) -> Batch:
         """The conversations of the next step; the order of an epoch follows from the seed alone."""
         epoch, place = divmod(self.global_step, self.steps_per_epoch)
         size = self.config.data.train_batch_size
-        rows = self.order(epoch)[place * size : (place + 1) * size]
+        rows = self.epoch_order(epoch)[place * size : (place + 1) * size]
         return Batch.pack([sequence for row in rows for sequence in self.train_set[row]])
 
-    def order(self, epoch: int) -> list[int]:
+    def epoch_order(self, epoch: int) -> list[int]:
         """Row numbers in training order: a permutation per epoch, or as in the files without data.shuffle."""
         count = len(self.train_set)
         if not self.config.data.shuffle:
@@ -149,38 +150,41 @@ class SFTTrainer:
 
     def update(self, batch: Batch) -> Metrics:
         """Token-mean negative log-likelihood over the whole batch, one optimiser step."""
-        mine, _ = self.worker.update(self.share(weighted(batch, "token-mean", None)), 1.0)
+        local_metrics, _ = self.worker.update(self.rank_shard(with_loss_weights(batch, "token-mean", None)), 1.0)
         self.worker.advance_schedule()
         metrics = Metrics()
-        for part in self.replicas(mine):
+        for part in self.gather_from_replicas(local_metrics):
             metrics.merge(part)
-        return metrics.prefixed("train/")
+        return metrics.with_prefix("train/")
 
-    def share(self, batch: Batch) -> tuple[Batch, MicroBatching]:
+    def rank_shard(self, batch: Batch) -> tuple[Batch, MicroBatching]:
         """This rank's part of a batch, and how it is cut; ranks of one Ulysses group share a part."""
-        count, number = self.peers.world_size // self.replica, self.peers.rank // self.replica
+        count, number = (
+            self.collectives.world_size // self.ranks_per_replica,
+            self.collectives.rank // self.ranks_per_replica,
+        )
         if count == 1:
             return batch, self.micro
         balanced = self.config.trainer.balance_batch
-        shard = spread(batch, count, self.micro, self.worker.attention_length(), balanced)[number]
-        return batch.select(shard.rows), shard.micro
+        shard = assign_shards(batch, count, self.micro, self.worker.attention_length(), balanced)[number]
+        return batch.select(shard.indices), shard.micro
 
-    def replicas(self, value: T) -> list[T]:
+    def gather_from_replicas(self, value: T) -> list[T]:
         """`value` of one rank of each Ulysses group, on every rank."""
-        return self.peers.all(value)[:: self.replica]
+        return self.collectives.all_gather(value)[:: self.ranks_per_replica]
 
     def validate(self, rows: Conversations) -> float:
         """Mean negative log-likelihood per trained token over all validation rows."""
         total, count = 0.0, 0
         for batch in batches(rows, self.config.data.train_batch_size):
-            shard, micro = self.share(batch)
+            shard, micro = self.rank_shard(batch)
             logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)[1]["logprobs"]
             total -= float(logprobs[shard["loss_mask"]].double().sum())
             count += int(shard["loss_mask"].sum())
-        totals, counts = zip(*self.replicas((total, count)), strict=True)
+        totals, counts = zip(*self.gather_from_replicas((total, count)), strict=True)
         return sum(totals) / sum(counts)
 
-    def due(self, frequency: int | str) -> bool:
+    def is_due(self, frequency: int | str) -> bool:
         """Every `frequency` steps, or `after_each_epoch`; never for 0 or less."""
         every = self.steps_per_epoch if frequency == "after_each_epoch" else int(frequency)
         return every > 0 and self.global_step % every == 0
@@ -235,12 +239,14 @@ def batches(rows: Conversations, size: int) -> Iterator[Batch]:
         yield Batch.pack([sequence for row in range(start, stop) for sequence in rows[row]])
 
 
-def build_sft(config: SFTConfig, note: Callable[[str], None] = print, peers: Peers | None = None) -> SFTTrainer:
+def build_sft(
+    config: SFTConfig, note: Callable[[str], None] = print, collectives: Collectives | None = None
+) -> SFTTrainer:
     """Model, rows and trackers of a run; only the first rank says anything."""
     check_supported(config)
-    peers = peers or Peers()
-    if not peers.is_first:
-        note = silent
+    collectives = collectives or Collectives()
+    if not collectives.is_rank_zero:
+        note = ignore_note
     torch.manual_seed(config.trainer.seed)
     tokenizer = load_tokenizer(config.model)
     data, settings = config.data, config.trainer
@@ -249,14 +255,14 @@ def build_sft(config: SFTConfig, note: Callable[[str], None] = print, peers: Pee
     for rows in (train, held_out):
         for line in rows.notes if rows else ():
             note(line)
-    trackers = list(settings.logger) if peers.is_first else []
+    trackers = list(settings.logger) if collectives.is_rank_zero else []
     tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config)
-    trainer = SFTTrainer(config, train, held_out, tracking, note, peers)
+    trainer = SFTTrainer(config, train, held_out, tracking, note, collectives)
     trainer.worker = build_worker(config, trainer.total_steps)
     return trainer
 
 
-def silent(line: str) -> None:
+def ignore_note(line: str) -> None:
     """For ranks that have nothing to say."""
 
 
@@ -265,6 +271,6 @@ def build_worker(config: SFTConfig, total_steps: int) -> EngineWorker:
     model = config.model
     if config.data.pad_mode == "right":
         model = dataclasses.replace(model, use_remove_padding=False)
-    optim = schedule_over(config.optim, total_steps)
+    optim = with_schedule_length(config.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
     return EngineWorker(engine_class(model, config.engine, optim, config.checkpoint), LikelihoodLoss())

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from verl.config import SFTConfig, load_config
-from verl.utils.command import command
+from verl.utils.command_line import run_command
 from verl.utils.errors import VerlError
 
-PATIENCE_S = 10.0  # the first rank has spoken and ended by then, and with it the others
+FIRST_RANK_GRACE_S = 10.0  # the first rank has spoken and ended by then, and with it the others
 
 HELP = """Fine-tune a model on conversations.
 
@@ -26,24 +26,24 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
-    return command(argv, HELP, _run)
+    return run_command(argv, HELP, _run)
 
 
 def _run(arguments: list[str]) -> int:
     parent = os.getppid()  # before the imports: whoever ends while they take their seconds is not noticed after them
-    from verl.runtime.torchrun import Rank, end_rank, end_with_parent
-    from verl.trainer.launch import missing_ranks, start_ranks
+    from verl.runtime.rank import RankInfo, end_rank, end_with_parent
+    from verl.trainer.rank_launch import num_ranks_to_start, start_ranks
 
     try:
         config = load_config(arguments, config_name="sft_trainer")
-        if count := missing_ranks(config):
+        if count := num_ranks_to_start(config):
             return start_ranks(count, arguments)
-        if is_one_of_many := Rank.of_environment().world_size > 1:
+        if is_one_of_many := RankInfo.from_environment().world_size > 1:
             end_with_parent(parent)
         run_sft(config)
     except VerlError:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(PATIENCE_S)  # what is wrong with a command is wrong on all ranks: the first says it
+            time.sleep(FIRST_RANK_GRACE_S)  # what is wrong with a command is wrong on all ranks: the first says it
         raise
     if is_one_of_many:
         end_rank()
@@ -53,15 +53,15 @@ def _run(arguments: list[str]) -> int:
 def run_sft(config: SFTConfig) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step."""
     from verl.plugin.platform import choose_platform
-    from verl.runtime.peers import Peers
-    from verl.runtime.torchrun import Rank
+    from verl.runtime.collectives import Collectives
+    from verl.runtime.rank import RankInfo
     from verl.trainer.sft import build_sft
 
     choose_platform(config.trainer.device)
-    rank = Rank.of_environment()
+    rank = RankInfo.from_environment()
     if rank.world_size > 1:
-        rank.join()
-    trainer = build_sft(config, peers=Peers(rank.rank, rank.world_size))
+        rank.init_process_group()
+    trainer = build_sft(config, collectives=Collectives(rank.rank, rank.world_size))
     with trainer.tracking:
         return trainer.fit()
 

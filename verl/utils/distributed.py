@@ -54,8 +54,8 @@ def stateless_init_process_group(
     Tensors must lie on `device`: gloo for the CPU, the platform's own library for its device.
     """
     store = dist.TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=_TIMEOUT)
-    kind = torch.device(device).type  # a bare number is an index of the platform's device
-    library = "gloo" if kind == "cpu" else get_platform().communication_backend_name()
-    named = dist.PrefixStore("stateless", store)
-    backend = process_group(library, named, rank, world_size, _TIMEOUT, master_address)
+    device_type = torch.device(device).type  # a bare number is an index of the platform's device
+    library = "gloo" if device_type == "cpu" else get_platform().communication_backend_name()
+    prefixed_store = dist.PrefixStore("stateless", store)
+    backend = process_group(library, prefixed_store, rank, world_size, _TIMEOUT, master_address)
     return StatelessGroup(backend, store, rank, world_size)

@@ -33,6 +33,6 @@ class WorkerError(VerlError):
     """A failed call on one rank of a worker group: its remote traceback, or the message of an error of this module."""
 
     def __init__(self, rank: int, method: str, remote_traceback: str):
-        gap = "\n" if "\n" in remote_traceback else " "
-        super().__init__(f"rank {rank} failed in {method}():{gap}{remote_traceback}")
+        separator = "\n" if "\n" in remote_traceback else " "
+        super().__init__(f"rank {rank} failed in {method}():{separator}{remote_traceback}")
         self.rank, self.method, self.remote_traceback = rank, method, remote_traceback

@@ -51,11 +51,11 @@ def import_external(names: str | Sequence[str] | None) -> None:
         _import(name, f"model.external_lib={names}")
 
 
-def _import(name: str, asked: str) -> ModuleType:
+def _import(name: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise ConfigError(f"{asked}: importing {name} failed:\n{user_traceback(error)}") from error
+        raise ConfigError(f"{setting}: importing {name} failed:\n{user_traceback(error)}") from error
 
 
 def _run_file(file: Path, path: str, key: str) -> ModuleType:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-SHOWN = 24  # names that an error lists
+MAX_NAMES_SHOWN = 24  # names that an error lists
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -17,5 +17,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = closest(name, names)
     if near:
         return "did you mean " + " or ".join(repr(n) for n in near) + "?"
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"known: {', '.join(names[:SHOWN]) or 'none'}{more}"
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"known: {', '.join(names[:MAX_NAMES_SHOWN]) or 'none'}{more}"

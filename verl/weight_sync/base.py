@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from verl.weight_sync.probe import Verdict
+    from verl.weight_sync.logprob_probe import ProbeResult
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Receipt:
     seconds: float
     bytes_moved: int
     num_tensors: int = 0
-    probes: "tuple[Verdict, ...]" = ()  # one per replica where this publish was probed
+    probes: "tuple[ProbeResult, ...]" = ()  # one per replica where this publish was probed
 
 
 class WeightSync(Protocol):
-    """One way to carry weights from the trainer to the rollout engines."""
+    """One way to move weights from the trainer to the rollout engines."""
 
     async def publish(self, version: int) -> Receipt:
         """Hand over the trainer's weights as `version`; returns when every engine samples from them."""

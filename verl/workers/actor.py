@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from verl.algorithms.losses import make_actor_loss
 from verl.config import FSDPOptimizerConfig, RunConfig
-from verl.config.actor import LOG_PROB, PPO
+from verl.config.actor import LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
-from verl.workers.dispatch import Dispatch
+from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
+from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching, with_loss_weights
 
 
 class Actor:
@@ -23,15 +23,15 @@ class Actor:
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
         self.config, self.group = config, group
-        self.ranks = Dispatch(group, config.trainer.balance_batch)
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
-        shared = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
-        self.train_micro = micro_batching(actor, PPO, shared, actor.use_prefix_grouper)
-        self.infer_micro = micro_batching(rollout, LOG_PROB, shared, actor.use_prefix_grouper)
+        ranks_per_sequence = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
+        self.train_micro = micro_batching(actor, PPO_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
+        self.infer_micro = micro_batching(rollout, LOG_PROB_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
 
     @property
     def model(self) -> nn.Module:
@@ -41,12 +41,12 @@ class Actor:
     @property
     def has_dropout(self) -> bool:
         """Whether two forward passes in training mode can differ."""
-        return self.ranks.has_dropout
+        return self.dispatcher.has_dropout
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """(T,) log-probs of sampled tokens at `temperature` (default: the sampling temperature), 0 elsewhere."""
-        shard, at = batch.keep(["rows"]), self.temperature if temperature is None else temperature
-        return self.ranks.forward(shard, ("logprobs",), self.infer_micro, at)["logprobs"]
+        shard, at_temperature = batch.select_columns(["rows"]), self.temperature if temperature is None else temperature
+        return self.dispatcher.forward(shard, ("logprobs",), self.infer_micro, at_temperature)["logprobs"]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor) of every parameter, tied ones once; where the policy lives in this process."""
@@ -59,14 +59,16 @@ class Actor:
         """
         actor, metrics = self.config.actor_rollout_ref.actor, Metrics()
         first_logprobs = torch.zeros(batch.num_tokens)
-        token_rows = torch.arange(batch.num_tokens)
-        numbered = batch.with_columns(token_rows=token_rows)
-        self.ranks.dealt[:] = 0
-        for _, mini in self.mini_batches.cut(numbered, step):
-            mini = weighted(mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length)
-            learnt, outputs = self.ranks.update(mini, self.train_micro, self.temperature)
-            metrics.merge(learnt)
-            first_logprobs[mini["token_rows"]] = outputs["logprobs"].to(first_logprobs)
+        token_indices = torch.arange(batch.num_tokens)
+        indexed = batch.with_columns(token_indices=token_indices)
+        self.dispatcher.tokens_per_rank[:] = 0
+        for _, mini in self.mini_batches.split(indexed, step):
+            mini = with_loss_weights(
+                mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length
+            )
+            update_metrics, outputs = self.dispatcher.update(mini, self.train_micro, self.temperature)
+            metrics.merge(update_metrics)
+            first_logprobs[mini["token_indices"]] = outputs["logprobs"].to(first_logprobs)
         self.group.broadcast("advance_schedule")
         return metrics, first_logprobs
 
@@ -83,10 +85,10 @@ class Actor:
         self.group.broadcast("load", folder, list(self.config.actor_rollout_ref.actor.checkpoint.load_contents))
 
 
-def actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
+def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     """The policy on this rank; its schedule spans the training steps of the run."""
     arr = config.actor_rollout_ref
-    optim = schedule_over(arr.actor.optim, total_steps)
+    optim = with_schedule_length(arr.actor.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
     engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
     worker = EngineWorker(engine)
@@ -94,6 +96,6 @@ def actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     return worker
 
 
-def schedule_over(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:
+def with_schedule_length(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:
     """The optimiser's configuration with the length of its schedule, unless it was set."""
     return optim if optim.total_training_steps > 0 else dataclasses.replace(optim, total_training_steps=total_steps)

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from verl.algorithms.losses import make_value_loss
 from verl.config import RunConfig
-from verl.config.actor import FORWARD, PPO
+from verl.config.actor import FORWARD_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.runtime.group import WorkerGroup
-from verl.workers.actor import schedule_over
-from verl.workers.dispatch import Dispatch
+from verl.workers.actor import with_schedule_length
+from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, MiniBatches, micro_batching, weighted
+from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching, with_loss_weights
 
 
 class Critic:
@@ -21,29 +21,29 @@ class Critic:
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
         self.config, self.group = config, group
-        self.ranks = Dispatch(group, config.trainer.balance_batch)
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
         critic = config.critic
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )
-        shared = critic.fsdp.ulysses_sequence_parallel_size  # by so many ranks is each micro-batch
-        self.train_micro = micro_batching(critic, PPO, shared)
-        self.infer_micro = micro_batching(critic, FORWARD, shared)
+        ranks_per_sequence = critic.fsdp.ulysses_sequence_parallel_size  # by so many ranks is each micro-batch
+        self.train_micro = micro_batching(critic, PPO_BATCHING_KEYS, ranks_per_sequence)
+        self.infer_micro = micro_batching(critic, FORWARD_BATCHING_KEYS, ranks_per_sequence)
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) value of the state before each sampled token, 0 elsewhere."""
-        shard = batch.keep(["rows"])
-        return self.ranks.forward(shard, ("values",), self.infer_micro, 1.0)["values"]
+        shard = batch.select_columns(["rows"])
+        return self.dispatcher.forward(shard, ("values",), self.infer_micro, 1.0)["values"]
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """All optimiser steps on one batch."""
         critic, metrics = self.config.critic, Metrics()
-        for _, mini in self.mini_batches.cut(batch, step):
-            mini = weighted(
+        for _, mini in self.mini_batches.split(batch, step):
+            mini = with_loss_weights(
                 mini, critic.loss_agg_mode, critic.loss_scale_factor or self.config.data.max_response_length
             )
-            learnt, _ = self.ranks.update(mini, self.train_micro, 1.0)
-            metrics.merge(learnt)
+            update_metrics, _ = self.dispatcher.update(mini, self.train_micro, 1.0)
+            metrics.merge(update_metrics)
         self.group.broadcast("advance_schedule")
         return metrics
 
@@ -60,10 +60,10 @@ class Critic:
         self.group.broadcast("load", folder, list(self.config.critic.checkpoint.load_contents))
 
 
-def critic_worker(config: RunConfig, total_steps: int) -> EngineWorker:
+def build_critic_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     """The value model on this rank."""
     critic = config.critic
-    optim = schedule_over(critic.optim, total_steps)
+    optim = with_schedule_length(critic.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("value_model", critic.strategy)
     engine = engine_class(critic.model, critic.fsdp, optim, critic.checkpoint)
     return EngineWorker(engine, make_value_loss(critic))

@@ -19,7 +19,7 @@ class RankRollout:
     def __init__(self, rollout: RolloutConfig, model: HFModelConfig, engine: BaseEngine):
         self.rollout, self.model, self.engine = rollout, model, engine
         self.version = -1
-        self.copy: nn.Module | None = None
+        self.model_copy: nn.Module | None = None
         self.native: NativeEngine | None = None
 
     async def publish(self, version: int) -> tuple[int, int]:
@@ -28,27 +28,27 @@ class RankRollout:
         if self.native is None:
             await self.wake()
         else:
-            assert self.copy is not None
-            self._fill(self.copy)
-            await self.native.update_weights(self.copy, version)
-        assert self.native is not None and self.copy is not None
-        return self.native.version, sum(p.nbytes for p in self.copy.parameters())
+            assert self.model_copy is not None
+            self._copy_weights(self.model_copy)
+            await self.native.update_weights(self.model_copy, version)
+        assert self.native is not None and self.model_copy is not None
+        return self.native.version, sum(p.nbytes for p in self.model_copy.parameters())
 
     async def wake(self) -> None:
         """Take a copy of the weights in the rollout dtype, unless there is one."""
         if self.native is not None:
             return
-        self.copy = self._empty_model()
-        self._fill(self.copy)
+        self.model_copy = self._empty_model()
+        self._copy_weights(self.model_copy)
         tokenizer = load_tokenizer(self.model)
-        self.native = NativeEngine(self.rollout, self.copy, tokenizer, next(self.copy.parameters()).device)
-        await self.native.update_weights(self.copy, self.version)
+        self.native = NativeEngine(self.rollout, self.model_copy, tokenizer, next(self.model_copy.parameters()).device)
+        await self.native.update_weights(self.model_copy, self.version)
 
     async def sleep(self) -> None:
         """Free the copy and the cache."""
         if self.native is not None:
             await self.native.sleep()
-            self.native = self.copy = None
+            self.native = self.model_copy = None
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         assert self.native is not None, "wake() comes before generate()"
@@ -64,15 +64,15 @@ class RankRollout:
     def _empty_model(self) -> nn.Module:
         """The policy's structure with room for its values on the engine's device."""
         config, _ = build_config(self.model)
-        held = next(self.engine.model.parameters()).dtype
-        dtype = rollout_dtype(self.rollout.dtype) or getattr(self.engine, "compute_dtype", held)
+        engine_dtype = next(self.engine.model.parameters()).dtype
+        dtype = rollout_dtype(self.rollout.dtype) or getattr(self.engine, "compute_dtype", engine_dtype)
         model = load_causal_lm(self.model.path or "", dtype, config, structure_only=True)
         model.to_empty(device=getattr(self.engine, "device", "cpu"))
         model.tie_weights()
         return model.requires_grad_(False)
 
     @torch.no_grad()
-    def _fill(self, copy: nn.Module) -> None:
+    def _copy_weights(self, copy: nn.Module) -> None:
         """Values of every tensor, rounded to what the engine computes with first."""
         targets = dict(copy.named_parameters())
         compute = getattr(self.engine, "compute_dtype", None)

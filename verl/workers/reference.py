@@ -3,29 +3,31 @@
 from torch import Tensor
 
 from verl.config import RunConfig
-from verl.config.actor import LOG_PROB
+from verl.config.actor import LOG_PROB_BATCHING_KEYS
 from verl.data.batch import Batch
 from verl.models.lora import wants_lora
 from verl.runtime.group import WorkerGroup
-from verl.workers.dispatch import Dispatch
+from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.training import EngineWorker, WithoutAdapters, micro_batching
+from verl.workers.engine_worker import EngineWorker, WorkerWithoutAdapters, micro_batching
 
 
 class Reference:
     """Log-probs of the policy as it was before training."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup):
-        self.ranks = Dispatch(group, config.trainer.balance_batch)
+        self.dispatcher = ShardDispatcher(group, config.trainer.balance_batch)
         arr = config.actor_rollout_ref
         ref, rollout = arr.ref, arr.rollout
         self.temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
-        self.micro = micro_batching(ref, LOG_PROB, ranks_per_replica(config), arr.actor.use_prefix_grouper)
+        self.micro = micro_batching(
+            ref, LOG_PROB_BATCHING_KEYS, ranks_per_replica(config), arr.actor.use_prefix_grouper
+        )
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
-        shard = batch.keep(["rows"])
-        return self.ranks.forward(shard, ("logprobs",), self.micro, self.temperature)["logprobs"]
+        shard = batch.select_columns(["rows"])
+        return self.dispatcher.forward(shard, ("logprobs",), self.micro, self.temperature)["logprobs"]
 
 
 def ranks_per_replica(config: RunConfig) -> int:
@@ -34,11 +36,11 @@ def ranks_per_replica(config: RunConfig) -> int:
     return (arr.actor if wants_lora(arr.model) else arr.ref).fsdp_config.ulysses_sequence_parallel_size
 
 
-def reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:
+def build_reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:
     """A forward-only engine on the policy's initial weights; with LoRA the actor's own, without its adapters."""
     arr = config.actor_rollout_ref
     if wants_lora(arr.model):
-        return WithoutAdapters(actor)
+        return WorkerWithoutAdapters(actor)
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.ref.strategy)
     engine = engine_class(arr.model, arr.ref.fsdp_config, None, None)
     return EngineWorker(engine)

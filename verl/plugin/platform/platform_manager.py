@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 PlatformClass = TypeVar("PlatformClass", bound=type[PlatformBase])
 
 FALLBACK = "cpu"
-SPELLINGS = {"cuda": "nvidia", "rocm": "amd", "npu": "huawei"}
+VENDOR_ALIASES = {"cuda": "nvidia", "rocm": "amd", "npu": "huawei"}
 
 _current_platform: PlatformBase | None = None
 
@@ -54,7 +54,7 @@ class PlatformRegistry:
         """The class filed under `name` or under what that spelling stands for; None when there is none."""
         load_plugins()
         name = name.strip().lower()
-        return cls._platforms.get(name) or cls._platforms.get(SPELLINGS.get(name, name))
+        return cls._platforms.get(name) or cls._platforms.get(VENDOR_ALIASES.get(name, name))
 
     @classmethod
     def registered_names(cls) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class PlatformRegistry:
 
 
 @dataclass(frozen=True)
-class Probe:
+class PlatformProbe:
     """One platform's answer to "are you here?", kept so that `verl doctor` can say why."""
 
     name: str
@@ -100,44 +100,46 @@ def choose_platform(device: str) -> PlatformBase:
     if device in ("auto", platform.device_name):
         return platform
     probes = [
-        _probe(name, use_smi_check) for use_smi_check in (True, False) for name in PlatformRegistry.registered_names()
+        _probe_platform(name, use_smi_check)
+        for use_smi_check in (True, False)
+        for name in PlatformRegistry.registered_names()
     ]
     names = [*(probe.name for probe in probes if probe.available), FALLBACK]
-    there = {PlatformRegistry._platforms[name]().device_name: name for name in reversed(names)}
-    if device not in there:
+    vendor_of = {PlatformRegistry._platforms[name]().device_name: name for name in reversed(names)}
+    if device not in vendor_of:
         raise ConfigError(
-            f"trainer.device={device}, but this machine has {', '.join(sorted(there))}; name one of them, or leave it "
+            f"trainer.device={device}, but this machine has {', '.join(sorted(vendor_of))}; name one, or leave it "
             "at auto"
         )
-    os.environ["VERL_PLATFORM"] = there[device]
-    _current_platform = _create_platform(there[device])
+    os.environ["VERL_PLATFORM"] = vendor_of[device]
+    _current_platform = _create_platform(vendor_of[device])
     return _current_platform
 
 
-def probe_platforms() -> list[Probe]:
+def probe_platforms() -> list[PlatformProbe]:
     """Ask every platform in order, with its monitoring program first and, if none answers, without; stops at a yes.
 
     The second round finds devices in containers that lack the program. It cannot come first: a CUDA-compatible chip
     of another vendor is told from NVIDIA's by the program alone.
     """
-    probes: list[Probe] = []
+    probes: list[PlatformProbe] = []
     for use_smi_check in (True, False):
         for name in PlatformRegistry.registered_names():
-            probes.append(_probe(name, use_smi_check))
+            probes.append(_probe_platform(name, use_smi_check))
             if probes[-1].available:
                 return probes
     return probes
 
 
-def _probe(name: str, use_smi_check: bool) -> Probe:
+def _probe_platform(name: str, use_smi_check: bool) -> PlatformProbe:
     try:
         available = bool(PlatformRegistry._platforms[name]().is_platform_available(use_smi_check=use_smi_check))
     except Exception as error:  # a vendor's broken driver must not stop the next vendor from being asked
         logger.info("platform %r cannot be probed: %s: %s", name, type(error).__name__, error)
-        return Probe(name, False, f"{type(error).__name__}: {error}")
+        return PlatformProbe(name, False, f"{type(error).__name__}: {error}")
     if not available:
-        return Probe(name, False, "not present")
-    return Probe(name, True, "present" if use_smi_check else "usable in torch, without its monitoring program")
+        return PlatformProbe(name, False, "not present")
+    return PlatformProbe(name, True, "present" if use_smi_check else "usable in torch, without its monitoring program")
 
 
 def _detect_platform_name() -> str:
@@ -154,9 +156,9 @@ def _create_platform(name: str) -> PlatformBase:
     platform_class = PlatformRegistry.get(name)
     if platform_class is None:
         known = [*PlatformRegistry.registered_names(), FALLBACK]
-        near = closest(name.strip().lower(), [*known, *SPELLINGS])
+        near = closest(name.strip().lower(), [*known, *VENDOR_ALIASES])
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        spelled = ", ".join(f"{short} = {full}" for short, full in SPELLINGS.items())
+        spelled = ", ".join(f"{short} = {full}" for short, full in VENDOR_ALIASES.items())
         raise UnknownPlatformError(
             f"unknown platform {name!r}{hint} Registered: {', '.join(known)} (also {spelled}). "
             f"A vendor's plug-in adds its own: install it, or name it in VERL_USE_EXTERNAL_MODULES"

@@ -48,7 +48,7 @@ def compute_score(
 ) -> float:
     """`score` for the right number, `format_score` for a wrong one, 0 for none.
 
-    ValueError when the ground truth is not a number: then no answer could be judged.
+    ValueError when the ground truth is not a number: then no answer could be scored.
     """
     expected = to_number(str(ground_truth))
     if expected is None:
@@ -59,7 +59,9 @@ def compute_score(
     return score if Decimal(answer) == expected else format_score
 
 
-def judge(solution_str: str, ground_truth: str, method: str = "strict", **kwargs: float) -> dict[str, float | str]:
+def score_answer(
+    solution_str: str, ground_truth: str, method: str = "strict", **kwargs: float
+) -> dict[str, float | str]:
     """`compute_score` with what validation reads besides: `acc` and the extracted `pred` ("" for none)."""
     value = compute_score(solution_str, ground_truth, method, **kwargs)
     pred = extract_answer(solution_str, method)

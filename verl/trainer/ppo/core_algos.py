@@ -23,8 +23,8 @@ from verl.algorithms import advantages as our_advantages
 from verl.algorithms import losses as our_losses
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.config import ActorConfig, AlgorithmConfig, CriticConfig
-from verl.data.batch import Batch, cumulative
-from verl.trainer.ppo.padded import AdvantageAdapter, PaddedFunction, PolicyLossAdapter, agg_loss
+from verl.data.batch import Batch, cumulative_lengths
+from verl.trainer.ppo.padded_adapters import AdvantageAdapter, PaddedFunction, PolicyLossAdapter, agg_loss
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -117,7 +117,7 @@ def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """`verl.algorithms.advantages.gae` for padded tensors, (bs, T) each."""
-    batch = _flat(response_mask, token_rewards=token_level_rewards, values=values)
+    batch = _pack_padded(response_mask, token_rewards=token_level_rewards, values=values)
     advantages, returns = our_advantages.gae(batch, AlgorithmConfig(gamma=gamma, lam=lam))
     return advantages.view_as(response_mask), returns.view_as(response_mask)
 
@@ -132,7 +132,7 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """`verl.algorithms.advantages.grpo` for padded tensors; `index` (bs,) says which rows are a group."""
     _, group_ids = np.unique(index, return_inverse=True)
-    batch = _flat(response_mask, token_rewards=token_level_rewards)
+    batch = _pack_padded(response_mask, token_rewards=token_level_rewards)
     batch = Batch(batch.cu_seqlens, batch.token_columns, {"group_ids": torch.as_tensor(group_ids)})
     settings = AlgorithmConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
     advantages, returns = our_advantages.grpo(batch, settings)
@@ -150,14 +150,14 @@ def compute_policy_loss_vanilla(
 ) -> tuple[Tensor, dict[str, float]]:
     """`verl.algorithms.losses.vanilla` for padded tensors, reduced by `agg_loss`. `config`: ActorConfig or a view."""
     config = ActorConfig() if config is None else config
-    batch = _flat(response_mask)
+    batch = _pack_padded(response_mask)
     losses, metrics = our_losses.vanilla(
         log_prob.flatten(), old_log_prob.flatten(), advantages.flatten(), batch, config
     )
     losses = losses.view_as(response_mask)
     if rollout_is_weights is not None:
         losses = losses * rollout_is_weights
-    means = our_losses.detached({name: column[batch["loss_mask"]] for name, column in metrics.items()})
+    means = our_losses.detach_metrics({name: column[batch["loss_mask"]] for name, column in metrics.items()})
     return agg_loss(losses, response_mask, loss_agg_mode), {f"actor/{k}": float(v.mean()) for k, v in means.items()}
 
 
@@ -176,12 +176,12 @@ def compute_value_loss(
     return agg_loss(losses, response_mask, loss_agg_mode), metrics["vf_clipfrac"][response_mask.bool()].mean()
 
 
-def _flat(response_mask: Tensor, **columns: Tensor) -> Batch:
+def _pack_padded(response_mask: Tensor, **columns: Tensor) -> Batch:
     """Padded rows as a packed batch whose sequences keep their padding, outside the loss mask."""
     num_sequences, width = response_mask.shape
     lengths = torch.full((num_sequences,), width, device=response_mask.device)
     flat = {name: column.flatten() for name, column in columns.items()}
-    return Batch(cumulative(lengths), {"loss_mask": response_mask.flatten().bool(), **flat}, {})
+    return Batch(cumulative_lengths(lengths), {"loss_mask": response_mask.flatten().bool(), **flat}, {})
 
 
 ADV_ESTIMATOR_REGISTRY.update(

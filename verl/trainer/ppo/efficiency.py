@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from verl.data.batch import Batch
-from verl.data.prefixes import repeated_prompts
+from verl.data.shared_prompts import repeated_prompt_lengths
 from verl.models.flops import Speed
 from verl.runtime.group import WorkerGroup
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -16,14 +16,18 @@ def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float])
     (`actor.use_prefix_grouper`), and each epoch of the update once.
     """
     lengths, rows = batch.lengths.tolist(), int(batch["loss_mask"].sum())
-    shared = repeated_prompts(batch) if trainer.actor.train_micro.share_prefixes else []
+    shared_prompts = repeated_prompt_lengths(batch) if trainer.actor.train_micro.share_prefixes else []
     needed: dict[str, tuple[str, Speed, float]] = {}
-    actor = speed_of(trainer.actor.group)
+    actor = group_speed(trainer.actor.group)
     if actor is not None:
         epochs, count = trainer.actor.mini_batches.epochs, actor.counts
-        needed["update_actor"] = "actor", actor, (count.update(lengths, rows) - count.update(shared, 0)) * epochs
-        needed["old_log_prob"] = "actor_infer", actor, count.forward(lengths, rows) - count.forward(shared, 0)
-    critic = speed_of(trainer.critic.group) if trainer.critic is not None else None
+        needed["update_actor"] = (
+            "actor",
+            actor,
+            (count.update(lengths, rows) - count.update(shared_prompts, 0)) * epochs,
+        )
+        needed["old_log_prob"] = "actor_infer", actor, count.forward(lengths, rows) - count.forward(shared_prompts, 0)
+    critic = group_speed(trainer.critic.group) if trainer.critic is not None else None
     if critic is not None and trainer.critic is not None:
         epochs = trainer.critic.mini_batches.epochs
         needed["update_critic"] = "critic", critic, critic.counts.update(lengths, rows) * epochs
@@ -34,17 +38,17 @@ def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float])
     }
 
 
-def memory_of_forwards(trainer: PPOTrainer, seconds: Mapping[str, float]) -> dict[str, float]:
+def forward_memory_metrics(trainer: PPOTrainer, seconds: Mapping[str, float]) -> dict[str, float]:
     """<stage>/perf/*memory*_gb of the forward-only stages that ran, named as in timing_s: the highest of any rank."""
     stages = {"old_log_prob": trainer.actor, "ref": trainer.reference, "values": trainer.critic}
     out = {}
     for stage, role in stages.items():
         if role is not None and stage in seconds:
-            out.update(role.ranks.forward_memory.prefixed(f"{stage}/").values())
+            out.update(role.dispatcher.forward_memory.with_prefix(f"{stage}/").values())
     return out
 
 
-def speed_of(group: WorkerGroup) -> Speed | None:
+def group_speed(group: WorkerGroup) -> Speed | None:
     """What the model of a group costs, and what all its ranks together can do."""
     speeds: list[Speed | None] = group.broadcast("speed")
     known = [speed for speed in speeds if speed is not None]

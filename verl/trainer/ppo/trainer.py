@@ -1,4 +1,4 @@
-"""The step: collect, pack, judge, weigh, learn, publish.
+"""The step: collect, pack, evaluate, compute advantages, update, publish.
 
 Synchronous and asynchronous training are this step over another source; timing, dumping and logging wrap it from
 outside (see loop.py).
@@ -17,8 +17,8 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
 from verl.runtime.group import WorkerGroup
-from verl.trainer.metrics import balance_metrics, data_metrics, mean_max_min, mismatch_metrics, turn_metrics
-from verl.trainer.ppo.sources import Collected, SyncSource
+from verl.trainer.batch_metrics import balance_metrics, data_metrics, mean_max_min, mismatch_metrics, turn_metrics
+from verl.trainer.ppo.trajectory_source import RolloutBatch, SyncSource
 from verl.utils.errors import RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.actor import Actor
@@ -32,7 +32,7 @@ class StepRecord:
 
     step: int
     epoch: int
-    collected: Collected
+    rollouts: RolloutBatch
     batch: Batch
     metrics: dict[str, float]
     receipt: Receipt
@@ -62,40 +62,40 @@ class PPOTrainer:
 
     def step(self, timer: StageTimer) -> StepRecord:
         """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
-        collected = self.collect(timer)
-        batch = Batch.pack([t for t in collected.trajectories if t.reward is not None])
-        batch = self.judge(batch, timer)
+        rollouts = self.collect(timer)
+        batch = Batch.pack([t for t in rollouts.trajectories if t.reward is not None])
+        batch = self.evaluate(batch, timer)
         with timer("adv"):
-            batch, metrics = self.weigh(batch)
-        batch, learnt = self.learn(batch, timer)
-        metrics.merge(learnt)
+            batch, metrics = self.compute_advantages(batch)
+        batch, update_metrics = self.update(batch, timer)
+        metrics.merge(update_metrics)
         self.global_step += 1
         with timer("update_weights"):
             receipt = self.publish()
         return StepRecord(
             self.global_step,
             self.source.prompts.epoch,
-            collected,
+            rollouts,
             batch,
-            self.report(batch, collected, metrics),
+            self.step_metrics(batch, rollouts, metrics),
             receipt,
         )
 
-    def collect(self, timer: StageTimer) -> Collected:
-        """Judged trajectories of the next prompts."""
-        collected = self.runner.run(self.source.take(self.config.data.train_batch_size))
-        timer.add("gen", collected.generate_s)
-        timer.add("reward", collected.reward_s)
-        if all(t.reward is None for t in collected.trajectories):
-            errors = sorted({s.error for s in collected.scores if s.error})
+    def collect(self, timer: StageTimer) -> RolloutBatch:
+        """Scored trajectories of the next prompts."""
+        rollouts = self.runner.run(self.source.take(self.config.data.train_batch_size))
+        timer.add("gen", rollouts.generate_s)
+        timer.add("reward", rollouts.reward_s)
+        if all(t.reward is None for t in rollouts.trajectories):
+            errors = sorted({s.error for s in rollouts.scores if s.error})
             raise RewardError(
-                f"step {self.global_step + 1}: none of {len(collected.trajectories)} answers got a reward "
-                f"({collected.num_reward_errors} errors, {collected.num_abstained} abstentions); there is nothing to "
+                f"step {self.global_step + 1}: none of {len(rollouts.trajectories)} answers got a reward "
+                f"({rollouts.num_reward_errors} errors, {rollouts.num_abstained} abstentions); there is nothing to "
                 f"learn from. First error: {errors[0] if errors else 'none'}"
             )
-        return collected
+        return rollouts
 
-    def judge(self, batch: Batch, timer: StageTimer) -> Batch:
+    def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
         """Adds old_logprobs (unless this step cannot need them), ref_logprobs and values."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
@@ -110,7 +110,7 @@ class PPOTrainer:
                 batch = batch.with_columns(values=self.critic.values(batch))
         return batch
 
-    def weigh(self, batch: Batch) -> tuple[Batch, Metrics]:
+    def compute_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds token_rewards, advantages and returns."""
         algorithm, metrics = self.config.algorithm, Metrics()
         if algorithm.use_kl_in_reward:
@@ -119,16 +119,16 @@ class PPOTrainer:
             batch = with_token_rewards(batch)
         return compute_advantages(batch, algorithm), metrics
 
-    def learn(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
+    def update(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
         """Updates the critic, then (after its warm-up) the actor; fills old_logprobs where they were left out."""
         metrics = Metrics()
         if self.critic is not None:
             with timer("update_critic"):
-                metrics.merge(self.critic.update(batch, self.global_step).prefixed("critic/"))
+                metrics.merge(self.critic.update(batch, self.global_step).with_prefix("critic/"))
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                learnt, logprobs = self.actor.update(batch, self.global_step)
-                metrics.merge(learnt.prefixed("actor/"))
+                update_metrics, logprobs = self.actor.update(batch, self.global_step)
+                metrics.merge(update_metrics.with_prefix("actor/"))
             if "old_logprobs" not in batch:
                 batch = batch.with_columns(old_logprobs=logprobs)
         return batch, metrics
@@ -155,21 +155,21 @@ class PPOTrainer:
             and not self.actor.has_dropout
         )
 
-    def report(self, batch: Batch, collected: Collected, metrics: Metrics) -> dict[str, float]:
+    def step_metrics(self, batch: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
         """Every metric of the step except timings."""
         config = self.config
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
-        dealt = self.actor.ranks.dealt / config.actor_rollout_ref.actor.ppo_epochs
-        out.update(balance_metrics(batch.lengths.tolist(), dealt.tolist()))
-        out.update(turn_metrics(collected.trajectories))
+        tokens_per_rank = self.actor.dispatcher.tokens_per_rank / config.actor_rollout_ref.actor.ppo_epochs
+        out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
+        out.update(turn_metrics(rollouts.trajectories))
         bypassed = config.algorithm.rollout_correction.bypass_mode  # nothing to compare the rollout's with
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
-        out.update({f"rollout/{name}": value for name, value in collected.engine_stats.items()})
+        out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()})
         versions = batch["policy_versions"].double()
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))
-        out["reward/errors"], out["reward/abstained"] = collected.num_reward_errors, collected.num_abstained
+        out["reward/errors"], out["reward/abstained"] = rollouts.num_reward_errors, rollouts.num_abstained
         out["training/global_step"], out["training/epoch"] = self.global_step, self.source.prompts.epoch
         unhealthy = [
             name for name, value in out.items() if name.endswith("_loss") and not torch.isfinite(torch.tensor(value))
@@ -198,7 +198,7 @@ class PPOTrainer:
 
     def close(self) -> None:
         """End what the run holds: the rollout engine, and the ranks."""
-        self.source.sampler.engine.close()
+        self.source.collector.engine.close()
         self.runner.close()
         if self.group is not None:
             self.group.close()

@@ -15,7 +15,7 @@ from verl.algorithms.losses import TokenLoss
 from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.data.packing import MicroBatching
+from verl.data.micro_batches import MicroBatching
 from verl.models.flops import Speed
 from verl.plugin import load_plugins
 from verl.plugin.platform import get_platform
@@ -169,15 +169,15 @@ class EngineRegistry:
 
         def add(engine: type[BaseEngine]) -> type[BaseEngine]:
             _check_engine_class(engine)
-            for name, where, who in product(_listed(backend), _listed(device), _listed(vendor)):
+            for name, device_name, vendor_name in product(_as_list(backend), _as_list(device), _as_list(vendor)):
                 engines = cls._engines.setdefault(model_type, {}).setdefault(name, {})
-                key = where if who is None else (where, who)
-                taken = engines.get(key)
-                if taken is not None and taken is not engine:
+                key = device_name if vendor_name is None else (device_name, vendor_name)
+                existing = engines.get(key)
+                if existing is not None and existing is not engine:
                     raise PluginError(
                         f"engine {engine.__module__}.{engine.__qualname__} registers model_type={model_type!r} "
-                        f"backend={name!r} device={where!r} vendor={who!r}, which is taken by "
-                        f"{taken.__module__}.{taken.__qualname__}; register it for another device or vendor"
+                        f"backend={name!r} device={device_name!r} vendor={vendor_name!r}, which is taken by "
+                        f"{existing.__module__}.{existing.__qualname__}; register it for another device or vendor"
                     )
                 engines[key] = engine
             return engine
@@ -225,7 +225,7 @@ def _register_own_engines() -> None:
     import verl.workers.engine.fsdp_engine  # noqa: F401
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

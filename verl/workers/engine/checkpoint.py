@@ -23,13 +23,22 @@ from torch import Tensor
 
 from verl.models import export, lora
 from verl.models.tensor_file import file_digest, write_tensors
+from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import atomic_write_text
-from verl.utils.sealed import read_sealed, write_sealed
 from verl.workers.engine import rng
-from verl.workers.engine.manifest import FORMAT, MANIFEST, DamagedCheckpoint, read_manifest, verify_files
-from verl.workers.engine.saving import Saving, handed_over
-from verl.workers.engine.shards import Held, Index, Reader, from_json, held, merge, to_json, to_save
+from verl.workers.engine.collective_save import CollectiveSave, drain
+from verl.workers.engine.manifest import FORMAT, MANIFEST, DamagedCheckpointError, read_manifest, verify_files
+from verl.workers.engine.tensor_shards import (
+    LocalShard,
+    ShardIndex,
+    ShardReader,
+    index_from_json,
+    index_to_json,
+    local_shard,
+    merge_indices,
+    tensors_to_save,
+)
 
 if TYPE_CHECKING:
     from verl.workers.engine.torch_engine import TorchEngine
@@ -38,8 +47,8 @@ CONTENTS = ("model", "optimizer", "extra", "hf_model")
 PREFIX = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 HUGGINGFACE, ADAPTERS = "huggingface", "lora_adapter"
 
-Work = Callable[[], dict[str, Any]]  # writes files; what the manifest must know of them
-Check = Callable[[dict[str, str]], None]  # of the digests of the files that all ranks have written
+WriteTask = Callable[[], dict[str, Any]]  # writes files; what the manifest must know of them
+DigestCheck = Callable[[dict[str, str]], None]  # of the digests of the files that all ranks have written
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -62,26 +71,26 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)  # until the new one is written the folder is incomplete
         export.export_config_and_tokenizer(engine.model, engine.model_config, folder / HUGGINGFACE)
-    engine.ranks.least(0, engine.device)  # the folder is there
+    engine.rank_mesh.min_over_ranks(0, engine.device)  # the folder is there
     background = engine.checkpoint_config.async_save
-    work: list[Work] = []
+    tasks: list[WriteTask] = []
     if "model" in contents:
-        work.append(_saves(engine, folder, "model", model_tensors(engine), background))
+        tasks.append(_shard_write_task(engine, folder, "model", model_tensors(engine), background))
     if "optimizer" in contents:
-        work.append(_saves(engine, folder, "optimizer", optimizer_tensors(engine), background))
+        tasks.append(_shard_write_task(engine, folder, "optimizer", optimizer_tensors(engine), background))
     if "extra" in contents:
-        work.append(_saves_extra(engine, folder))
+        tasks.append(_extra_write_task(engine, folder))
     if adapters:
-        work.append(_saves_adapters(engine, folder / ADAPTERS))
-    about = {"contents": contents, "world_size": engine.world_size, "optimizer": type(engine.optimizer).__name__}
-    seal = partial(_seal, folder, about)
+        tasks.append(_adapter_write_task(engine, folder / ADAPTERS))
+    header = {"contents": contents, "world_size": engine.world_size, "optimizer": type(engine.optimizer).__name__}
+    finalize = partial(_write_manifest, folder, header)
     layers: Iterator[Any] = iter(())
     if "hf_model" in contents:
-        writes, check, layers = _exports(engine, folder / HUGGINGFACE, background)
-        work.append(writes)
-        seal = partial(_seal, folder, about, check)
-    engine.saving = Saving(partial(_write_rank, folder, engine.rank, work), seal)
-    engine.saving.start(background)
+        write_task, check, layers = _export_write_task(engine, folder / HUGGINGFACE, background)
+        tasks.append(write_task)
+        finalize = partial(_write_manifest, folder, header, check)
+    engine.pending_save = CollectiveSave(partial(_write_rank, folder, engine.rank, tasks), finalize)
+    engine.pending_save.start(background)
     if not background:
         for _ in layers:  # left by a rank that failed: the others wait for its part in gathering them
             pass
@@ -90,35 +99,37 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
 
 def finish_save(engine: "TorchEngine", wait: bool) -> bool:
     """Whether no save is under way any more. A collective; the error of a save that failed is raised here."""
-    saving = engine.saving
-    if saving is None:
+    save = engine.pending_save
+    if save is None:
         return True
-    state = engine.ranks.least(saving.state(wait), engine.device)
-    if state == Saving.RUNNING:
+    state = engine.rank_mesh.min_over_ranks(save.state(wait), engine.device)
+    if state == CollectiveSave.RUNNING:
         return False
-    engine.saving = None
-    if state == Saving.DONE and engine.rank == 0:
-        saving.attempt(saving.seal)
-    if engine.ranks.least(saving.state(wait=True), engine.device) == Saving.FAILED:
-        saving.raise_error(engine.ranks.texts(saving.reason()))
+    engine.pending_save = None
+    if state == CollectiveSave.DONE and engine.rank == 0:
+        save.attempt(save.finalize)
+    if engine.rank_mesh.min_over_ranks(save.state(wait=True), engine.device) == CollectiveSave.FAILED:
+        save.raise_error(engine.rank_mesh.gather_texts(save.error_text()))
     return True
 
 
-def _saves(engine: "TorchEngine", folder: Path, part: str, tensors: dict[str, Held], copy: bool) -> Work:
+def _shard_write_task(
+    engine: "TorchEngine", folder: Path, part: str, tensors: dict[str, LocalShard], copy: bool
+) -> WriteTask:
     file = _file_name(part, engine.world_size, engine.rank)
-    local, index = to_save(tensors, file)
+    local, index = tensors_to_save(tensors, file)
     if copy:
         local = {key: tensor.to("cpu", copy=True) for key, tensor in local.items()}
 
-    def work() -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         digest = write_tensors(folder / file, local)
         local.clear()
-        return {"files": {file: digest}, "tensors": {part: to_json(index)}}
+        return {"files": {file: digest}, "tensors": {part: index_to_json(index)}}
 
-    return work
+    return write
 
 
-def _saves_extra(engine: "TorchEngine", folder: Path) -> Work:
+def _extra_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
     numbers, generators = rng.generator_states(engine.device)
     if engine.rank == 0:
         numbers["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
@@ -126,51 +137,51 @@ def _saves_extra(engine: "TorchEngine", folder: Path) -> Work:
     file = _file_name("extra", engine.world_size, engine.rank)
     text = Path(file).with_suffix(".json").name
 
-    def work() -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         atomic_write_text(folder / text, json.dumps(numbers))
         return {"files": {file: write_tensors(folder / file, generators), text: file_digest(folder / text)}}
 
-    return work
+    return write
 
 
-def _saves_adapters(engine: "TorchEngine", folder: Path) -> Work:
+def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
     """Rank 0 writes the adapters whole, after a collective that gathers one parameter at a time."""
-    trained = {name for name, parameter in engine.weights.named if parameter.requires_grad}
+    trained = {name for name, parameter in engine.weights.named_parameters if parameter.requires_grad}
     whole = {
-        lora.file_name(name): tensor.to("cpu", copy=True).contiguous()
+        lora.adapter_key(name): tensor.to("cpu", copy=True).contiguous()
         for name, tensor in engine.weights.full_tensors()
         if name in trained and engine.rank == 0
     }
 
-    def work() -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         if engine.rank > 0:
             return {}
-        lora.write_settings(engine.model, folder)
-        digest = write_tensors(folder / lora.WEIGHTS, whole)
+        lora.write_adapter_config(engine.model, folder)
+        digest = write_tensors(folder / lora.ADAPTER_WEIGHTS, whole)
         settings = {f"{ADAPTERS}/{path.name}": file_digest(path) for path in folder.iterdir()}
-        return {"files": {**settings, f"{ADAPTERS}/{lora.WEIGHTS}": digest}}
+        return {"files": {**settings, f"{ADAPTERS}/{lora.ADAPTER_WEIGHTS}": digest}}
 
-    return work
+    return write
 
 
-def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Check, Iterator[Any]]:
+def _export_write_task(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[WriteTask, DigestCheck, Iterator[Any]]:
     """What writes this rank's files of the Hugging Face folder, and the layers: each a collective, unless copied."""
     buffers = persistent_buffers(engine)
-    plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.plain_name(full))}
+    plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.base_name(full))}
     shapes = {**plain, **buffers}
     plan = export.plan_export(engine.model, shapes, engine.rank, engine.world_size)
     reload = plan.wants_reload(engine.checkpoint_config.verify)
     logits = None
     if reload:
         with engine.eval_mode():
-            logits = export.probe_logits(engine.model)
-            engine.weights.rest()
+            logits = export.fixed_token_logits(engine.model)
+            engine.weights.reshard()
     layers = plan.layers(chain(engine.export_weights(), buffers.items()))
     if copy:
         on_host = [(file, {n: t.to("cpu", copy=True) for n, t in layer.items()}) for file, layer in layers]
-        layers = handed_over(on_host)
+        layers = drain(on_host)
 
-    def work() -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         written = export.write_layers(plan, layers, folder, reload)
         files = {f"{HUGGINGFACE}/{name}": digest for name, digest in written.files.items()}
         return {"files": files, "exported": written.tensors}
@@ -180,41 +191,44 @@ def _exports(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[Work, Che
             reloaded = export.reload(plan, digests, folder, next(iter(shapes.values())).dtype)
             export.compare_logits(reloaded, logits, folder)
 
-    return work, check, layers
+    return write, check, layers
 
 
-def _write_rank(folder: Path, rank: int, work: list[Work]) -> None:
-    """Do all `work`, then say what was written in a file for rank 0."""
-    said: dict[str, Any] = {"files": {}, "tensors": {}, "exported": {}}
-    while work:
-        for key, value in work.pop(0)().items():
-            said[key].update(value)
-    write_sealed(_said_by(folder, rank), said)
+def _write_rank(folder: Path, rank: int, tasks: list[WriteTask]) -> None:
+    """Do all `tasks`, then say what was written in a file for rank 0."""
+    report: dict[str, Any] = {"files": {}, "tensors": {}, "exported": {}}
+    while tasks:
+        for key, value in tasks.pop(0)().items():
+            report[key].update(value)
+    write_checksummed(_report_path(folder, rank), report)
 
 
-def _said_by(folder: Path, rank: int) -> Path:
+def _report_path(folder: Path, rank: int) -> Path:
     return folder / f"written_by_rank_{rank}.json"
 
 
-def _seal(folder: Path, about: dict[str, Any], check: Check | None = None) -> None:
+def _write_manifest(folder: Path, header: dict[str, Any], check: DigestCheck | None = None) -> None:
     """Write the manifest from what all ranks say they wrote."""
-    said = [read_sealed(_said_by(folder, rank)) for rank in range(about["world_size"])]
+    reports = [read_checksummed(_report_path(folder, rank)) for rank in range(header["world_size"])]
     if check is not None:
-        check({name: digest for one in said for name, digest in one["exported"].items()})
-    files = {name: digest for one in said for name, digest in one["files"].items()}
+        check({name: digest for report in reports for name, digest in report["exported"].items()})
+    files = {name: digest for report in reports for name, digest in report["files"].items()}
     for path in sorted((folder / HUGGINGFACE).iterdir()):
         name = f"{HUGGINGFACE}/{path.name}"
         files[name] = files.get(name) or file_digest(path)
-    parts = {part: merge([from_json(one["tensors"][part]) for one in said]) for part in said[0]["tensors"]}
+    parts = {
+        part: merge_indices([index_from_json(report["tensors"][part]) for report in reports])
+        for part in reports[0]["tensors"]
+    }
     manifest = {
         "format": FORMAT,
-        **about,
+        **header,
         "files": files,
-        "tensors": {part: to_json(index) for part, index in parts.items()},
+        "tensors": {part: index_to_json(index) for part, index in parts.items()},
     }
-    write_sealed(folder / MANIFEST, manifest)
-    for rank in range(about["world_size"]):
-        _said_by(folder, rank).unlink()
+    write_checksummed(folder / MANIFEST, manifest)
+    for rank in range(header["world_size"]):
+        _report_path(folder, rank).unlink()
 
 
 def _file_name(part: str, world_size: int, rank: int) -> str:
@@ -224,33 +238,37 @@ def _file_name(part: str, world_size: int, rank: int) -> str:
 # --- what is saved --------------------------------------------------------------------------------------------------
 
 
-def model_tensors(engine: "TorchEngine") -> dict[str, Held]:
+def model_tensors(engine: "TorchEngine") -> dict[str, LocalShard]:
     """Parameters (tied ones once) and persistent buffers, or what is trained alone; as this rank holds them."""
-    alone = engine.checkpoint_config.save_lora_only and lora.has_adapters(engine.model)
-    kept = [(name, parameter) for name, parameter in engine.weights.named if parameter.requires_grad or not alone]
-    buffers = {} if alone else persistent_buffers(engine)
-    parameters = {name: engine.weights.held(name, parameter) for name, parameter in kept}
-    return {**parameters, **{name: held(buffer, engine.rank) for name, buffer in buffers.items()}}
+    adapters_only = engine.checkpoint_config.save_lora_only and lora.has_adapters(engine.model)
+    saved = [
+        (name, parameter)
+        for name, parameter in engine.weights.named_parameters
+        if parameter.requires_grad or not adapters_only
+    ]
+    buffers = {} if adapters_only else persistent_buffers(engine)
+    parameters = {name: engine.weights.local_shard(name, parameter) for name, parameter in saved}
+    return {**parameters, **{name: local_shard(buffer, engine.rank) for name, buffer in buffers.items()}}
 
 
 def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
     """The model's buffers that belong to its state; whole on every rank."""
     return {
-        engine.weights.plain_name(f"{prefix}.{name}" if prefix else name): buffer
+        engine.weights.unwrapped_name(f"{prefix}.{name}" if prefix else name): buffer
         for prefix, module in engine.model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
 
 
-def optimizer_tensors(engine: "TorchEngine") -> dict[str, Held]:
+def optimizer_tensors(engine: "TorchEngine") -> dict[str, LocalShard]:
     """Optimiser state by "<parameter>|<state>", as this rank holds it."""
     assert engine.optimizer is not None
-    out: dict[str, Held] = {}
-    for name, parameter in engine.weights.named:
-        for key, value in engine.weights.state_of(engine.optimizer, parameter).items():
+    out: dict[str, LocalShard] = {}
+    for name, parameter in engine.weights.named_parameters:
+        for key, value in engine.weights.optimizer_state(engine.optimizer, parameter).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            out[f"{name}|{key}"] = engine.weights.held(name, tensor)
+            out[f"{name}|{key}"] = engine.weights.local_shard(name, tensor)
     return out
 
 
@@ -263,34 +281,34 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     finish_save(engine, wait=True)
     wanted = [name for name in contents if name != "hf_model" and not (name == "optimizer" and not engine.trains)]
     manifest = read_manifest(folder)
-    lacking = [name for name in wanted if name not in manifest["contents"]]
-    if lacking:
-        rest = f"leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in lacking)}]"
-        if "model" in lacking:  # left out, a run would go on from the weights it began with
-            rest = f"begin anew from its Hugging Face folder, if it has one: model.path={folder / HUGGINGFACE}"
+    absent = [name for name in wanted if name not in manifest["contents"]]
+    if absent:
+        advice = f"leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in absent)}]"
+        if "model" in absent:  # left out, a run would go on from the weights it began with
+            advice = f"begin anew from its Hugging Face folder, if it has one: model.path={folder / HUGGINGFACE}"
         there = ", ".join(manifest["contents"])
-        missing = f"{folder} holds {there}, not {', '.join(lacking)}"
-        raise CheckpointError(f"{missing}; resume from a checkpoint that does, or {rest}")
-    ours = type(engine.optimizer).__name__
-    if "optimizer" in wanted and manifest.get("optimizer", ours) != ours:
+        missing = f"{folder} holds {there}, not {', '.join(absent)}"
+        raise CheckpointError(f"{missing}; resume from a checkpoint that does, or {advice}")
+    current = type(engine.optimizer).__name__
+    if "optimizer" in wanted and manifest.get("optimizer", current) != current:
         raise CheckpointError(
-            f"{folder} holds the state of {manifest['optimizer']}, not of optim.optimizer={ours}; set it back, or "
+            f"{folder} holds the state of {manifest['optimizer']}, not of optim.optimizer={current}; set it back, or "
             f"begin without: checkpoint.load_contents=[{','.join(n for n in wanted if n != 'optimizer')}]"
         )
     _verify(engine, folder, wanted, manifest)
-    indices = {part: from_json(index) for part, index in manifest["tensors"].items() if part in wanted}
+    indices = {part: index_from_json(index) for part, index in manifest["tensors"].items() if part in wanted}
     for part, index in indices.items():
         _check_complete(index, folder, part)
     if "model" in wanted:
-        lora.check_scale(engine.model, folder / ADAPTERS)
+        lora.check_adapter_scale(engine.model, folder / ADAPTERS)
         _check_fits(model_tensors(engine), indices["model"], folder)
     if "optimizer" in wanted:
         _check_optimizer(engine, indices["optimizer"], folder)
     extra = _read_extra(engine, folder, manifest["world_size"]) if "extra" in wanted else None
     if "model" in wanted:
-        _restore_model(engine, Reader(folder, indices["model"]))
+        _restore_model(engine, ShardReader(folder, indices["model"]))
     if "optimizer" in wanted:
-        _restore_optimizer(engine, Reader(folder, indices["optimizer"]))
+        _restore_optimizer(engine, ShardReader(folder, indices["optimizer"]))
     if extra is not None:
         _restore_extra(engine, *extra)
 
@@ -299,25 +317,28 @@ def _verify(engine: "TorchEngine", folder: Path, wanted: list[str], manifest: di
     """Check the digests of all files of `wanted` parts, the ranks sharing the work."""
     prefixes = tuple(f"{PREFIX[part]}_world_size_" for part in wanted)
     names = sorted(name for name in manifest["files"] if name.startswith(prefixes))
-    checking = Saving(partial(verify_files, folder, names[engine.rank :: engine.world_size], manifest), lambda: None)
+    checking = CollectiveSave(
+        partial(verify_files, folder, names[engine.rank :: engine.world_size], manifest), lambda: None
+    )
     checking.start(background=False)
-    if engine.ranks.least(checking.state(wait=True), engine.device) == Saving.FAILED:
-        checking.raise_error(engine.ranks.texts(checking.reason()))
+    if engine.rank_mesh.min_over_ranks(checking.state(wait=True), engine.device) == CollectiveSave.FAILED:
+        checking.raise_error(engine.rank_mesh.gather_texts(checking.error_text()))
 
 
-def _check_complete(index: Index, folder: Path, part: str) -> None:
+def _check_complete(index: ShardIndex, folder: Path, part: str) -> None:
     for name, entry in index.items():
-        if entry.missing:
-            raise DamagedCheckpoint(
-                f"{folder}/{MANIFEST} lacks {entry.missing} elements of {part} tensor {name}; use another checkpoint"
+        if entry.num_missing:
+            raise DamagedCheckpointError(
+                f"{folder}/{MANIFEST} lacks {entry.num_missing} elements of {part} tensor {name}; use "
+                "another checkpoint"
             )
 
 
-def _check_fits(here: dict[str, Held], there: Index, folder: Path) -> None:
-    missing, unknown = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+def _check_fits(local: dict[str, LocalShard], saved: ShardIndex, folder: Path) -> None:
+    missing, unknown = sorted(local.keys() - saved.keys()), sorted(saved.keys() - local.keys())
     differences = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in unknown]
-    for name in sorted(here.keys() & there.keys()):
-        ours, theirs = here[name], there[name]
+    for name in sorted(local.keys() & saved.keys()):
+        ours, theirs = local[name], saved[name]
         if ours.shape != tuple(theirs.shape) or ours.local.dtype != theirs.torch_dtype:
             differences.append(
                 f"{name} is {theirs.torch_dtype} {tuple(theirs.shape)}, the model's {ours.local.dtype} {ours.shape}"
@@ -329,7 +350,7 @@ def _check_fits(here: dict[str, Held], there: Index, folder: Path) -> None:
         )
 
 
-def _check_optimizer(engine: "TorchEngine", index: Index, folder: Path) -> None:
+def _check_optimizer(engine: "TorchEngine", index: ShardIndex, folder: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in engine.weights.structure().items()}
     for full_name, entry in index.items():
         name = full_name.rpartition("|")[0]
@@ -341,23 +362,23 @@ def _check_optimizer(engine: "TorchEngine", index: Index, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _restore_model(engine: "TorchEngine", reader: Reader) -> None:
-    for name, mine in model_tensors(engine).items():
-        reader.fill(name, mine)
-    engine.weights.publish()
+def _restore_model(engine: "TorchEngine", reader: ShardReader) -> None:
+    for name, local in model_tensors(engine).items():
+        reader.read_into(name, local)
+    engine.weights.copy_to_model()
 
 
-def _restore_optimizer(engine: "TorchEngine", reader: Reader) -> None:
+def _restore_optimizer(engine: "TorchEngine", reader: ShardReader) -> None:
     optimizer = engine.optimizer
     assert optimizer is not None
     index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    parameters = dict(engine.weights.named)
+    parameters = dict(engine.weights.named_parameters)
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, entry in reader.index.items():
         name, _, key = full_name.rpartition("|")
         parameter = parameters[name]
         value = _empty_like(parameter, entry.torch_dtype) if entry.shape else torch.empty((), dtype=entry.torch_dtype)
-        reader.fill(full_name, engine.weights.held(name, value))
+        reader.read_into(full_name, engine.weights.local_shard(name, value))
         state.setdefault(index[id(parameter)], {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -377,7 +398,7 @@ def _read_extra(engine: "TorchEngine", folder: Path, saved_by: int) -> Extra:
     if saved_by != engine.world_size:
         return first, None, {}
     path = folder / _file_name("extra", saved_by, engine.rank)
-    generators = rng.read(path)
+    generators = rng.read_generator_states(path)
     rng.check_generator_states(generators, engine.device)
     return first, json.loads(path.with_suffix(".json").read_text()), generators
 

@@ -2,10 +2,10 @@
 
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.flat import FlatWeights
-from verl.workers.engine.sharding import ShardedWeights
+from verl.workers.engine.fsdp1 import FSDP1Parameters
+from verl.workers.engine.fsdp2 import FSDP2Parameters
+from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.torch_engine import TorchEngine
-from verl.workers.engine.weights import Weights
 
 STRATEGIES = ["fsdp", "fsdp2"]
 DEVICES = ["cpu", "cuda"]
@@ -14,7 +14,7 @@ DEVICES = ["cpu", "cuda"]
 class FSDPEngine(TorchEngine):
     """What both heads share."""
 
-    def _hold(self) -> Weights:
+    def _build_parameters(self) -> ModelParameters:
         if self.engine_config.strategy == "fsdp" and self.engine_config.offload_policy:
             raise ConfigError("offload_policy is FSDP2's; use strategy=fsdp2, or param_offload and optimizer_offload")
         if self.world_size == 1:
@@ -23,9 +23,9 @@ class FSDPEngine(TorchEngine):
                     "fsdp_config.offload_policy moves the shards of several ranks and this is one; use "
                     "fsdp_config.param_offload and optimizer_offload, or more ranks"
                 )
-            return super()._hold()
-        kind = FlatWeights if self.engine_config.strategy == "fsdp" else ShardedWeights
-        return kind(self.model, self.ranks, self.engine_config, self.precision, self.device)
+            return super()._build_parameters()
+        kind = FSDP1Parameters if self.engine_config.strategy == "fsdp" else FSDP2Parameters
+        return kind(self.model, self.rank_mesh, self.engine_config, self.precision, self.device)
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGIES, device=DEVICES)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from verl.models.tensor_file import file_digest
+from verl.utils.checksummed import read_checksummed
 from verl.utils.errors import CheckpointError
-from verl.utils.sealed import read_sealed
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 
 
-class DamagedCheckpoint(CheckpointError):
+class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is incomplete, or whose bytes are not those that were written."""
 
 
@@ -22,11 +22,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What a checkpoint says it holds; an error when it was never finished or is of an unknown format."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise DamagedCheckpoint(f"{folder} has no {MANIFEST}: it is no engine checkpoint, or saving it never finished")
+        raise DamagedCheckpointError(
+            f"{folder} has no {MANIFEST}: it is no engine checkpoint, or saving it never finished"
+        )
     try:
-        manifest = read_sealed(path)
+        manifest = read_checksummed(path)
     except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}; use another checkpoint") from error
+        raise DamagedCheckpointError(f"{path} is damaged: {error}; use another checkpoint") from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.get('format')!r}; this version reads {FORMAT}")
     return manifest
@@ -36,10 +38,10 @@ def verify_file(folder: Path, name: str, manifest: dict[str, Any]) -> None:
     """Refuses a file that is missing or whose bytes are not those that were saved."""
     path, expected = folder / name, manifest["files"].get(name)
     if expected is None or not path.is_file():
-        raise DamagedCheckpoint(f"{path} is missing; the checkpoint is incomplete, use another one")
+        raise DamagedCheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one")
     found = file_digest(path)
     if found != expected:
-        raise DamagedCheckpoint(
+        raise DamagedCheckpointError(
             f"{path} is damaged: its sha256 is {found[:16]}…, the manifest says {expected[:16]}…; use another "
             "checkpoint"
         )

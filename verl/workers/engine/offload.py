@@ -26,7 +26,7 @@ def on_device(engine: "TorchEngine", training: bool) -> Iterator["TorchEngine"]:
             engine.to("cpu", model, optimizer)
 
 
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move an optimiser's state; step counts stay where they are."""
     for state in optimizer.state.values():
         for name, value in state.items():

@@ -31,13 +31,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
             f"{did_you_mean(config.optimizer, names)}"
         )
     accepted = inspect.signature(factory).parameters
-    wanted: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "lr": config.lr,
         "betas": tuple(config.betas),
         "weight_decay": config.weight_decay,
         "fused": True,
     }
-    arguments = {name: value for name, value in wanted.items() if name in accepted}
+    arguments = {name: value for name, value in defaults.items() if name in accepted}
     override = dict(config.override_optimizer_config or {})
     if {"foreach", "capturable", "differentiable"} & override.keys():
         arguments.pop("fused", None)
@@ -69,8 +69,8 @@ def learning_rate_factor(step: int, config: FSDPOptimizerConfig) -> float:
         return 1.0
     total = _total_steps(config, "lr_scheduler_type=cosine")
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
-    return floor + (1.0 - floor) * wave
+    cosine = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return floor + (1.0 - floor) * cosine
 
 
 def _total_steps(config: FSDPOptimizerConfig, needed_by: str) -> int:
@@ -126,7 +126,7 @@ def clip_gradients(gradients: list[Tensor], norm: float, max_norm: float | None)
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
-def first_non_finite(named_gradients: Iterable[tuple[str, Tensor]]) -> str | None:
+def first_non_finite_gradient(named_gradients: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first gradient that holds a NaN or an infinity."""
     for name, gradient in named_gradients:
         if not bool(gradient.isfinite().all()):

@@ -27,7 +27,7 @@ def generator_states(device: torch.device) -> tuple[dict[str, Any], dict[str, Te
     return numbers, tensors
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_generator_states(path: Path) -> dict[str, Tensor]:
     """Tensors as `generator_states` made them."""
     return load_file(path)
 

@@ -17,28 +17,28 @@ from verl.algorithms.losses import TokenLoss
 from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.data.packing import MicroBatching
+from verl.data.micro_batches import MicroBatching
 from verl.models import lora, registry
+from verl.models.device_moves import keep_freed_memory, move_model
 from verl.models.float64 import keep_float64
 from verl.models.flops import FlopCounts, Speed, peak_flops
-from verl.models.heads import head_settings, token_logprobs, token_loss_one_pass, token_values
-from verl.models.levers import apply_levers
+from verl.models.head.token_outputs import head_settings, token_logprobs, token_loss_one_pass, token_values
 from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
-from verl.models.placement import keep_freed_memory, move
+from verl.models.performance import apply_performance_options
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
-from verl.workers.engine.forwards import MicroBatch, head_input, micro_batches, place
-from verl.workers.engine.memory import Overflow, TokenLimit
-from verl.workers.engine.mesh import Ranks
-from verl.workers.engine.offload import move_state, on_device
+from verl.workers.engine.collective_save import CollectiveSave
+from verl.workers.engine.micro_batch_forward import MicroBatch, head_input, micro_batches, write_outputs
+from verl.workers.engine.model_parameters import ModelParameters
+from verl.workers.engine.offload import move_optimizer_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
-from verl.workers.engine.precision import MasterWeights, Precision, hold_in
-from verl.workers.engine.saving import Saving
-from verl.workers.engine.totals import Totals
-from verl.workers.engine.weights import Weights
+from verl.workers.engine.out_of_memory import OOMEvent, TokenLimit
+from verl.workers.engine.precision import MasterWeights, Precision, cast_parameters
+from verl.workers.engine.rank_mesh import RankMesh
+from verl.workers.engine.update_totals import TokenMetricSums
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +60,18 @@ class TorchEngine(BaseEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: LearningRateSchedule | None = None
         self.skipped_steps = 0
-        self.saving: Saving | None = None
+        self.pending_save: CollectiveSave | None = None
 
     # --- building -----------------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         """Loads the model on the platform's device and builds optimiser and schedule."""
-        self.device = own_device()
+        self.device = platform_device()
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.ranks = Ranks.of(self.engine_config, self.device)
-        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
-        self.data_group, self.sequence_group = self.ranks.data_group, self.ranks.sequence_group
+        self.rank_mesh = RankMesh.of(self.engine_config, self.device)
+        self.rank, self.world_size = self.rank_mesh.rank, self.rank_mesh.world_size
+        self.data_group, self.sequence_group = self.rank_mesh.data_group, self.rank_mesh.sequence_group
         self.precision = Precision.of(self.engine_config, self.device, self.trains)
         self.compute_dtype = self.precision.compute
         self.output_dtype = torch.promote_types(self.compute_dtype, torch.float32)
@@ -81,19 +81,21 @@ class TorchEngine(BaseEngine):
         if self.compute_dtype == torch.float64:
             keep_float64(self.model)
         self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
-        registry.check_sequence_parallel(self.model.config, self.packed, self.ranks.sequence_size)
+        registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size)
         self.head_mode, self.head_kernels, self.chunk_size = head_settings(self.model_config, self.engine_config)
-        self.training_forward = apply_levers(self.model, self.model_config, self.trains, self.device)
+        self.training_forward = apply_performance_options(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
             self.model.requires_grad_(False)
         self.precision.cast_buffers(self.model)
         self.flops = FlopCounts.of(self.model)
-        hold_in(self.model, self.precision.held)
-        self.weights = self._hold()
+        cast_parameters(self.model, self.precision.storage)
+        self.weights = self._build_parameters()
         kind = f"the {'' if self.trains else 'frozen '}{'value' if self.has_value_head else 'language'} model"
-        levers = "" if self.model_config.enable_gradient_checkpointing else "turn on enable_gradient_checkpointing, "
-        self.forward_limit = TokenLimit(self.ranks, self.device, f"the forward pass of {kind}")
-        self.train_limit = TokenLimit(self.ranks, self.device, f"training {kind}", levers)
+        memory_options = (
+            "" if self.model_config.enable_gradient_checkpointing else "turn on enable_gradient_checkpointing, "
+        )
+        self.forward_limit = TokenLimit(self.rank_mesh, self.device, f"the forward pass of {kind}")
+        self.train_limit = TokenLimit(self.rank_mesh, self.device, f"training {kind}", memory_options)
         if self.trains:
             assert self.optimizer_config is not None
             self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
@@ -103,9 +105,9 @@ class TorchEngine(BaseEngine):
         """The peak is taken in the type that matmuls run in."""
         return Speed(self.flops, peak_flops(self.device, self.compute_dtype))
 
-    def _hold(self) -> Weights:
+    def _build_parameters(self) -> ModelParameters:
         """Parameters on the device, in the types they are trained in and computed with."""
-        return MasterWeights(move(self.model, self.device), self.compute_dtype)
+        return MasterWeights(move_model(self.model, self.device), self.compute_dtype)
 
     def _build_model(self) -> nn.Module:
         """The model on the CPU; beyond rank 0 only its structure, on the meta device."""
@@ -143,26 +145,26 @@ class TorchEngine(BaseEngine):
     ) -> dict[str, Tensor]:
         """Each of `outputs` as (T,) on the batch's device, zero where loss_mask is False; float32 (or float64)."""
         self._set_training(False)
-        attempt = partial(self._forward_once, batch, tuple(outputs), temperature)
-        return self.forward_limit.fit(batch, micro or MicroBatching(), attempt, self.weights.rest)
+        attempt = partial(self._try_forward, batch, tuple(outputs), temperature)
+        return self.forward_limit.run_within_limit(batch, micro or MicroBatching(), attempt, self.weights.reshard)
 
-    def _forward_once(
+    def _try_forward(
         self, batch: Batch, outputs: tuple[str, ...], temperature: float, micro: MicroBatching
-    ) -> tuple[dict[str, Tensor], Overflow | None]:
+    ) -> tuple[dict[str, Tensor], OOMEvent | None]:
         out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
-        overflow = None
-        for part in self._micro_batches(batch, (), micro):
-            if overflow is not None:
+        oom = None
+        for micro_batch in self._micro_batches(batch, (), micro):
+            if oom is not None:
                 if self.world_size == 1:
                     break
-                part = part.dummy()
+                micro_batch = micro_batch.dummy()
             try:
-                columns = self.weights.run(partial(self._outputs, part, outputs, temperature))
-                place(out, columns, part)
+                columns = self.weights.run(partial(self._outputs, micro_batch, outputs, temperature))
+                write_outputs(out, columns, micro_batch)
             except RuntimeError as error:
-                overflow = Overflow.of(error, part)
-        self.weights.rest()
-        return {name: column.to(batch.device) for name, column in out.items()}, overflow
+                oom = OOMEvent.of(error, micro_batch)
+        self.weights.reshard()
+        return {name: column.to(batch.device) for name, column in out.items()}, oom
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
@@ -174,42 +176,44 @@ class TorchEngine(BaseEngine):
         if not self.trains:
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
         self._set_training(True)
-        attempt = partial(self._train_once, batch, loss, temperature)
-        forget = partial(self._forget, had_gradient=self.weights.has_gradient)
-        result = self.train_limit.fit(batch, micro or MicroBatching(), attempt, forget)
-        self.train_limit.report(result.metrics)
+        attempt = partial(self._try_forward_backward, batch, loss, temperature)
+        undo = partial(self._undo_attempt, had_gradient=self.weights.has_gradient)
+        result = self.train_limit.run_within_limit(batch, micro or MicroBatching(), attempt, undo)
+        self.train_limit.add_metrics(result.metrics)
         return result
 
-    def _train_once(
+    def _try_forward_backward(
         self, batch: Batch, loss: TokenLoss, temperature: float, micro: MicroBatching
-    ) -> tuple[TrainResult, Overflow | None]:
+    ) -> tuple[TrainResult, OOMEvent | None]:
         out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
-        totals, overflow = Totals(), None
-        present = tuple(name for name in loss.optional_columns if name in batch)
-        for part in self._micro_batches(batch, (*loss.columns, *present, "loss_weights"), micro):
-            if overflow is not None:
+        metric_sums, oom = TokenMetricSums(), None
+        optional = tuple(name for name in loss.optional_columns if name in batch)
+        for micro_batch in self._micro_batches(batch, (*loss.columns, *optional, "loss_weights"), micro):
+            if oom is not None:
                 if self.world_size == 1:
                     break
-                part = part.dummy()
-            self.weights.synchronize(part.is_last)
+                micro_batch = micro_batch.dummy()
+            self.weights.set_gradient_sync(micro_batch.is_last)
             try:
                 with self.training_forward():
-                    loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, part, loss, temperature))
+                    loss_sum, columns, token_metrics = self.weights.run(
+                        partial(self._loss, micro_batch, loss, temperature)
+                    )
                 self.weights.backward(loss_sum)
-                totals.add(loss_sum, token_metrics, part)
-                place(out, columns, part)
+                metric_sums.add(loss_sum, token_metrics, micro_batch)
+                write_outputs(out, columns, micro_batch)
             except RuntimeError as error:
-                overflow = Overflow.of(error, part)
-        metrics = totals.metrics(int(batch["loss_mask"].sum()), updates=1 if self.ranks.data_rank == 0 else 0)
-        return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()}), overflow
+                oom = OOMEvent.of(error, micro_batch)
+        metrics = metric_sums.metrics(int(batch["loss_mask"].sum()), updates=1 if self.rank_mesh.data_rank == 0 else 0)
+        return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()}), oom
 
-    def _forget(self, had_gradient: bool) -> None:
+    def _undo_attempt(self, had_gradient: bool) -> None:
         if had_gradient:
             raise ConfigError(
                 "training ran out of memory while adding to the gradient of an earlier call, which cannot be told "
                 "apart any more; use smaller micro-batches, or one call per optimiser step"
             )
-        self.weights.forget_gradient()
+        self.weights.zero_grad()
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
         micro = micro or MicroBatching()
@@ -217,48 +221,48 @@ class TorchEngine(BaseEngine):
             registry.check_sequences(self.model.config, int(batch.lengths.max()), int(batch["tokens"].max()))
         if micro.share_prefixes:
             registry.check_prefix_sharing(self.model.config, self.packed)
-        return micro_batches(batch, columns, micro, self.device, self._most_on_any_rank, self.sequence_group)
+        return micro_batches(batch, columns, micro, self.device, self._max_over_ranks, self.sequence_group)
 
-    def _most_on_any_rank(self, number: int) -> int:
-        return self.ranks.most(number, self.device)
+    def _max_over_ranks(self, number: int) -> int:
+        return self.rank_mesh.max_over_ranks(number, self.device)
 
-    def _outputs(self, part: MicroBatch, names: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
+    def _outputs(self, micro_batch: MicroBatch, names: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
         """The model's outputs about the tokens of a micro-batch, zero where loss_mask is False."""
-        rows = head_input(self._backbone, part, self.packed)
+        inputs = head_input(self._backbone, micro_batch, self.packed)
         if self.has_value_head:
-            _only(names, ("values",), "a critic")
+            _check_outputs(names, ("values",), "a critic")
             head = self.model.score
-            values = token_values(rows.hidden, head.weight, head.bias, rows.cu_seqlens, rows.needed)
-            return rows.spread({"values": values})
-        _only(names, ("logprobs", "entropy"), "a language model")
+            values = token_values(inputs.hidden, head.weight, head.bias, inputs.cu_seqlens, inputs.needed)
+            return inputs.scatter_to_columns({"values": values})
+        _check_outputs(names, ("logprobs", "entropy"), "a language model")
         outputs = token_logprobs(
-            rows.hidden,
+            inputs.hidden,
             self._head.weight,
-            rows.tokens,
-            rows.cu_seqlens,
-            rows.needed,
-            self._divisor(temperature),
+            inputs.tokens,
+            inputs.cu_seqlens,
+            inputs.needed,
+            self._logit_divisor(temperature),
             mode=self.head_mode,
             chunk_size=self.chunk_size,
             with_entropy="entropy" in names,
             bias=self._head.bias,
             kernels=self.head_kernels,
         )
-        return rows.spread(outputs)
+        return inputs.scatter_to_columns(outputs)
 
     def _loss(
-        self, part: MicroBatch, loss: TokenLoss, temperature: float
+        self, micro_batch: MicroBatch, loss: TokenLoss, temperature: float
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """(0-d loss attached to the graph, outputs (T,), token metrics (T,)); metrics are 0 outside loss_mask."""
-        batch = part.batch
-        if part.is_dummy:
-            values = self._outputs(part, loss.outputs, temperature).values()
+        batch = micro_batch.batch
+        if micro_batch.is_dummy:
+            values = self._outputs(micro_batch, loss.outputs, temperature).values()
             return torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {}
-        present = {name for name in loss.optional_columns if name in batch}
-        columns = {name: batch[name] for name in {*loss.columns, *present, "loss_weights"}}
+        optional = {name for name in loss.optional_columns if name in batch}
+        columns = {name: batch[name] for name in {*loss.columns, *optional, "loss_weights"}}
         if loss.per_token and not self.has_value_head and self.head_mode != "eager":
-            return self._loss_one_pass(part, loss, columns, temperature)
-        outputs = self._outputs(part, loss.outputs, temperature)
+            return self._loss_one_pass(micro_batch, loss, columns, temperature)
+        outputs = self._outputs(micro_batch, loss.outputs, temperature)
         losses, metrics = loss(outputs, columns, batch.cu_seqlens)
         mask = batch["loss_mask"]
         return (
@@ -268,24 +272,24 @@ class TorchEngine(BaseEngine):
         )
 
     def _loss_one_pass(
-        self, part: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
+        self, micro_batch: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        rows = head_input(self._backbone, part, self.packed)
+        inputs = head_input(self._backbone, micro_batch, self.packed)
         loss_sum, outputs, metrics = token_loss_one_pass(
-            rows.hidden,
+            inputs.hidden,
             self._head.weight,
-            rows.tokens,
-            rows.cu_seqlens,
-            rows.needed,
+            inputs.tokens,
+            inputs.cu_seqlens,
+            inputs.needed,
             loss,
-            rows.columns(columns),
-            self._divisor(temperature),
+            inputs.select(columns),
+            self._logit_divisor(temperature),
             with_entropy="entropy" in loss.outputs,
             chunk_size=self.chunk_size,
             bias=self._head.bias,
             kernels=self.head_kernels,
         )
-        return rows.total(loss_sum), rows.spread(outputs), rows.spread(metrics)
+        return inputs.sum_over_group(loss_sum), inputs.scatter_to_columns(outputs), inputs.scatter_to_columns(metrics)
 
     @property
     def _backbone(self) -> nn.Module:
@@ -295,7 +299,7 @@ class TorchEngine(BaseEngine):
     def _head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
 
-    def _divisor(self, temperature: float) -> float:
+    def _logit_divisor(self, temperature: float) -> float:
         return temperature * registry.logit_divisor(self.model.config)
 
     def _set_training(self, training: bool) -> None:
@@ -314,14 +318,14 @@ class TorchEngine(BaseEngine):
             self.weights.clip_gradients(norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
             torch.autograd.graph.increment_version(self.weights.trainable)  # fused kernels do not count as writing
-            self.weights.publish()
+            self.weights.copy_to_model()
             metrics.mean("grad_norm", norm, 1)
         else:
             self.skipped_steps += 1
             logger.warning(
                 "the gradient is not finite (norm %s, first in %s): optimiser step skipped, %d so far",
                 norm,
-                self.weights.first_non_finite(),
+                self.weights.first_non_finite_gradient(),
                 self.skipped_steps,
             )
         self.optimizer.zero_grad(set_to_none=True)
@@ -343,8 +347,8 @@ class TorchEngine(BaseEngine):
 
         Over several ranks this is a collective that gathers one tensor at a time: all ranks must take all of them.
         """
-        scales = {self.weights.plain_name(name): scale for name, scale in lora.scales_of(self.model).items()}
-        return lora.merged(self.weights.full_tensors(), scales)
+        scales = {self.weights.unwrapped_name(name): scale for name, scale in lora.adapter_scales(self.model).items()}
+        return lora.merge_adapters(self.weights.full_tensors(), scales)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Inside the block the model is the one that its adapters were added to."""
@@ -364,11 +368,11 @@ class TorchEngine(BaseEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move parameters and optimiser state to a torch device, or to "device", the engine's own."""
-        where = self.device if device == "device" else torch.device(device)
+        target = self.device if device == "device" else torch.device(device)
         if model:
-            self.weights.to(where)
+            self.weights.to(target)
         if optimizer and self.optimizer is not None:
-            move_state(self.optimizer, where)
+            move_optimizer_state(self.optimizer, target)
 
     def train_mode(self) -> AbstractContextManager[None]:
         """Everything on the device inside the block."""
@@ -379,13 +383,13 @@ class TorchEngine(BaseEngine):
         return on_device(self, training=False)
 
 
-def _only(wanted: tuple[str, ...], offered: tuple[str, ...], whose: str) -> None:
-    missing = [name for name in wanted if name not in offered]
+def _check_outputs(wanted: tuple[str, ...], available: tuple[str, ...], whose: str) -> None:
+    missing = [name for name in wanted if name not in available]
     if missing:
-        raise ConfigError(f"{whose} has no output {missing[0]!r}; it has {', '.join(offered)}")
+        raise ConfigError(f"{whose} has no output {missing[0]!r}; it has {', '.join(available)}")
 
 
-def own_device() -> torch.device:
+def platform_device() -> torch.device:
     """This process's device on the current platform."""
     platform = get_platform()
     return torch.device(platform.device_name, *([] if platform.device_name == "cpu" else [platform.current_device()]))

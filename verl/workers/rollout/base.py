@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.checkpoint_engine.buckets import buckets
-from verl.checkpoint_engine.ends import End, Manifest
+from verl.checkpoint_engine.endpoint import Manifest, TransportEndpoint
 from verl.utils.errors import ConfigError, DataError, VerlError
 
 _DTYPES = {
@@ -62,21 +62,21 @@ class Completion:
     policy_version: tuple[int, int]  # oldest and newest weights that sampled a token of it
 
 
-Receive = Callable[[int, list[int], list[float]], None]  # sample, its new token ids, their log-probs
+TokenCallback = Callable[[int, list[int], list[float]], None]  # sample, its new token ids, their log-probs
 
 
-class Follower:
-    """Tells `receive` what is new of each sample of one request."""
+class TokenStream:
+    """Gives `on_tokens` the new tokens of each sample of one request."""
 
-    def __init__(self, receive: Receive):
-        self.receive = receive
-        self.told: Counter[int] = Counter()  # tokens, by sample
+    def __init__(self, on_tokens: TokenCallback):
+        self.on_tokens = on_tokens
+        self.num_sent: Counter[int] = Counter()  # tokens, by sample
 
-    def tell(self, sample: int, token_ids: list[int], logprobs: list[float]) -> None:
-        """`token_ids` and `logprobs` begin after those told before."""
+    def send(self, sample: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """`token_ids` and `logprobs` begin after those sent before."""
         if token_ids:
-            self.told[sample] += len(token_ids)
-            self.receive(sample, token_ids, logprobs)
+            self.num_sent[sample] += len(token_ids)
+            self.on_tokens(sample, token_ids, logprobs)
 
 
 class RolloutEngine(ABC):
@@ -87,20 +87,20 @@ class RolloutEngine(ABC):
         """`request.sampling.n` completions, in sample order. An aborted request returns what was produced."""
 
     @functools.cached_property
-    def followers(self) -> dict[int, Follower]:
-        """Whom to tell of new tokens while they are sampled, by request id."""
+    def token_streams(self) -> dict[int, TokenStream]:
+        """Where new tokens go while they are sampled, by request id."""
         return {}
 
-    async def stream(self, request: GenerationRequest, receive: Receive) -> list[Completion]:
-        """`generate`, and every token goes to `receive` once: as it is sampled, by engines that look at `followers`."""
-        follower = self.followers[request.request_id] = Follower(receive)
+    async def stream(self, request: GenerationRequest, on_tokens: TokenCallback) -> list[Completion]:
+        """`generate`; every token goes to `on_tokens` once, as it is sampled by engines that use `token_streams`."""
+        token_stream = self.token_streams[request.request_id] = TokenStream(on_tokens)
         try:
             completions = await self.generate(request)
         finally:
-            del self.followers[request.request_id]
-        for sample, made in enumerate(completions):
-            told = follower.told[sample]
-            follower.tell(sample, made.token_ids[told:], made.logprobs[told:])
+            del self.token_streams[request.request_id]
+        for sample, completion in enumerate(completions):
+            sent = token_stream.num_sent[sample]
+            token_stream.send(sample, completion.token_ids[sent:], completion.logprobs[sent:])
         return completions
 
     @abstractmethod
@@ -122,12 +122,12 @@ class RolloutEngine(ABC):
     def close(self) -> None:  # noqa: B027  (most engines hold nothing of that kind)
         """End processes and free what this one cannot free by itself. The engine cannot be used afterwards."""
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token given those before it; 0 for the first of a sequence.
 
         Computed by the very path that samples: this is how a publish is proved.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot score")
+        raise NotImplementedError(f"{type(self).__name__} cannot compute log-probs of given tokens")
 
     @property
     @abstractmethod
@@ -146,12 +146,12 @@ class RolloutEngine(ABC):
 
 class CopyingEngine(RolloutEngine):
     """An engine with a copy of the weights of its own: they arrive between `begin_update` and `finish_update`, handed
-    over by `load_bucket` or through a transport whose ends `join`. `replicas` are the engines behind it, or itself."""
+    over by `load_bucket` or by `transport_step`. `replicas` are the engines behind it, or itself."""
 
     bucket_bytes: int
     dtype: torch.dtype | None = None  # what floating-point weights are cast to before they travel
-    elsewhere = False  # whether its workers are other processes, which only a transport reaches
-    end: End | None = None
+    out_of_process = False  # whether its workers are other processes, which only a transport reaches
+    endpoint: TransportEndpoint | None = None
 
     @property
     def replicas(self) -> "Sequence[CopyingEngine]":
@@ -170,23 +170,23 @@ class CopyingEngine(RolloutEngine):
         """Take over some tensors; per replica, the fingerprint of each as it arrived."""
         raise NotImplementedError(f"{type(self).__name__} takes weights through a transport only")
 
-    async def join(self, step: str, argument: Any) -> list[Any]:
-        """A step of `checkpoint_engine.ends.End` on every worker of this receiver; what each answers.
+    async def transport_step(self, step: str, argument: Any) -> list[Any]:
+        """A step of `checkpoint_engine.ends.TransportEndpoint` on every worker of this receiver; what each answers.
 
         "connect" takes the arguments of each worker. "receive" begins an update, loads all weights of a version and
         answers, per replica, the fingerprint of each as it arrived.
         """
-        self.end = self.end or End()
+        self.endpoint = self.endpoint or TransportEndpoint()
         if step == "connect":
             [argument] = argument
         if step != "receive":
-            return [getattr(self.end, step)(argument)]
+            return [getattr(self.endpoint, step)(argument)]
         await self.begin_update()
         arrived: list[Manifest] = [{} for _ in self.replicas]
-        with closing(self.end.receive(argument)) as pieces:
-            for piece in pieces:
-                for everything, some in zip(arrived, await self.load_bucket(piece), strict=True):
-                    everything |= some
+        with closing(self.endpoint.receive(argument)) as arriving:
+            for bucket in arriving:
+                for replica_manifest, bucket_manifest in zip(arrived, await self.load_bucket(bucket), strict=True):
+                    replica_manifest |= bucket_manifest
         return arrived
 
     @abstractmethod
@@ -208,51 +208,56 @@ def named_weights(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterable
     return weights.named_parameters() if isinstance(weights, nn.Module) else weights
 
 
-TEMPERATURES = (1e-6, 1e6)  # beyond, logits divided by it are not finite
+TEMPERATURE_RANGE = (1e-6, 1e6)  # beyond, logits divided by it are not finite
 
 
 def check_request(
-    request: GenerationRequest, longest: int, in_flight: Collection[int], has_tokenizer: bool, vocab: float = math.inf
+    request: GenerationRequest,
+    max_model_len: int,
+    in_flight: Collection[int],
+    has_tokenizer: bool,
+    vocab_size: float = math.inf,
 ) -> None:
     """Refuse what cannot be answered, with the numbers, before it can end what else is being answered.
 
-    `longest`: tokens one sequence may hold; `vocab`: token ids there are, where it is known.
+    `max_model_len`: tokens one sequence may hold; `vocab_size`: token ids there are, where it is known.
     """
     params, prompt = request.sampling, len(request.prompt_ids)
     if request.request_id in in_flight:
         raise DataError(f"request_id {request.request_id} is already in flight; give each request its own")
     if not prompt:
         raise DataError(f"request {request.request_id} has an empty prompt; give at least one token (a BOS token)")
-    if prompt + params.max_tokens > longest:
+    if prompt + params.max_tokens > max_model_len:
         raise DataError(
             f"request {request.request_id}: {prompt} prompt tokens + max_tokens={params.max_tokens} exceed the "
-            f"{longest} tokens one sequence may hold; shorten the prompt (data.max_prompt_length), lower max_tokens "
-            f"(at most {max(longest - prompt, 0)} here) or raise actor_rollout_ref.rollout.max_model_len"
+            f"{max_model_len} tokens one sequence may hold; shorten the prompt (data.max_prompt_length), lower "
+            f"max_tokens (at most {max(max_model_len - prompt, 0)} here) or "
+            f"raise actor_rollout_ref.rollout.max_model_len"
         )
-    least, most = TEMPERATURES
-    warm = params.temperature == 0 or least <= params.temperature <= most
-    if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or not warm:
+    lowest, highest = TEMPERATURE_RANGE
+    temperature_is_valid = params.temperature == 0 or lowest <= params.temperature <= highest
+    if params.n < 1 or params.max_tokens < 1 or not 0 < params.top_p <= 1 or not temperature_is_valid:
         raise DataError(
             f"request {request.request_id}: n={params.n} and max_tokens={params.max_tokens} must be at least 1, "
-            f"top_p={params.top_p} in (0, 1], temperature={params.temperature} 0 or in [{least:g}, {most:g}]"
+            f"top_p={params.top_p} in (0, 1], temperature={params.temperature} 0 or in [{lowest:g}, {highest:g}]"
         )
-    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
-        wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab)
-        raise DataError(f"request {request.request_id}: token id {wrong} of the prompt is not in 0 to {vocab - 1}")
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+        wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
+        raise DataError(f"request {request.request_id}: token id {wrong} of the prompt is not in 0 to {vocab_size - 1}")
     if params.stop and not has_tokenizer:
         raise DataError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
 
 
-def stop_tail(params: SamplingParams) -> int:
+def max_stop_tokens(params: SamplingParams) -> int:
     """How many of the last tokens may hold a stop string: a character is at most four byte-level tokens."""
     return 4 * max(map(len, params.stop), default=0) + 8
 
 
 def completes_stop_text(
-    params: SamplingParams, made: int, tail: list[int], decode: Callable[[list[int]], str] | None
+    params: SamplingParams, num_tokens: int, tail: list[int], decode: Callable[[list[int]], str] | None
 ) -> bool:
-    """Whether the newest of `made` tokens completed a stop string. `tail`: the last `stop_tail(params)` of them."""
-    if not params.stop or made < params.min_tokens or decode is None:
+    """Whether the newest of `num_tokens` tokens completed a stop string. `tail`: the last of them."""
+    if not params.stop or num_tokens < params.min_tokens or decode is None:
         return False
     text = decode(tail)
     return any(stop in text for stop in params.stop)

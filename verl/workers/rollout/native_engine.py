@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from verl.config.rollout import RolloutConfig
-from verl.models.decoder import Decoder, LeanDecoder
-from verl.models.decoder_generic import GenericDecoder
-from verl.models.decoder_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
-from verl.models.decoder_weights import why_not_lean
-from verl.models.placement import keep_freed_memory
+from verl.models.decoder.device_graphs import GraphedDecode, can_capture, capture_sizes, device_capture
+from verl.models.decoder.generic import GenericDecoder
+from verl.models.decoder.lean import Decoder, LeanDecoder
+from verl.models.decoder.lean_weights import why_not_lean
+from verl.models.device_moves import keep_freed_memory
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import (
     Completion,
@@ -43,15 +43,15 @@ class NativeEngine(RolloutEngine):
         eos_token_ids: Sequence[int] | None = None,
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        first = next(model.parameters())
+        first_parameter = next(model.parameters())
         # "cuda" is not "cuda:0" to torch; a tensor knows its index.
-        self.device = torch.empty(0, device=device).device if device is not None else first.device
+        self.device = torch.empty(0, device=device).device if device is not None else first_parameter.device
         if self.device.type == "cpu":
             keep_freed_memory()
         self.eos_token_ids = tuple(eos_token_ids) if eos_token_ids is not None else eos_ids(model, tokenizer)
-        self.generic_because = why_not_lean(model)
-        kind = GenericDecoder if self.generic_because else LeanDecoder
-        self.decoder: Decoder = kind(model, rollout_dtype(config.dtype), self.device)
+        self.generic_reason = why_not_lean(model)
+        decoder_class = GenericDecoder if self.generic_reason else LeanDecoder
+        self.decoder: Decoder = decoder_class(model, rollout_dtype(config.dtype), self.device)
         self.limits = cache_limits(config, self.decoder, self.device)
         if isinstance(self.decoder, LeanDecoder) and can_capture(self.device) and not config.enforce_eager:
             sizes = capture_sizes(config.cudagraph_capture_sizes, self.limits.rows)
@@ -61,7 +61,7 @@ class NativeEngine(RolloutEngine):
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._asleep = False
-        self._published = changes(model)
+        self._published_versions = parameter_versions(model)
 
     @property
     def version(self) -> int:
@@ -75,7 +75,7 @@ class NativeEngine(RolloutEngine):
         if self._asleep:
             raise WorkerError(0, "generate", "the native engine is asleep; call wake() first")
         if self._driver is None or self._driver.done():
-            self._refuse_unpublished()
+            self._check_published()
         params = request.sampling
         eos = () if params.ignore_eos else self.eos_token_ids
         self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
@@ -90,9 +90,9 @@ class NativeEngine(RolloutEngine):
             self._futures.pop(request.request_id, None)
             raise
 
-    def _refuse_unpublished(self) -> None:
+    def _check_published(self) -> None:
         """Weights written to since they were published would be sampled under the wrong version."""
-        if self._published != changes(self.model):
+        if self._published_versions != parameter_versions(self.model):
             raise WorkerError(
                 0, "generate",
                 f"the weights were changed in place after version {self.version} was published, so its samples would "
@@ -103,8 +103,8 @@ class NativeEngine(RolloutEngine):
         """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
         try:
             while self.core.busy:
-                self._settle(self.core.step())
-                self._tell_followers()
+                self._resolve_futures(self.core.step())
+                self._stream_new_tokens()
                 await asyncio.sleep(0)
         except Exception as error:
             self.core.reset()
@@ -113,15 +113,15 @@ class NativeEngine(RolloutEngine):
                 if not future.done():
                     future.set_exception(error)
 
-    def _tell_followers(self) -> None:
-        for row, entry in enumerate(self.core.table.rows if self.followers and self.core.table else ()):
-            follower = self.followers.get(entry.state.request.request_id)
-            if follower is not None:
-                new = slice(entry.first + follower.told[entry.sample], self.core.column + 1)
+    def _stream_new_tokens(self) -> None:
+        for row, sequence in enumerate(self.core.table.rows if self.token_streams and self.core.table else ()):
+            token_stream = self.token_streams.get(sequence.state.request.request_id)
+            if token_stream is not None:
+                new = slice(sequence.first_column + token_stream.num_sent[sequence.sample], self.core.column + 1)
                 table = self.core.table
-                follower.tell(entry.sample, table.tokens[row, new].tolist(), table.logprobs[row, new].tolist())
+                token_stream.send(sequence.sample, table.tokens[row, new].tolist(), table.logprobs[row, new].tolist())
 
-    def _settle(self, states: list) -> None:
+    def _resolve_futures(self, states: list) -> None:
         for state in states:
             future = self._futures.pop(state.request.request_id)
             if not future.done():
@@ -136,14 +136,14 @@ class NativeEngine(RolloutEngine):
             )  # fmt: skip
         self.model = weights
         self.core.version = version
-        self._published = changes(weights)
+        self._published_versions = parameter_versions(weights)
         if not self._asleep:
-            self._take_weights()
+            self._load_weights()
 
-    def _take_weights(self) -> None:
+    def _load_weights(self) -> None:
         """The decoder samples from the module's present values: read in place, or copied and the copies proved."""
         self.decoder.refresh(self.model, self.version)
-        stale = self.decoder.stale(self.model)
+        stale = self.decoder.find_stale(self.model)
         if stale:
             raise StaleWeightsError(
                 f"the native engine's copy of {stale} does not hold version {self.version} after it was published; "
@@ -161,41 +161,41 @@ class NativeEngine(RolloutEngine):
 
     async def wake(self) -> None:
         """Ready again. Weights changed since they were published must be published before `generate`."""
-        if self._asleep and self._published == changes(self.model):
-            self._take_weights()
+        if self._asleep and self._published_versions == parameter_versions(self.model):
+            self._load_weights()
         self._asleep = False
 
     async def abort(self, request_id: int | None = None) -> None:
-        self._settle(self.core.abort(request_id))
+        self._resolve_futures(self.core.abort(request_id))
 
     def stats(self) -> dict[str, float]:
-        c = self.core.counters.take()
-        slots = max(c["decode_steps"], 1) * self.limits.rows
-        c["occupancy"] = c.pop("row_steps") / slots
-        c["cache_use"] = c.pop("cache_columns") / (slots * self.limits.columns)
-        c["copied_weight_bytes"] = self.copied_bytes
-        return c
+        counters = self.core.counters.take()
+        slots = max(counters["decode_steps"], 1) * self.limits.rows
+        counters["occupancy"] = counters.pop("row_steps") / slots
+        counters["cache_use"] = counters.pop("cache_columns") / (slots * self.limits.columns)
+        counters["copied_weight_bytes"] = self.copied_bytes
+        return counters
 
 
-def changes(model: nn.Module) -> list[int]:
+def parameter_versions(model: nn.Module) -> list[int]:
     """How often each parameter was written to."""
     return [p._version for p in model.parameters()]
 
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every end-of-sequence id that the generation config, the model config or the tokenizer names."""
-    found: list[int] = []
+    collected: list[int] = []
     sources = (getattr(model, "generation_config", None), model.config, tokenizer)
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found += [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
-    return tuple(dict.fromkeys(int(i) for i in found))
+        collected += [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    return tuple(dict.fromkeys(int(i) for i in collected))
 
 
 def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) -> CacheLimits:
     """How many rows the memory holds; a sequence that cannot fit is refused with the numbers."""
-    longest = config.max_model_len or config.prompt_length + config.response_length
-    columns = longest + max(64, min(longest // 4, 256))
+    max_model_len = config.max_model_len or config.prompt_length + config.response_length
+    columns = max_model_len + max(64, min(max_model_len // 4, 256))
     columns = -(-columns // 16) * 16
     columns += 16 * (columns // 16 % 2 == 0)  # an odd number of cache lines: no stride of a power of two
     per_token = decoder.bytes_per_token() + 12  # 12: the token and its log-prob
@@ -206,12 +206,17 @@ def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) 
         on_cpu = device.type == "cpu" or config.kv_cache_bytes is not None
         key = "kv_cache_bytes" if on_cpu else "gpu_memory_utilization"
         raise ConfigError(
-            f"one sequence of {longest} tokens needs {per_row / 2**20:.2f} MiB of keys and values "
+            f"one sequence of {max_model_len} tokens needs {per_row / 2**20:.2f} MiB of keys and values "
             f"({columns} columns of {per_token} bytes), but the cache may hold "
             f"{budget / 2**20:.2f} MiB; raise actor_rollout_ref.rollout.{key} or lower max_model_len"
         )
-    at_once = config.max_num_batched_tokens
-    return CacheLimits(rows, longest, columns, min(at_once, CPU_PREFILL_TOKENS) if device.type == "cpu" else at_once)
+    prefill_tokens = config.max_num_batched_tokens
+    return CacheLimits(
+        rows,
+        max_model_len,
+        columns,
+        min(prefill_tokens, CPU_PREFILL_TOKENS) if device.type == "cpu" else prefill_tokens,
+    )
 
 
 def cache_budget(config: RolloutConfig, device: torch.device) -> int:

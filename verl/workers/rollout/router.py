@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
-from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, Receive, StaleWeightsError
+from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 
-_REMEMBERED = 100_000  # requests whose replica is kept in mind
+_MAX_CONVERSATIONS = 100_000  # requests whose replica is kept in mind
 
 
 class Router(CopyingEngine):
@@ -18,8 +18,8 @@ class Router(CopyingEngine):
         self.engines = list(engines)
         self.bucket_bytes, self.dtype = engines[0].bucket_bytes, engines[0].dtype
         self.load: Counter[int] = Counter()
-        self.homes: OrderedDict[int, int] = OrderedDict()
-        self.running: dict[int, int] = {}
+        self.replica_of_conversation: OrderedDict[int, int] = OrderedDict()
+        self.replica_of_request: dict[int, int] = {}
 
     @property
     def replicas(self) -> Sequence[CopyingEngine]:
@@ -27,7 +27,7 @@ class Router(CopyingEngine):
 
     @property
     def receivers(self) -> Sequence[CopyingEngine]:
-        return self.engines if self.engines[0].elsewhere else [self]
+        return self.engines if self.engines[0].out_of_process else [self]
 
     @property
     def version(self) -> int:
@@ -36,38 +36,38 @@ class Router(CopyingEngine):
             raise StaleWeightsError(f"replicas hold different versions: {[engine.version for engine in self.engines]}")
         return versions.pop()
 
-    def choose(self, conversation: int) -> int:
+    def pick_replica(self, conversation: int) -> int:
         """The replica of an earlier turn of this conversation, else the least loaded."""
-        if conversation not in self.homes:
-            self.homes[conversation] = min(range(len(self.engines)), key=lambda i: (self.load[i], i))
-            if len(self.homes) > _REMEMBERED:
-                self.homes.popitem(last=False)
-        return self.homes[conversation]
+        if conversation not in self.replica_of_conversation:
+            self.replica_of_conversation[conversation] = min(range(len(self.engines)), key=lambda i: (self.load[i], i))
+            if len(self.replica_of_conversation) > _MAX_CONVERSATIONS:
+                self.replica_of_conversation.popitem(last=False)
+        return self.replica_of_conversation[conversation]
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         return await self._send(request, lambda engine: engine.generate(request))
 
-    async def stream(self, request: GenerationRequest, receive: Receive) -> list[Completion]:
-        return await self._send(request, lambda engine: engine.stream(request, receive))
+    async def stream(self, request: GenerationRequest, on_tokens: TokenCallback) -> list[Completion]:
+        return await self._send(request, lambda engine: engine.stream(request, on_tokens))
 
     async def _send(
-        self, request: GenerationRequest, ask: Callable[[CopyingEngine], Awaitable[list[Completion]]]
+        self, request: GenerationRequest, call: Callable[[CopyingEngine], Awaitable[list[Completion]]]
     ) -> list[Completion]:
-        index = self.choose(request.request_id if request.conversation is None else request.conversation)
-        self.running[request.request_id] = index
+        index = self.pick_replica(request.request_id if request.conversation is None else request.conversation)
+        self.replica_of_request[request.request_id] = index
         cost = request.sampling.n * (len(request.prompt_ids) + request.sampling.max_tokens)
         self.load[index] += cost
         try:
-            return await ask(self.engines[index])
+            return await call(self.engines[index])
         finally:
             self.load[index] -= cost
-            self.running.pop(request.request_id, None)
+            self.replica_of_request.pop(request.request_id, None)
 
     async def abort(self, request_id: int | None = None) -> None:
         if request_id is None:
             await asyncio.gather(*(engine.abort() for engine in self.engines))
-        elif request_id in self.running:
-            await self.engines[self.running[request_id]].abort(request_id)
+        elif request_id in self.replica_of_request:
+            await self.engines[self.replica_of_request[request_id]].abort(request_id)
 
     async def begin_update(self) -> None:
         await asyncio.gather(*(engine.begin_update() for engine in self.engines))
@@ -79,8 +79,8 @@ class Router(CopyingEngine):
     async def finish_update(self, version: int) -> None:
         await asyncio.gather(*(engine.finish_update(version) for engine in self.engines))
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await self.engines[0].score(sequences)
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await self.engines[0].compute_logprobs(sequences)
 
     async def sleep(self) -> None:
         await asyncio.gather(*(engine.sleep() for engine in self.engines))
@@ -94,7 +94,7 @@ class Router(CopyingEngine):
 
     def stats(self) -> dict[str, float]:
         """Means over the replicas that had something to do; counts are summed."""
-        every = [engine.stats() for engine in self.engines]
-        values = {name: [stats[name] for stats in every if name in stats] for stats in every for name in stats}
+        all_stats = [engine.stats() for engine in self.engines]
+        values = {name: [stats[name] for stats in all_stats if name in stats] for stats in all_stats for name in stats}
         summed = {"generated_tokens", "preemptions"}
         return {name: sum(some) / (1 if name in summed else len(some)) for name, some in values.items()}

@@ -11,9 +11,9 @@ from torch import Tensor
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BLOCK = 128  # columns summed first when the vocabulary is large; divides most of them
-_CHUNK = 1 << 19  # weights worked on at once on a CPU: they stay in its cache
-_TOP = 1024  # candidates looked at before a whole row is sorted for top-p
+_BLOCK_COLUMNS = 128  # columns summed first when the vocabulary is large; divides most of them
+_CPU_CHUNK_ELEMENTS = 1 << 19  # weights worked on at once on a CPU: they stay in its cache
+_TOP_P_CANDIDATES = 1024  # candidates looked at before a whole row is sorted for top-p
 
 
 def _signed(value: int) -> int:
@@ -47,7 +47,7 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sharpening:
+class SamplingTensors:
     """Per-row settings, (B,) each; None where no row of the batch needs it."""
 
     temperature_B: Tensor | None = None  # float32; 1 where greedy
@@ -56,12 +56,12 @@ class Sharpening:
     top_p_B: Tensor | None = None  # float32; 1 where off
     forbidden_BK: Tensor | None = None  # int64 token ids that may not be sampled, -1 for none
 
-    def rows(self, some: slice) -> "Sharpening":
+    def select(self, chunk: slice) -> "SamplingTensors":
         columns = (getattr(self, f.name) for f in fields(self))
-        return Sharpening(*(None if column is None else column[some] for column in columns))
+        return SamplingTensors(*(None if column is None else column[chunk] for column in columns))
 
 
-def sample(logits_BV: Tensor, uniforms_B: Tensor, how: Sharpening) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Token ids (B,) and their log-probs (B,) float32 nats; `logits_BV` (any float type) may be overwritten.
 
     Log-probs are of the full softmax at the temperature (at 1 where greedy): the trainer's. top-k, top-p and
@@ -69,61 +69,63 @@ def sample(logits_BV: Tensor, uniforms_B: Tensor, how: Sharpening) -> tuple[Tens
     A row whose logits are not finite gives a log-prob of nan.
     """
     rows, size = logits_BV.shape
-    step = max(1, _CHUNK // size) if logits_BV.device.type == "cpu" else rows
+    step = max(1, _CPU_CHUNK_ELEMENTS // size) if logits_BV.device.type == "cpu" else rows
     if rows <= step:
-        return _sample(logits_BV, uniforms_B, how)
+        return _sample(logits_BV, uniforms_B, tensors)
     parts = []
     for first in range(0, rows, step):
-        some = slice(first, first + step)
-        parts.append(_sample(logits_BV[some], uniforms_B[some], how.rows(some)))
+        chunk = slice(first, first + step)
+        parts.append(_sample(logits_BV[chunk], uniforms_B[chunk], tensors.select(chunk)))
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _sample(logits_BV: Tensor, uniforms_B: Tensor, how: Sharpening) -> tuple[Tensor, Tensor]:
+def _sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
     logits_BV = logits_BV.float()
-    if how.temperature_B is not None:
-        logits_BV.div_(how.temperature_B.unsqueeze(1))
+    if tensors.temperature_B is not None:
+        logits_BV.div_(tensors.temperature_B.unsqueeze(1))
     peak_B1 = logits_BV.amax(-1, keepdim=True)
     weights_BV = (logits_BV - peak_B1).exp_()
-    if how.top_k_B is None and how.top_p_B is None and how.forbidden_BK is None:
+    if tensors.top_k_B is None and tensors.top_p_B is None and tensors.forbidden_BK is None:
         tokens_B, total_B = _inverse_cdf(weights_BV, uniforms_B)
     else:
         total_B = weights_BV.sum(-1, dtype=torch.float64)
-        tokens_B, _ = _inverse_cdf(narrowed(weights_BV, how), uniforms_B)
-    if how.greedy_B is not None:
-        allowed = logits_BV if how.forbidden_BK is None else _forbid(logits_BV.clone(), how.forbidden_BK, -torch.inf)
-        tokens_B = torch.where(how.greedy_B, allowed.argmax(-1), tokens_B)
+        tokens_B, _ = _inverse_cdf(apply_top_k_top_p(weights_BV, tensors), uniforms_B)
+    if tensors.greedy_B is not None:
+        allowed = (
+            logits_BV if tensors.forbidden_BK is None else _forbid(logits_BV.clone(), tensors.forbidden_BK, -torch.inf)
+        )
+        tokens_B = torch.where(tensors.greedy_B, allowed.argmax(-1), tokens_B)
     picked_B = logits_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
     return tokens_B, picked_B - peak_B1.squeeze(1) - total_B.log().to(torch.float32)
 
 
-def narrowed(weights_BV: Tensor, how: Sharpening) -> Tensor:
+def apply_top_k_top_p(weights_BV: Tensor, tensors: SamplingTensors) -> Tensor:
     """The weights with everything zeroed that forbidden tokens, top-k and then top-p rule out."""
-    if how.forbidden_BK is not None:
-        weights_BV = _forbid(weights_BV.clone(), how.forbidden_BK, 0.0)
-    if how.top_k_B is not None:
-        highest = int(how.top_k_B.where(how.top_k_B < weights_BV.shape[1], 1).max())
-        ranked = weights_BV.topk(highest, dim=-1).values
-        floor = ranked.gather(1, (how.top_k_B.clamp(max=highest) - 1).unsqueeze(1))
-        floor = floor.where(how.top_k_B.unsqueeze(1) < weights_BV.shape[1], 0.0)
-        weights_BV = weights_BV.where(weights_BV >= floor, 0.0)
-    if how.top_p_B is not None:
-        weights_BV = weights_BV.where(weights_BV >= _top_p_floor(weights_BV, how.top_p_B), 0.0)
+    if tensors.forbidden_BK is not None:
+        weights_BV = _forbid(weights_BV.clone(), tensors.forbidden_BK, 0.0)
+    if tensors.top_k_B is not None:
+        max_top_k = int(tensors.top_k_B.where(tensors.top_k_B < weights_BV.shape[1], 1).max())
+        ranked = weights_BV.topk(max_top_k, dim=-1).values
+        threshold = ranked.gather(1, (tensors.top_k_B.clamp(max=max_top_k) - 1).unsqueeze(1))
+        threshold = threshold.where(tensors.top_k_B.unsqueeze(1) < weights_BV.shape[1], 0.0)
+        weights_BV = weights_BV.where(weights_BV >= threshold, 0.0)
+    if tensors.top_p_B is not None:
+        weights_BV = weights_BV.where(weights_BV >= _top_p_threshold(weights_BV, tensors.top_p_B), 0.0)
     return weights_BV
 
 
-def _top_p_floor(weights_BV: Tensor, top_p_B: Tensor) -> Tensor:
+def _top_p_threshold(weights_BV: Tensor, top_p_B: Tensor) -> Tensor:
     """(B, 1) the smallest weight kept: the fewest largest weights that hold `top_p` of the total."""
-    wanted = weights_BV.sum(-1, keepdim=True, dtype=torch.float64) * top_p_B.unsqueeze(1)
-    count = min(_TOP, weights_BV.shape[1])
+    target_mass = weights_BV.sum(-1, keepdim=True, dtype=torch.float64) * top_p_B.unsqueeze(1)
+    count = min(_TOP_P_CANDIDATES, weights_BV.shape[1])
     while True:
         ranked = weights_BV.topk(count, dim=-1).values
         mass = ranked.cumsum(-1, dtype=torch.float64)
-        if count == weights_BV.shape[1] or bool(((mass[:, -1:] >= wanted) | (top_p_B >= 1).unsqueeze(1)).all()):
+        if count == weights_BV.shape[1] or bool(((mass[:, -1:] >= target_mass) | (top_p_B >= 1).unsqueeze(1)).all()):
             break
         count = weights_BV.shape[1]
-    index = (mass < wanted).sum(-1, keepdim=True).clamp(max=count - 1)
+    index = (mass < target_mass).sum(-1, keepdim=True).clamp(max=count - 1)
     return ranked.gather(1, index).where(top_p_B.unsqueeze(1) < 1, 0.0)
 
 
@@ -142,22 +144,24 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor
     levels: the block of columns first (a float32 sum each), then the column.
     """
     size = weights_BV.shape[1]
-    if size <= 16 * _BLOCK:
+    if size <= 16 * _BLOCK_COLUMNS:
         return _search(weights_BV, uniforms_B)
-    padding = -size % _BLOCK
+    padding = -size % _BLOCK_COLUMNS
     if padding:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, padding))
-    blocks = weights_BV.view(weights_BV.shape[0], -1, _BLOCK)
+    blocks = weights_BV.view(weights_BV.shape[0], -1, _BLOCK_COLUMNS)
     mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     total = mass[:, -1]
     target = (uniforms_B * total).unsqueeze(1)
     block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)].cumsum(-1, dtype=torch.float64)
+    within_block = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)].cumsum(
+        -1, dtype=torch.float64
+    )
     # Rounding may leave the target a hair above the block's own sum: keep it inside.
-    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], torch.zeros_like(target)))
-    column = torch.searchsorted(inside, rest, right=True)
-    return (block * _BLOCK + column).squeeze(1).clamp_(max=size - 1), total
+    remainder = torch.minimum(target - before, torch.nextafter(within_block[:, -1:], torch.zeros_like(target)))
+    column = torch.searchsorted(within_block, remainder, right=True)
+    return (block * _BLOCK_COLUMNS + column).squeeze(1).clamp_(max=size - 1), total
 
 
 def _search(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:

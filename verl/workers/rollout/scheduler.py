@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.sampling import Sharpening, stream_key
+from verl.workers.rollout.sampling import SamplingTensors, stream_key
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RequestState:
 
 
 @dataclass(eq=False)
-class HeldPrompt:
+class CachedPrompt:
     """A prompt whose keys and values lie in a slot of the decoder for all its rows, present and to come."""
 
     tokens: list[int]
@@ -46,47 +46,47 @@ class HeldPrompt:
 
 
 @dataclass
-class Row:
+class RunningSequence:
     """One running completion. Columns are those of the decoder's cache."""
 
     state: RequestState
     sample: int
-    first: int  # column of its first generated token
+    first_column: int  # column of its first generated token
     first_version: int
-    prompt: HeldPrompt | None  # where its prompt is shared
+    cached_prompt: CachedPrompt | None  # where its prompt is shared
 
 
 @dataclass
-class Admission:
+class PrefillRequest:
     """One prompt and the (state, sample) pairs that continue it."""
 
     prompt: list[int]
-    rows: list[tuple[RequestState, int]]
-    held: HeldPrompt | None = None  # it needs no prefill
+    samples: list[tuple[RequestState, int]]
+    cached_prompt: CachedPrompt | None = None  # it needs no prefill
 
     @property
     def is_group(self) -> bool:
-        return len(self.rows) > 1 or self.rows[0][0].request.sampling.n > 1
+        return len(self.samples) > 1 or self.samples[0][0].request.sampling.n > 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """Admissions that enter in one pass."""
+class PrefillBatch:
+    """Prompts that enter in one pass."""
 
-    admissions: list[Admission]
-    shared: bool  # their prompts lie in slots, or will
+    requests: list[PrefillRequest]
+    shares_prompts: bool  # their prompts lie in slots, or will
 
     @property
-    def is_held(self) -> bool:
-        return self.admissions[0].held is not None
+    def is_cached(self) -> bool:
+        return self.requests[0].cached_prompt is not None
 
     @property
     def prompts(self) -> list[list[int]]:
-        return [a.prompt for a in self.admissions]
+        return [a.prompt for a in self.requests]
 
     @property
     def repeats(self) -> list[int]:
-        return [len(a.rows) for a in self.admissions]
+        return [len(a.samples) for a in self.requests]
 
 
 class WaitingQueue:
@@ -103,9 +103,9 @@ class WaitingQueue:
 
     def remove(self, request_id: int | None) -> list[RequestState]:
         """Take out what waits, of one request or of all."""
-        gone = [s for s in self._states if request_id is None or s.request.request_id == request_id]
-        self._states = deque(s for s in self._states if s not in gone)
-        return gone
+        removed = [s for s in self._states if request_id is None or s.request.request_id == request_id]
+        self._states = deque(s for s in self._states if s not in removed)
+        return removed
 
     def has(self, prompt: list[int]) -> bool:
         return any(state.request.prompt_ids == prompt for state in self._states)
@@ -113,32 +113,32 @@ class WaitingQueue:
     def longest_prompt(self) -> int:
         return max((len(s.request.prompt_ids) for s in self._states), default=0)
 
-    def take(self, free: int, least: int, same_length: bool) -> list[Admission]:
-        """What enters now; nothing while fewer than `least` rows are free and more than that wait."""
-        if free < min(least, len(self)) or not self._states:
+    def take(self, free: int, min_free: int, same_length: bool) -> list[PrefillRequest]:
+        """What enters now; nothing while fewer than `min_free` rows are free and more than that wait."""
+        if free < min(min_free, len(self)) or not self._states:
             return []
-        groups: dict[tuple[int, ...], Admission] = {}
+        groups: dict[tuple[int, ...], PrefillRequest] = {}
         length = len(self._states[0].request.prompt_ids)
-        kept: deque[RequestState] = deque()
+        still_waiting: deque[RequestState] = deque()
         while self._states and free:
             state = self._states.popleft()
             prompt = state.request.prompt_ids
             if same_length and len(prompt) != length:
-                kept.append(state)
+                still_waiting.append(state)
                 continue
             count = min(free, state.waiting)
-            admission = groups.setdefault(tuple(prompt), Admission(prompt, []))
-            admission.rows.extend((state, state.started + i) for i in range(count))
+            request = groups.setdefault(tuple(prompt), PrefillRequest(prompt, []))
+            request.samples.extend((state, state.started + i) for i in range(count))
             state.started += count
             free -= count
             if state.waiting:
-                kept.append(state)
-        self._states = kept + self._states
-        return sorted(groups.values(), key=lambda admission: len(admission.prompt))
+                still_waiting.append(state)
+        self._states = still_waiting + self._states
+        return sorted(groups.values(), key=lambda request: len(request.prompt))
 
 
 @dataclass(frozen=True)
-class Needs:
+class SamplingSteps:
     """Which of the costlier sampling steps any row needs."""
 
     temperature: bool
@@ -152,21 +152,29 @@ class Needs:
 class RowTable:
     """What every running row samples with, as tensors over rows; rows 0..count-1 are in use."""
 
-    def __init__(self, rows: int, columns: int, vocab: int, device: torch.device):
+    def __init__(self, rows: int, columns: int, vocab_size: int, device: torch.device):
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-        self.vocab, self.device = vocab, device
-        self._needs: Needs | None = None
-        # A row's positions count from `starts`; its own columns begin at `owns`, later where its prompt is shared.
-        self.numbers = ints(7, rows)
-        self.starts, self.owns, self.firsts, self.limits, self.earliest, self.top_k, self.keys = self.numbers.unbind(0)
+        self.vocab_size, self.device = vocab_size, device
+        self._sampling_steps: SamplingSteps | None = None
+        # A row's positions count from `starts`; its own columns begin at `own_starts`, later if its prompt is shared.
+        self.integers = ints(7, rows)
+        (
+            self.starts,
+            self.own_starts,
+            self.first_columns,
+            self.last_columns,
+            self.min_stop_columns,
+            self.top_k,
+            self.keys,
+        ) = self.integers.unbind(0)
         self.temperature, self.top_p = torch.ones(2, rows, device=device).unbind(0)
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stop_ids = torch.full((rows, 1), -1, device=device)
         self.tokens = ints(rows, columns)
         self.logprobs = torch.zeros(rows, columns, device=device)
-        self.rows: list[Row] = []
+        self.rows: list[RunningSequence] = []
 
     @property
     def count(self) -> int:
@@ -174,54 +182,59 @@ class RowTable:
 
     def _columns(self) -> list[Tensor]:
         return [
-            self.numbers.T, self.temperature, self.top_p, self.greedy, self.stop_ids, self.tokens, self.logprobs
+            self.integers.T, self.temperature, self.top_p, self.greedy, self.stop_ids, self.tokens, self.logprobs
         ]  # fmt: skip
 
     def grow(self, rows: int) -> None:
         """Room for `rows` rows, keeping those in use."""
-        wider = RowTable(rows, self.tokens.shape[1], self.vocab, self.device)
-        wider._widen_stops(self.stop_ids.shape[1])
-        for new, old in zip(wider._columns(), self._columns(), strict=True):
+        grown = RowTable(rows, self.tokens.shape[1], self.vocab_size, self.device)
+        grown._widen_stop_ids(self.stop_ids.shape[1])
+        for new, old in zip(grown._columns(), self._columns(), strict=True):
             new[: len(old)] = old
-        wider.rows = self.rows
-        self.__dict__ = wider.__dict__
+        grown.rows = self.rows
+        self.__dict__ = grown.__dict__
 
-    def _widen_stops(self, width: int) -> None:
+    def _widen_stop_ids(self, width: int) -> None:
         extra = width - self.stop_ids.shape[1]
         if extra > 0:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, extra), value=-1)
 
-    def append(self, admissions: list[Admission], column: int, version: int) -> None:
+    def append(self, requests: list[PrefillRequest], column: int, version: int) -> None:
         """New rows whose prompts end before `column`, where their first tokens will be."""
-        self._needs = None
-        entering = [Row(state, n, column, version, a.held) for a in admissions for state, n in a.rows]
+        self._sampling_steps = None
+        entering = [
+            RunningSequence(state, n, column, version, a.cached_prompt) for a in requests for state, n in a.samples
+        ]
         rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
-        numbers = []
-        for row, how in zip(entering, params, strict=True):
+        integers = []
+        for row, sampling in zip(entering, params, strict=True):
             start = column - len(row.state.request.prompt_ids)
-            limit, earliest = column + how.max_tokens - 1, column + how.min_tokens
-            owns, top_k = column if row.prompt else start, how.top_k if how.top_k > 0 else self.vocab
-            key = stream_key(how.seed, row.state.request.request_id, row.sample)
-            numbers.append([start, owns, column, limit, earliest, top_k, key])
-        self.numbers[:, rows] = torch.tensor(numbers).T
-        self.top_p[rows] = torch.tensor([how.top_p for how in params])
-        self.greedy[rows] = torch.tensor([how.temperature == 0 for how in params])
-        self.temperature[rows] = torch.tensor([how.temperature or 1.0 for how in params])
+            last_column, min_stop_column = column + sampling.max_tokens - 1, column + sampling.min_tokens
+            own_start, top_k = (
+                column if row.cached_prompt else start,
+                sampling.top_k if sampling.top_k > 0 else self.vocab_size,
+            )
+            key = stream_key(sampling.seed, row.state.request.request_id, row.sample)
+            integers.append([start, own_start, column, last_column, min_stop_column, top_k, key])
+        self.integers[:, rows] = torch.tensor(integers).T
+        self.top_p[rows] = torch.tensor([sampling.top_p for sampling in params])
+        self.greedy[rows] = torch.tensor([sampling.temperature == 0 for sampling in params])
+        self.temperature[rows] = torch.tensor([sampling.temperature or 1.0 for sampling in params])
         stops = [row.state.stop_ids for row in entering]
-        self._widen_stops(max(map(len, stops)))
+        self._widen_stop_ids(max(map(len, stops)))
         width = self.stop_ids.shape[1]
         self.stop_ids[rows] = torch.tensor([[*ids, *[-1] * (width - len(ids))] for ids in stops])
         self.rows += entering
 
-    def compact(self, dead: list[int]) -> tuple[list[int], list[int]]:
+    def compact(self, finished: list[int]) -> tuple[list[int], list[int]]:
         """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
-        gone, count = set(dead), self.count - len(dead)
-        sources = [row for row in range(count, self.count) if row not in gone]
-        targets = [row for row in dead if row < count]
+        removed, count = set(finished), self.count - len(finished)
+        sources = [row for row in range(count, self.count) if row not in removed]
+        targets = [row for row in finished if row < count]
         if sources:
-            to, of = (torch.tensor(rows, device=self.device) for rows in (targets, sources))
+            target_rows, source_rows = (torch.tensor(rows, device=self.device) for rows in (targets, sources))
             for tensor in self._columns():
-                tensor.index_copy_(0, to, tensor.index_select(0, of))
+                tensor.index_copy_(0, target_rows, tensor.index_select(0, source_rows))
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[count:]
@@ -230,36 +243,36 @@ class RowTable:
     def shift(self, low: int, column: int, by: int) -> None:
         """Columns low..column move by `by`."""
         count, old, new = self.count, slice(low, column + 1), slice(low + by, column + 1 + by)
-        for tensor in (self.starts, self.owns, self.firsts, self.limits, self.earliest):
+        for tensor in (self.starts, self.own_starts, self.first_columns, self.last_columns, self.min_stop_columns):
             tensor[:count] += by
         for tensor in (self.tokens, self.logprobs):
             tensor[:count, new] = tensor[:count, old].clone()
         for row in self.rows:
-            row.first += by
+            row.first_column += by
 
-    def needs(self) -> Needs:
+    def sampling_steps(self) -> SamplingSteps:
         """What the rows in use ask for, or those asked for that have left since rows last entered."""
-        if self._needs is None:
+        if self._sampling_steps is None:
             params = {id(p): p for p in map(attrgetter("state.request.sampling"), self.rows)}.values()
-            self._needs = Needs(
+            self._sampling_steps = SamplingSteps(
                 temperature=any(p.temperature not in (0, 1) for p in params),
                 greedy=any(p.temperature == 0 for p in params),
-                top_k=any(0 < p.top_k < self.vocab for p in params),
+                top_k=any(0 < p.top_k < self.vocab_size for p in params),
                 top_p=any(p.top_p < 1 for p in params),
                 min_tokens=max((p.min_tokens for p in params), default=0),
                 stop_texts=any(p.stop for p in params),
             )
-        return self._needs
+        return self._sampling_steps
 
-    def sharpening(self, rows: slice, column: int) -> Sharpening:
+    def sampling_tensors(self, rows: slice, column: int) -> SamplingTensors:
         """Sampling settings of `rows` for the token in `column`; None for what no row needs."""
-        needs, forbidden = self.needs(), None
-        if needs.min_tokens:
-            forbidden = torch.where((column < self.earliest[rows]).unsqueeze(1), self.stop_ids[rows], -1)
-        return Sharpening(
-            temperature_B=self.temperature[rows] if needs.temperature else None,
-            greedy_B=self.greedy[rows] if needs.greedy else None,
-            top_k_B=self.top_k[rows] if needs.top_k else None,
-            top_p_B=self.top_p[rows] if needs.top_p else None,
+        sampling_steps, forbidden = self.sampling_steps(), None
+        if sampling_steps.min_tokens:
+            forbidden = torch.where((column < self.min_stop_columns[rows]).unsqueeze(1), self.stop_ids[rows], -1)
+        return SamplingTensors(
+            temperature_B=self.temperature[rows] if sampling_steps.temperature else None,
+            greedy_B=self.greedy[rows] if sampling_steps.greedy else None,
+            top_k_B=self.top_k[rows] if sampling_steps.top_k else None,
+            top_p_B=self.top_p[rows] if sampling_steps.top_p else None,
             forbidden_BK=forbidden,
         )

@@ -33,9 +33,9 @@ from verl.workers.rollout.base import (
     check_request,
     rollout_dtype,
 )
-from verl.workers.rollout.http import HTTPClient
+from verl.workers.rollout.http_client import HTTPClient
 
-OURS = ("model_path", "host", "port")
+RESERVED_ARGUMENTS = ("model_path", "host", "port")
 
 
 def sglang_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
@@ -64,26 +64,26 @@ def sglang_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -
         "skip_tokenizer_init": config.skip_tokenizer_init and not config.stop,
     }
     extra = {name: value for name, value in config.engine_kwargs.sglang.items() if value is not None}
-    taken = sorted(set(extra) & set(OURS))
-    if taken:
+    reserved = sorted(set(extra) & set(RESERVED_ARGUMENTS))
+    if reserved:
         raise ConfigError(
-            f"engine_kwargs.sglang.{taken[0]} is set by this library and cannot be replaced; leave it out"
+            f"engine_kwargs.sglang.{reserved[0]} is set by this library and cannot be replaced; leave it out"
         )
     return {name: value for name, value in (arguments | extra).items() if value is not None}
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
     """`--name value …` as `sglang.launch_server` reads it; flags only where true."""
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
-            words.append(flag)
+            argv.append(flag)
         elif isinstance(value, list | tuple):
-            words += [flag, *map(str, value)]
+            argv += [flag, *map(str, value)]
         elif value is not False:
-            words += [flag, str(value)]
-    return words
+            argv += [flag, str(value)]
+    return argv
 
 
 class SGLangEngine(CopyingEngine):
@@ -94,7 +94,7 @@ class SGLangEngine(CopyingEngine):
     ):
         self.config, self.model_path, self.replica = config, Path(model_path), replica
         self.eos_token_ids = tuple(eos_token_ids)
-        self.longest = config.max_model_len or config.prompt_length + config.response_length
+        self.max_model_len = config.max_model_len or config.prompt_length + config.response_length
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.dtype = rollout_dtype(config.dtype)
         self.process: subprocess.Popen[bytes] | None = None
@@ -111,9 +111,9 @@ class SGLangEngine(CopyingEngine):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = command_line({**arguments, "host": "127.0.0.1", "port": port})
+        argv = command_line({**arguments, "host": "127.0.0.1", "port": port})
         python = self.config.server.python or sys.executable
-        self.process = subprocess.Popen([python, "-m", "sglang.launch_server", *words], stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen([python, "-m", "sglang.launch_server", *argv], stdin=subprocess.DEVNULL)
         weakref.finalize(self, self.process.terminate)
         return f"http://127.0.0.1:{port}"
 
@@ -122,12 +122,12 @@ class SGLangEngine(CopyingEngine):
         end = time.monotonic() + self.config.server.max_start_wait_time
         while True:
             try:
-                self.client.ask("GET", "/health")
+                self.client.call_blocking("GET", "/health")
                 return
             except WorkerError as error:
-                died = self.process.poll() if self.process is not None else None
-                if died is not None or time.monotonic() > end:
-                    how = f"ended with exit code {died}" if died is not None else "did not answer in time"
+                exit_code = self.process.poll() if self.process is not None else None
+                if exit_code is not None or time.monotonic() > end:
+                    how = f"ended with exit code {exit_code}" if exit_code is not None else "did not answer in time"
                     raise WorkerError(self.replica, "start", f"the SGLang server {how}: {error}") from error
                 time.sleep(self.config.server.retry_delay)
 
@@ -139,7 +139,7 @@ class SGLangEngine(CopyingEngine):
         if self._asleep:
             raise WorkerError(self.replica, "generate", "SGLang is asleep; call wake() first")
         tokenizes = not (self.config.skip_tokenizer_init and not self.config.stop)
-        check_request(request, self.longest, self._in_flight, tokenizes)
+        check_request(request, self.max_model_len, self._in_flight, tokenizes)
         self._in_flight.add(request.request_id)
         try:
             samples = [self._sample(request, number) for number in range(request.sampling.n)]
@@ -180,12 +180,12 @@ class SGLangEngine(CopyingEngine):
         )
 
     async def abort(self, request_id: int | None = None) -> None:
-        wanted = set(self._in_flight) if request_id is None else {request_id} & self._in_flight
-        what: list[dict[str, Any]] = [{"abort_all": True}] if request_id is None and wanted else []
-        while left := wanted & self._in_flight:  # one that is still on its way is not aborted by the first call
-            for chosen in what or [{"rid": f"{number}:"} for number in left]:  # every request whose name begins so
-                await self.client.call("POST", "/abort_request", chosen)
-            what = []  # again, it could end what was begun since
+        aborting = set(self._in_flight) if request_id is None else {request_id} & self._in_flight
+        bodies: list[dict[str, Any]] = [{"abort_all": True}] if request_id is None and aborting else []
+        while remaining := aborting & self._in_flight:  # one that is still on its way is not aborted by the first call
+            for body in bodies or [{"rid": f"{number}:"} for number in remaining]:  # every request whose name begins so
+                await self.client.call("POST", "/abort_request", body)
+            bodies = []  # again, it could end what was begun since
             await asyncio.sleep(0.05)
 
     async def begin_update(self) -> None:
@@ -217,7 +217,7 @@ class SGLangEngine(CopyingEngine):
             raise StaleWeightsError(f"replica {self.replica} refused version {version}: {reply.get('message')}")
         self._version = version
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         async def one(ids: Sequence[int]) -> list[float]:
             reply = await self.client.call("POST", "/generate", {
                 "input_ids": list(ids), "return_logprob": True, "logprob_start_len": 0,

@@ -11,13 +11,13 @@ from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
-from verl.workers.rollout.http import HTTPClient
+from verl.workers.rollout.http_client import HTTPClient
 
 CANNOT_TRAIN = (
     "actor_rollout_ref.rollout.name=tgi only generates: weights cannot be pushed to such a server, so it would go on "
     "answering with the old policy. Train with rollout.name=native, vllm or sglang; use tgi with `verl generate`"
 )
-_ABORTED: "list[asyncio.Task[Completion]]" = []  # in the place of a request's tasks
+_ABORTED_TASKS: "list[asyncio.Task[Completion]]" = []  # in the place of a request's tasks
 _REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length", "stop": "stop"}
 
 
@@ -28,7 +28,7 @@ class TGIEngine(RolloutEngine):
         if config.server.url is None:
             raise ConfigError("rollout.name=tgi needs actor_rollout_ref.rollout.server.url, such as http://host:8080")
         self.config, self.tokenizer = config, tokenizer
-        self.longest = config.max_model_len or config.prompt_length + config.response_length
+        self.max_model_len = config.max_model_len or config.prompt_length + config.response_length
         self.client = HTTPClient(config.server.url, config.server)
         self.is_tgi: bool | None = None
         self._in_flight: dict[int, list[asyncio.Task[Completion]]] = {}
@@ -41,20 +41,20 @@ class TGIEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if self._asleep:
             raise WorkerError(0, "generate", "the client is asleep; call wake() first")
-        check_request(request, self.longest, self._in_flight, True)
+        check_request(request, self.max_model_len, self._in_flight, True)
         self._in_flight[request.request_id] = []
         try:
             if self.is_tgi is None:
-                self.is_tgi = await self._detect()
+                self.is_tgi = await self._detect_tgi()
             tasks = self._in_flight[request.request_id]
-            if tasks is _ABORTED:
+            if tasks is _ABORTED_TASKS:
                 return [Completion([], [], "aborted", (0, 0))] * request.sampling.n
             tasks += [asyncio.create_task(self._sample(request, number)) for number in range(request.sampling.n)]
-            done = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             self._in_flight.pop(request.request_id, None)
         out = []
-        for result in done:
+        for result in results:
             if isinstance(result, asyncio.CancelledError):  # abort(): such a server keeps what it had
                 result = Completion([], [], "aborted", (0, 0))
             if isinstance(result, BaseException):
@@ -62,7 +62,7 @@ class TGIEngine(RolloutEngine):
             out.append(result)
         return out
 
-    async def _detect(self) -> bool:
+    async def _detect_tgi(self) -> bool:
         try:
             info = await self.client.call("GET", "/info")
         except WorkerError:
@@ -71,7 +71,7 @@ class TGIEngine(RolloutEngine):
 
     async def _sample(self, request: GenerationRequest, number: int) -> Completion:
         params, seed = request.sampling, derive_seed(request.sampling.seed, request.request_id, number) % 2**31
-        answer = self._ask_tgi if self.is_tgi else self._ask_openai
+        answer = self._generate_tgi if self.is_tgi else self._generate_openai
         try:
             completion = await answer(request.prompt_ids, params, seed)
         except (LookupError, TypeError, ValueError) as error:
@@ -80,7 +80,7 @@ class TGIEngine(RolloutEngine):
         self._generated += len(completion.token_ids)
         return completion
 
-    async def _ask_tgi(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+    async def _generate_tgi(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
         if params.stop_token_ids or params.min_tokens or params.ignore_eos:
             raise ConfigError("TGI has neither stop_token_ids, min_tokens nor ignore_eos; leave them at their defaults")
         parameters: dict[str, Any] = {
@@ -100,7 +100,7 @@ class TGIEngine(RolloutEngine):
         reason = _REASONS.get(str(details["finish_reason"]), "aborted")
         return Completion([i for i, _ in tokens], [v for _, v in tokens], reason, (0, 0))
 
-    async def _ask_openai(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+    async def _generate_openai(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
         body: dict[str, Any] = {
             "model": self.config.server.model or "default", "prompt": prompt_ids, "max_tokens": params.max_tokens,
             "temperature": params.temperature, "top_p": params.top_p, "seed": seed, "logprobs": 0,
@@ -111,8 +111,8 @@ class TGIEngine(RolloutEngine):
         body |= {"ignore_eos": True} if params.ignore_eos else {}
         [choice] = (await self.client.call("POST", "/v1/completions", body))["choices"]
         ids = choice.get("token_ids") or self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-        given = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        logprobs = [float(v) for v in given] if len(given) == len(ids) else [0.0] * len(ids)
+        token_logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        logprobs = [float(v) for v in token_logprobs] if len(token_logprobs) == len(ids) else [0.0] * len(ids)
         return Completion(ids, logprobs, _REASONS.get(choice["finish_reason"], "aborted"), (0, 0))
 
     async def update_weights(self, weights: Any, version: int) -> None:
@@ -130,7 +130,7 @@ class TGIEngine(RolloutEngine):
                 for task in tasks:
                     task.cancel()
                 if not tasks:  # not asked for yet
-                    self._in_flight[number] = _ABORTED
+                    self._in_flight[number] = _ABORTED_TASKS
 
     def stats(self) -> dict[str, float]:
         generated, self._generated = self._generated, 0

@@ -25,11 +25,15 @@ from verl.workers.rollout.base import (
     StaleWeightsError,
     check_request,
     completes_stop_text,
-    stop_tail,
+    max_stop_tokens,
 )
 
-EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
-OURS = ("model", "skip_tokenizer_init", "worker_extension_cls")  # arguments that engine_kwargs may not replace
+WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
+RESERVED_ARGUMENTS = (
+    "model",
+    "skip_tokenizer_init",
+    "worker_extension_cls",
+)  # arguments that engine_kwargs may not replace
 
 
 def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
@@ -37,10 +41,10 @@ def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> 
     arguments: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": WORKER_EXTENSION,
         "dtype": config.dtype,
         "seed": config.seed + replica,
-        "max_model_len": longest_sequence(config),
+        "max_model_len": max_model_len(config),
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "gpu_memory_utilization": config.gpu_memory_utilization,
@@ -58,20 +62,20 @@ def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> 
         "disable_log_stats": config.disable_log_stats,
     }
     extra = {name: value for name, value in config.engine_kwargs.vllm.items() if value is not None}
-    taken = sorted(set(extra) & set(OURS))
-    if taken:
+    reserved = sorted(set(extra) & set(RESERVED_ARGUMENTS))
+    if reserved:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.vllm.{taken[0]} is set by this library and cannot be replaced; "
-            "leave it out"
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.{reserved[0]} is set by this library and cannot be "
+            "replaced; leave it out"
         )
     return {name: value for name, value in (arguments | extra).items() if value is not None}
 
 
-def longest_sequence(config: RolloutConfig) -> int:
+def max_model_len(config: RolloutConfig) -> int:
     return config.max_model_len or config.prompt_length + config.response_length
 
 
-def refuse_unknown(arguments: dict[str, Any], known: Sequence[str]) -> None:
+def check_engine_arguments(arguments: dict[str, Any], known: Sequence[str]) -> None:
     """`engine_kwargs` that the installed vLLM does not have."""
     for name in arguments:
         if name not in known:
@@ -82,7 +86,7 @@ def refuse_unknown(arguments: dict[str, Any], known: Sequence[str]) -> None:
 
 
 @dataclass
-class Sample:
+class RunningSample:
     """One continuation on its way."""
 
     tokens: list[int] = field(default_factory=list)
@@ -92,11 +96,11 @@ class Sample:
 
 
 @dataclass
-class Pending:
+class PendingRequest:
     """One of our requests: its samples and whoever waits for them."""
 
     request: GenerationRequest
-    samples: list[Sample]
+    samples: list[RunningSample]
     future: "asyncio.Future[list[Completion]]"
 
 
@@ -118,14 +122,14 @@ class VLLMEngine(CopyingEngine):
         self.config, self.replica = config, replica
         self.eos_token_ids = tuple(eos_token_ids)
         self.decode_text = None if tokenizer is None else tokenizer.decode
-        self.longest = longest_sequence(config)
-        self.statistics = Statistics()
+        self.max_model_len = max_model_len(config)
+        self.statistics = SchedulerStatistics()
         self.llm: Any = start_vllm(vllm_arguments(config, str(model_path), replica), self.statistics)
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.dtype = self.llm.vllm_config.model_config.dtype
         self._version = 0
-        self._pending: dict[int, Pending] = {}
-        self._samples: dict[str, tuple[Pending, int]] = {}  # by vLLM's request id
+        self._pending: dict[int, PendingRequest] = {}
+        self._samples: dict[str, tuple[PendingRequest, int]] = {}  # by vLLM's request id
         self._driver: asyncio.Task[None] | None = None
         self._asleep = False
 
@@ -136,15 +140,17 @@ class VLLMEngine(CopyingEngine):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if self._asleep:
             raise WorkerError(self.replica, "generate", "vLLM is asleep; call wake() first")
-        vocab = self.llm.vllm_config.model_config.get_vocab_size()
-        check_request(request, self.longest, self._pending, self.decode_text is not None, vocab)
-        pending = Pending(request, [], asyncio.get_running_loop().create_future())
+        vocab_size = self.llm.vllm_config.model_config.get_vocab_size()
+        check_request(request, self.max_model_len, self._pending, self.decode_text is not None, vocab_size)
+        pending = PendingRequest(request, [], asyncio.get_running_loop().create_future())
         self._pending[request.request_id] = pending
         try:
             for sample in range(request.sampling.n):
-                pending.samples.append(Sample())
+                pending.samples.append(RunningSample())
                 name = f"{request.request_id}:{sample}"
-                self.llm.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._sampling(request, sample))
+                self.llm.add_request(
+                    name, {"prompt_token_ids": request.prompt_ids}, self._vllm_sampling_params(request, sample)
+                )
                 self._samples[name] = (pending, sample)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
@@ -154,7 +160,7 @@ class VLLMEngine(CopyingEngine):
                 del self._samples[name]
             raise
 
-    def _sampling(self, request: GenerationRequest, sample: int) -> Any:
+    def _vllm_sampling_params(self, request: GenerationRequest, sample: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -181,7 +187,7 @@ class VLLMEngine(CopyingEngine):
                 if not self.llm.has_unfinished_requests():
                     raise RuntimeError(f"requests {sorted(self._pending)} were lost")
                 for output in self.llm.step():
-                    self._receive(output)
+                    self._append_tokens(output)
                 await asyncio.sleep(0)
         except Exception as error:
             failure = WorkerError(self.replica, "generate", f"vLLM failed: {type(error).__name__}: {error}")
@@ -191,43 +197,43 @@ class VLLMEngine(CopyingEngine):
                 if not pending.future.done():
                     pending.future.set_exception(failure)
 
-    def _receive(self, output: Any) -> None:
+    def _append_tokens(self, output: Any) -> None:
         """New tokens of one sample."""
         if output.request_id not in self._samples:
             return  # dropped while its last tokens were computed
-        pending, number = self._samples[output.request_id]
-        sample, [new] = pending.samples[number], output.outputs
+        pending, index = self._samples[output.request_id]
+        sample, [new] = pending.samples[index], output.outputs
         for token, candidates in zip(new.token_ids, new.logprobs or (), strict=True):
             sample.tokens.append(token)
             sample.logprobs.append(candidates[token].logprob)
             self.statistics.generated_tokens += 1
             if sample.first_version is None:
                 sample.first_version = self._version
-            params, tail = pending.request.sampling, stop_tail(pending.request.sampling)
+            params, tail = pending.request.sampling, max_stop_tokens(pending.request.sampling)
             if completes_stop_text(params, len(sample.tokens), sample.tokens[-tail:], self.decode_text):
                 self.llm.abort_request([output.request_id])
                 return self._finish(output.request_id, "stop")
-        follower = self.followers.get(pending.request.request_id)
-        if follower is not None:
-            told = follower.told[number]
-            follower.tell(number, sample.tokens[told:], sample.logprobs[told:])
+        token_stream = self.token_streams.get(pending.request.request_id)
+        if token_stream is not None:
+            sent = token_stream.num_sent[index]
+            token_stream.send(index, sample.tokens[sent:], sample.logprobs[sent:])
         if output.finished:
             self._finish(output.request_id, new.finish_reason)
 
     def _finish(self, name: str, reason: str) -> None:
-        pending, number = self._samples.pop(name)
-        pending.samples[number].stop_reason = reason
+        pending, index = self._samples.pop(name)
+        pending.samples[index].stop_reason = reason
         if all(sample.stop_reason for sample in pending.samples):
             self._pending.pop(pending.request.request_id, None)
             if not pending.future.done():
                 pending.future.set_result([self._completion(sample) for sample in pending.samples])
 
-    def _completion(self, sample: Sample) -> Completion:
+    def _completion(self, sample: RunningSample) -> Completion:
         first = self._version if sample.first_version is None else sample.first_version
         reason = sample.stop_reason if sample.stop_reason in ("stop", "length") else "aborted"
         return Completion(sample.tokens, sample.logprobs, reason, (first, self._version))
 
-    def _drop(self, pending: Pending) -> list[str]:
+    def _drop(self, pending: PendingRequest) -> list[str]:
         """Take a request out of vLLM; returns the names of its unfinished samples."""
         names = [name for name, (owner, _) in self._samples.items() if owner is pending]
         self.llm.abort_request(names)
@@ -245,8 +251,8 @@ class VLLMEngine(CopyingEngine):
     async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
         return self.llm.collective_rpc("verl_load", args=(bucket,))
 
-    async def join(self, step: str, argument: Any) -> list[Any]:
-        answers = self.llm.collective_rpc("verl_join", args=(step, argument))
+    async def transport_step(self, step: str, argument: Any) -> list[Any]:
+        answers = self.llm.collective_rpc("verl_transport_step", args=(step, argument))
         if step != "receive":
             return answers
         first, *others = answers
@@ -259,11 +265,11 @@ class VLLMEngine(CopyingEngine):
         return [first]
 
     async def finish_update(self, version: int) -> None:
-        for rank, missed in enumerate(self.llm.collective_rpc("verl_finish")):
-            if missed:
+        for rank, missing in enumerate(self.llm.collective_rpc("verl_finish")):
+            if missing:
                 raise StaleWeightsError(
-                    f"replica {self.replica}, rank {rank}: version {version} brought no value for {len(missed)} of "
-                    f"vLLM's parameters, first {missed[0]}; the names of the trainer's model and of vLLM's do not agree"
+                    f"replica {self.replica}, rank {rank}: version {version} brought no value for {len(missing)} of "
+                    f"vLLM's parameters, first {missing[0]}; the names of the trainer's model and vLLM's do not agree"
                 )
         self.flush_cache()
         self._version = version
@@ -275,27 +281,27 @@ class VLLMEngine(CopyingEngine):
                 f"replica {self.replica}: vLLM kept its prefix cache; answers would mix two versions of the weights"
             )
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token given those before it, by vLLM's own forward pass."""
         from vllm import SamplingParams
 
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
-        names = {f"score:{number}": number for number in range(len(sequences))}
+        names = {f"logprobs:{index}": index for index in range(len(sequences))}
         for name, ids in zip(names, sequences, strict=True):
             self.llm.add_request(name, {"prompt_token_ids": list(ids)}, params)
-        scores: list[list[float]] = [[] for _ in sequences]
+        logprobs: list[list[float]] = [[] for _ in sequences]
         while names:
             for output in self.llm.step():
                 if output.request_id not in names:
-                    self._receive(output)
+                    self._append_tokens(output)
                     continue
-                number = names[output.request_id]
+                index = names[output.request_id]
                 if output.prompt_logprobs is not None:
-                    tokens = zip(list(sequences[number])[1:], output.prompt_logprobs[1:], strict=True)
-                    scores[number] = [0.0, *(candidates[token].logprob for token, candidates in tokens)]
+                    tokens = zip(list(sequences[index])[1:], output.prompt_logprobs[1:], strict=True)
+                    logprobs[index] = [0.0, *(candidates[token].logprob for token, candidates in tokens)]
                 if output.finished:
                     del names[output.request_id]
-        return scores
+        return logprobs
 
     async def sleep(self) -> None:
         if self._pending:
@@ -325,7 +331,7 @@ class VLLMEngine(CopyingEngine):
 
 
 @dataclass
-class Statistics:
+class SchedulerStatistics:
     """What vLLM's scheduler reports, since the last `take`."""
 
     generated_tokens: int = 0
@@ -361,7 +367,7 @@ class Statistics:
         return values
 
 
-def start_vllm(arguments: dict[str, Any], statistics: Statistics) -> Any:
+def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> Any:
     """vLLM's engine in this process, reporting to `statistics`."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -387,7 +393,7 @@ def start_vllm(arguments: dict[str, Any], statistics: Statistics) -> Any:
         def log_engine_initialized(self) -> None:
             pass
 
-    refuse_unknown(arguments, [f.name for f in fields(EngineArgs)])
+    check_engine_arguments(arguments, [f.name for f in fields(EngineArgs)])
     if not current_platform.is_sleep_mode_available():
         arguments["enable_sleep_mode"] = False
     with torch.random.fork_rng():  # vLLM seeds the whole process

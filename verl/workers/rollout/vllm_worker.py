@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from verl.checkpoint_engine.ends import End
+from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
 
 # It warns at each publish of layers that get nothing, as tied heads and tables do. `verl_finish` tells what is missing.
@@ -48,17 +48,17 @@ class WeightReceiver:
         self._verl_loaded |= set(loaded or ())
         return arrived
 
-    def verl_join(self, step: str, argument: Any) -> Any:
-        """A step of this worker's end of a transport; of "receive", the fingerprint of each tensor as it arrived."""
-        if not hasattr(self, "_verl_end"):
-            self._verl_end = End()
+    def verl_transport_step(self, step: str, argument: Any) -> Any:
+        """A step of this worker's transport endpoint; of "receive", the fingerprint of each tensor as it arrived."""
+        if not hasattr(self, "_verl_endpoint"):
+            self._verl_endpoint = TransportEndpoint()
         if step != "receive":
-            return getattr(self._verl_end, step)(argument[self.rank] if step == "connect" else argument)
+            return getattr(self._verl_endpoint, step)(argument[self.rank] if step == "connect" else argument)
         self.verl_begin()
         arrived: dict[str, str] = {}
-        with closing(self._verl_end.receive(argument)) as pieces:
-            for piece in pieces:
-                arrived |= self.verl_load(piece)
+        with closing(self._verl_endpoint.receive(argument)) as arriving:
+            for bucket in arriving:
+                arrived |= self.verl_load(bucket)
         return arrived
 
     def verl_finish(self) -> list[str]:
@@ -66,13 +66,13 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.model_runner.model_config)
-            pack_shared_weights_again(model)
+            refresh_tied_weights(model)
         self._verl_loading = False
         self.model_runner.reset_encoder_cache()
         return sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)
 
 
-def pack_shared_weights_again(model: nn.Module) -> None:
+def refresh_tied_weights(model: nn.Module) -> None:
     """Refresh layers that compute with another layer's weight: a tied head may hold a packed copy of the embedding."""
     owners: set[int] = set()
     for module in model.modules():

@@ -1,0 +1,132 @@
+"""Every tool-call format: text around calls, several calls, types by schema, broken calls."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from verl.agent.tool_parsers import TOOL_PARSERS, FunctionCall, ToolParser, parameter_types
+from verl.utils.errors import ConfigError
+
+BAR = "\uff5c"
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}},
+    },
+}
+ONE = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 3, "note": "x<y"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=note>\nx<y\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "seed": "<seed:tool_call><function=add><parameter=a>3</parameter><parameter=note>x<y</parameter></function>"
+    "</seed:tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">3</parameter>\n'
+    '<parameter name="note">x<y</parameter>\n</invoke>\n</minimax:tool_call>',
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n<arg_key>note</arg_key>\n"
+    "<arg_value>x<y</arg_value>\n</tool_call>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 3, "note": "x<y"}<|tool_call_end|><|tool_calls_section_end|>',
+    "gpt-oss": "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    '{"a": 3, "note": "x<y"}<|call|>',
+    "gemma4": '<|tool_call>call:add{a:3,note:<|"|>x<y<|"|>}<tool_call|>',
+    "deepseek_v4": f'<{BAR}DSML{BAR}tool_calls>\n<{BAR}DSML{BAR}invoke name="add">\n'
+    f'<{BAR}DSML{BAR}parameter name="a" string="false">3</{BAR}DSML{BAR}parameter>\n'
+    f'<{BAR}DSML{BAR}parameter name="note" string="true">x<y</{BAR}DSML{BAR}parameter>\n'
+    f"</{BAR}DSML{BAR}invoke>\n</{BAR}DSML{BAR}tool_calls>",
+}
+
+
+def find(name: str, text: str):
+    return TOOL_PARSERS.get(name)(None).parse_text(text, parameter_types([SCHEMA]))
+
+
+def test_the_nine_formats_are_there_and_others_are_refused():
+    assert set(TOOL_PARSERS.names()) == set(ONE)
+    with pytest.raises(ConfigError, match=r"unknown tool parser 'hermess'.*hermes"):
+        TOOL_PARSERS.get("hermess")
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_calls_are_found_with_typed_arguments_and_the_text_around_them_is_kept(name: str):
+    text, calls = find(name, f"I will add.{ONE[name]}")
+    assert text == "I will add."
+    [call] = calls
+    assert call.name == "add" and json.loads(call.arguments) == {"a": 3, "note": "x<y"}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_two_calls_are_found_in_order(name: str):
+    other = ONE[name].replace("add", "sub")
+    _, calls = find(name, ONE[name] + "\n" + other)
+    assert [call.name for call in calls] == ["add", "sub"]
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_text_without_calls_is_left_alone(name: str):
+    assert find(name, "3 < 4 and nothing else") == ("3 < 4 and nothing else", [])
+
+
+def test_a_broken_json_call_is_handed_on_so_that_the_policy_is_told():
+    [call] = find("hermes", '<tool_call>{"name": "add", "arguments": {"a": 3}</tool_call>')[1]
+    assert call.name == "add" and call.arguments.startswith('{"name"')
+    [call] = find("gemma4", "<|tool_call>call:add{a:3<tool_call|>")[1]
+    assert call == FunctionCall("add", '{"a":3')
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("filler", [" ", "\n", "["])
+def test_degenerate_text_takes_time_in_proportion_to_its_length(name: str, filler: str):
+    opening = ONE[name].split("add")[0]
+    begin = time.perf_counter()
+    for text in (opening * 20_000, opening + filler * 100_000, (opening + filler) * 20_000):
+        find(name, text)
+    assert time.perf_counter() - begin < 30  # 0.1 seconds; patterns took minutes
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_arguments_nested_beyond_reading_are_handed_on(name: str):
+    [call] = find(name, ONE[name].replace("3", "[" * 100_000))[1]
+    assert call.name == "add"
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax"])
+def test_spaces_and_line_breaks_of_a_text_argument_are_kept(name: str):
+    [call] = find(name, ONE[name].replace("x<y", "\n  x<y  \n"))[1]
+    assert json.loads(call.arguments)["note"].strip("\n") == "  x<y  "
+
+
+def test_kimi_keeps_the_id_of_a_call():
+    assert find("kimi", ONE["kimi"])[1][0].tool_call_id == "functions.add:0"
+
+
+def test_gpt_oss_preambles_are_no_calls():
+    text = "<|channel|>commentary<|message|>Let me see.<|end|>" + ONE["gpt-oss"]
+    assert [call.name for call in find("gpt-oss", text)[1]] == ["add"]
+
+
+def test_gemma_text_may_look_like_syntax():
+    [call] = find("gemma4", '<|tool_call>call:add{note:<|"|>a: {b}, c<|"|>,a:[1,2]}<tool_call|>')[1]
+    assert json.loads(call.arguments) == {"note": "a: {b}, c", "a": [1, 2]}
+
+
+class Words:
+    def decode(self, ids):
+        return "go NOW"
+
+
+def test_a_parser_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOOL_PARSERS, "_items", dict(TOOL_PARSERS._items))
+
+    @ToolParser.register("shouting")
+    class Shouting(ToolParser):
+        async def extract_tool_calls(self, responses_ids, tools=None):
+            text = self.tokenizer.decode(responses_ids)
+            return text, [FunctionCall(word.lower(), "{}") for word in text.split() if word.isupper()]
+
+    parser = ToolParser.get_tool_parser("shouting", Words())
+    assert asyncio.run(parser.extract_tool_calls([0])) == ("go NOW", [FunctionCall("now", "{}")])
+    with pytest.raises(TypeError, match="abstract"):
+        ToolParser(None)

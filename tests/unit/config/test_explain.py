@@ -1,0 +1,107 @@
+"""The command that explains keys, the page generated from the schema, and the dispatcher of verbs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl import cli
+from verl.config import RunConfig, SFTConfig, explain, schema
+
+REPO = Path(__file__).parents[3]
+
+
+def test_the_reference_page_is_current():
+    assert (REPO / explain.PAGE).read_text() == explain.markdown(), (
+        "run: verl config markdown > docs/reference/config.md"
+    )
+
+
+@pytest.mark.parametrize("root", [RunConfig, SFTConfig])
+def test_every_key_is_documented_in_a_sentence(root):
+    bad = [key.path for key in schema.keys(root).values() if not key.doc.endswith(".") or len(key.doc) < 8]
+    assert bad == []
+
+
+def test_explain_tells_type_default_and_old_names(capsys):
+    assert cli.main(["config", "explain", "actor_rollout_ref.actor.ppo_micro_batch_size"]) == 0
+    text = capsys.readouterr().out
+    assert "alias of actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu" in text
+    assert "int or null" in text and "at least 1" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("distillation.enabled", "still to come"),
+        ("data.return_raw_chat", "inert"),
+        ("critic.ppo_epochs", "that of actor_rollout_ref.actor.ppo_epochs"),
+        ("data.messages_key", "conversation"),
+        ("algorithm.kl_ctrl", "algorithm.kl_ctrl.horizon"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.x", "dict"),
+    ],
+)
+def test_explain_covers_every_class_of_key(key, words, capsys):
+    assert cli.main(["config", "explain", key]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_explain_of_an_unknown_key_suggests_and_fails(capsys):
+    assert cli.main(["config", "explain", "critic.ppo_epoch"]) == 2
+    assert "'critic.ppo_epochs'" in capsys.readouterr().err
+
+
+def test_print_shows_values_with_origins(capsys):
+    assert cli.main(["config", "print", "data.train_batch_size=8", "data.seed=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "data.seed=2  # override 'data.seed=2'" in lines
+    assert "data.max_prompt_length=512  # default" in lines
+    assert "actor_rollout_ref.rollout.prompt_length=512  # follows data.max_prompt_length" in lines
+    assert len(lines) == len(schema.keys(RunConfig))
+
+
+def test_print_changed_leaves_defaults_out(capsys):
+    assert cli.main(["config", "print", "--changed", "optim.lr=1e-4", "--config-name=sft_trainer"]) == 0
+    assert capsys.readouterr().out == "optim.lr=0.0001  # override 'optim.lr=1e-4'\n"
+
+
+@pytest.mark.parametrize("arguments", [["config", "print", "data.x=1"], ["confg"], ["config", "prnt"]])
+def test_a_mistake_is_one_line_and_exit_code_2(arguments):
+    done = subprocess.run([sys.executable, "-m", "verl.cli", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "did you mean" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"], ["config", "explain", "--help"]])
+def test_help_names_what_can_be_asked(arguments, capsys):
+    assert cli.main(arguments) == 0
+    assert "config" in capsys.readouterr().out
+
+
+def test_the_import_paths_of_other_people_s_code_lead_to_our_classes():
+    from verl.config import CheckpointConfig, FSDPEngineConfig
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.config import CheckpointConfig as theirs
+    from verl.workers.config import FSDPEngineConfig as engine
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, RolloutConfig
+
+    assert theirs is CheckpointConfig and engine is FSDPEngineConfig
+    assert AlgoConfig().gamma == 1.0 and HFModelConfig(path="m").path == "m"
+    assert RolloutConfig().n == 1 and FSDPOptimizerConfig().lr == 1e-3
+
+
+def test_presets_of_the_rollout_correction_are_classmethods():
+    from verl.trainer.config import RolloutCorrectionConfig as Correction
+
+    assert Correction.disabled() == Correction()
+    assert Correction.decoupled_token_is(threshold=3.0).rollout_is_threshold == 3.0
+    geo = Correction.bypass_pg_geo_rs_seq_tis(is_threshold=1.5)
+    assert (geo.bypass_mode, geo.loss_type, geo.rollout_is, geo.rollout_is_threshold) == (
+        True,
+        "reinforce",
+        "sequence",
+        1.5,
+    )
+    assert (geo.rollout_rs, geo.rollout_rs_threshold) == ("seq_mean_k1", "0.999_1.001")
+    assert Correction.decoupled_k3_rs(0.02).rollout_rs_threshold == 0.02

@@ -1,0 +1,101 @@
+"""Live progress: plain lines for files and dumb terminals, one redrawn line on a real terminal."""
+
+import contextlib
+import io
+import os
+import pty
+
+import pytest
+
+from verl.observe.progress import PlainLines, Progress, RichLine, format_duration
+from verl.observe.timers import StageTimer
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(stream, clock, steps=6, seconds=4.0):
+    with Progress(steps, stream=stream, interval_s=10.0, clock=clock) as progress:
+        for step in range(1, steps + 1):
+            progress.stage("gen")
+            clock.now += seconds
+            progress.step(step, {"critic/score/mean": step / 10, "perf/throughput": 1234.0})
+    return progress
+
+
+def read_all(descriptor):
+    parts = []
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed ends with an I/O error
+        while part := os.read(descriptor, 65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_a_pipe_gets_a_line_per_interval_and_one_for_the_last_step():
+    stream = io.StringIO()
+    run(stream, Clock())
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "step 3/6 | gen | reward 0.300 | 1,234 tokens/s | 12s so far | 12s left",
+        "step 6/6 | gen | reward 0.600 | 1,234 tokens/s | 24s so far | 0s left",
+    ]
+
+
+def test_nothing_but_plain_text_reaches_a_pipe():
+    stream = io.StringIO()
+    run(stream, Clock())
+    assert stream.getvalue().isascii() and "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("term", "display"), [("dumb", PlainLines), ("", PlainLines), ("xterm-256color", RichLine)])
+def test_the_terminal_decides_how_it_is_shown(monkeypatch, term, display):
+    if term:
+        monkeypatch.setenv("TERM", term)
+    else:
+        monkeypatch.delenv("TERM", raising=False)
+    leader, follower = pty.openpty()
+    try:
+        with os.fdopen(follower, "w") as stream:
+            progress = run(stream, Clock(), seconds=11.0)
+            assert type(progress.display) is display
+        written = read_all(leader)
+        assert (b"\x1b" in written) == (display is RichLine)
+        assert b"6/6" in written
+    finally:
+        os.close(leader)
+
+
+def test_time_left_follows_the_recent_steps_not_the_slow_start():
+    clock = Clock()
+    progress = Progress(100, stream=io.StringIO(), clock=clock)
+    assert progress.seconds_left is None
+    clock.now += 500
+    progress.step(1, {})
+    for step in range(2, 51):
+        clock.now += 2.0
+        progress.step(step, {})
+    assert progress.seconds_left == pytest.approx(100.0)
+
+
+def test_a_resumed_run_counts_only_its_own_steps():
+    clock = Clock()
+    progress = Progress(20, start_step=10, stream=io.StringIO(), clock=clock)
+    clock.now += 3.0
+    progress.step(11, {})
+    assert progress.seconds_left == pytest.approx(27.0)
+
+
+def test_the_stage_comes_from_the_timer():
+    progress = Progress(5, stream=io.StringIO())
+    with StageTimer(on_enter=progress.stage)("update_actor"):
+        assert "update_actor" in progress.describe()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (75, "1m15s"), (3725, "1h02m")])
+def test_durations_read_like_people_say_them(seconds, text):
+    assert format_duration(seconds) == text

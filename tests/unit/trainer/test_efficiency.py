@@ -1,0 +1,95 @@
+"""MFU of stages: what a group's devices could have done in the time that the stage took."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.engine_cases import random_batch
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.data.micro_batches import MicroBatching
+from verl.data.trajectory import Trajectory
+from verl.models.flops import AttentionCost, FlopCounts, Speed
+from verl.runtime.inline import InlineGroup
+from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
+
+COUNTS = FlopCounts(
+    per_token=100, per_head_token=10, trained_share=1.0, attention=(AttentionCost(4, None), AttentionCost(4, 2))
+)
+
+
+class Counted:
+    def __init__(self, speed):
+        self._speed = speed
+
+    def speed(self):
+        return self._speed
+
+
+def role(speed, epochs=1, share=False):
+    return SimpleNamespace(
+        group=InlineGroup(Counted(speed)),
+        mini_batches=SimpleNamespace(epochs=epochs),
+        train_micro=MicroBatching(share_prefixes=share),
+    )
+
+
+def test_stages_that_ran_are_measured_against_the_peak():
+    batch = random_batch(shapes=((1, 2), (3, 1)))
+    forward = 100 * 7 + 10 * 3 + 4 * (6 + 10) + 4 * (2 * 2 + 1 + 2 * 3 + 1)
+    trainer = SimpleNamespace(actor=role(Speed(COUNTS, 1000.0), epochs=2), critic=role(Speed(COUNTS, 500.0)))
+    found = mfu_metrics(trainer, batch, {"update_actor": 3.0, "update_critic": 4.0, "old_log_prob": 2.0, "gen": 1.0})
+    assert found == {
+        "perf/mfu/actor": pytest.approx(2 * 3 * forward / 3000),
+        "perf/mfu/actor_infer": pytest.approx(forward / 2000),
+        "perf/mfu/critic": pytest.approx(3 * forward / 2000),
+    }
+
+
+def answers(prompts: list[list[int]], lengths: list[int]) -> Batch:
+    rows = [
+        Trajectory.from_completion(p, [9] * n, [0.0] * n, group_id=0) for p, n in zip(prompts, lengths, strict=True)
+    ]
+    return Batch.pack(rows)
+
+
+def test_a_shared_prompt_is_counted_once_where_the_actor_shares_it():
+    batch = answers([[1, 2, 3], [4, 5], [1, 2, 3], [1, 2, 3]], [2, 4, 1, 2])
+    tokens, answered = 3 + (2 + 1 + 2) + 2 + 4, 9
+    # by hand: what each token looks back at, itself included; the second kind of layers at one before it
+    seen = (1 + 2 + 3) + (4 + 5) + 4 + (4 + 5) + (1 + 2 + 3 + 4 + 5 + 6)
+    near = (1 + 2 + 2) + 2 * (2 + 1 + 2) + (1 + 2 + 2 + 2 + 2 + 2)
+    forward = 100 * tokens + 10 * answered + 4 * seen + 4 * near
+    trainer = SimpleNamespace(actor=role(Speed(COUNTS, 1000.0), epochs=2, share=True), critic=None)
+    found = mfu_metrics(trainer, batch, {"update_actor": 3.0, "old_log_prob": 2.0})
+    assert found["perf/mfu/actor"] == pytest.approx(2 * 3 * forward / 3000)
+    assert found["perf/mfu/actor_infer"] == pytest.approx(forward / 2000)
+
+
+def test_the_critic_shares_no_prompt():
+    batch, seconds = answers([[1, 2, 3]] * 2, [2, 4]), {"update_critic": 1.0}
+    found = [
+        mfu_metrics(SimpleNamespace(actor=role(None, share=s), critic=role(Speed(COUNTS, 1.0))), batch, seconds)
+        for s in (True, False)
+    ]
+    assert found[0] == found[1] and found[0]
+
+
+def test_peak_memory_of_forward_passes_is_told_by_stage_and_is_the_highest_of_any_rank():
+    def ran(*gigabytes: float):
+        memory = Metrics()
+        for value in gigabytes:
+            memory.max("perf/max_memory_allocated_gb", value)
+        return SimpleNamespace(dispatcher=SimpleNamespace(forward_memory=memory))
+
+    trainer = SimpleNamespace(actor=ran(1.0, 2.0), reference=ran(4.0, 3.0), critic=None)
+    seconds = {"old_log_prob": 1.0, "ref": 1.0, "values": 1.0}
+    expected = {"old_log_prob/perf/max_memory_allocated_gb": 2.0, "ref/perf/max_memory_allocated_gb": 4.0}
+    assert forward_memory_metrics(trainer, seconds) == expected
+    assert forward_memory_metrics(trainer, {"update_actor": 1.0}) == {}
+
+
+def test_a_stage_that_did_not_run_and_an_engine_that_does_not_count_say_nothing():
+    batch = random_batch()
+    trainer = SimpleNamespace(actor=role(None), critic=role(Speed(COUNTS, 1.0)))
+    assert mfu_metrics(trainer, batch, {"update_actor": 1.0}) == {}

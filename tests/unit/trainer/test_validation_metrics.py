@@ -1,0 +1,142 @@
+"""Validation metrics: names of the headline figures, and values against naive loops and closed forms."""
+
+import math
+import random
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from verl.data.trajectory import Trajectory
+from verl.trainer.ppo.training_run import validation_metrics
+from verl.trainer.ppo.trajectory_source import RolloutBatch
+from verl.trainer.validation_metrics import process_validation_metrics, subset_sizes
+
+
+def metrics(values, uids=None, sources=None, **infos):
+    uids = uids or ["u"] * len(values)
+    return process_validation_metrics(sources or ["toy"] * len(values), uids, {"reward": values, **infos})
+
+
+def naive_bootstrap(num_answers, size, reduce):
+    """The definition: 1000 draws of `size` answers with replacement, seed 42, one `choice` at a time."""
+    generator = np.random.RandomState(42)
+    results = [reduce(generator.choice(num_answers, size, replace=True)) for _ in range(1000)]
+    return np.mean(results), np.std(results)
+
+
+VALUES = [0.1, 0.9, 0.4, 0.4, 0.0, 1.0]
+PREDS = ["a", "b", "a", "c", "b", "c"]
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+@pytest.mark.parametrize(("name", "reduce"), [("best", max), ("worst", min)])
+def test_best_and_worst_equal_the_naive_bootstrap(size, name, reduce):
+    mean, std = naive_bootstrap(6, size, lambda draw: reduce(VALUES[i] for i in draw))
+    out = metrics(VALUES)
+    found = [v for k, v in out.items() if f"/{name}@{size}/" in k]
+    assert found == pytest.approx([mean, std])
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_majority_equals_the_naive_bootstrap(size):
+    def elect(draw):
+        votes = Counter(PREDS[i] for i in draw)  # most_common keeps the order of first appearance among equals
+        winner = votes.most_common(1)[0][0]
+        return next(VALUES[i] for i in draw if PREDS[i] == winner)
+
+    mean, std = naive_bootstrap(6, size, elect)
+    out = metrics(VALUES, pred=PREDS)
+    assert [v for k, v in out.items() if f"/maj@{size}/" in k] == pytest.approx([mean, std])
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_best_of_n_is_near_its_expectation(size):
+    values = [float(i < 2) for i in range(8)]  # two of eight are right: P(best of n) = 1 - (6/8)^n
+    expected = 1 - 0.75**size
+    error = math.sqrt(expected * (1 - expected) / 1000)
+    found = next(v for k, v in metrics(values).items() if k.endswith(f"best@{size}/mean"))
+    assert abs(found - expected) < 4 * error + 1e-12
+
+
+def test_names_of_the_surface_with_several_answers():
+    out = metrics([0.0, 1.0, 1.0, 1.0], acc=[False, True, True, True], pred=["1", "2", "2", "2"])
+    core = {"val-core/toy/acc/" + name for name in ("mean@4", "best@4/mean", "best@4/std", "maj@4/mean", "maj@4/std")}
+    assert {name for name in out if name.startswith("val-core")} == core
+    both = [f"{kind}@{n}/{part}" for kind in ("best", "worst", "maj") for n in (2, 4) for part in ("mean", "std")]
+    expected = {f"{variable}/{name}" for variable in ("reward", "acc") for name in [*both, "mean@4", "std@4"]}
+    assert {name.split("/toy/")[1] for name in out} == expected
+    assert out["val-core/toy/acc/mean@4"] == 0.75
+    assert out["val-aux/toy/reward/std@4"] == pytest.approx(math.sqrt(3) / 4)
+
+
+def test_one_answer_per_prompt_has_a_mean_only():
+    assert metrics([1.0, 0.0], uids=["a", "b"]) == {"val-core/toy/reward/mean@1": 0.5}
+
+
+def test_mean_at_1_is_no_headline_beside_mean_at_16():
+    out = metrics([1.0] * 17, uids=["a"] * 16 + ["b"])
+    assert "val-core/toy/reward/mean@16" in out and "val-aux/toy/reward/mean@1" in out
+
+
+def test_prompts_count_the_same_and_data_sources_stay_apart():
+    out = metrics([1, 1, 0, 0, 5, 7], ["a", "a", "b", "b", "a", "a"], ["x"] * 4 + ["y"] * 2)
+    assert out["val-core/x/reward/mean@2"] == 0.5 and out["val-core/y/reward/mean@2"] == 6.0
+
+
+def test_the_order_of_answers_between_prompts_does_not_matter():
+    values, uids = [1.0, 0.0, 0.5, 0.2, 0.3, 0.9], ["a", "b", "a", "b", "a", "b"]
+    grouped = [values[i] for i in (0, 2, 4, 1, 3, 5)], ["a"] * 3 + ["b"] * 3
+    assert metrics(values, uids) == pytest.approx(metrics(*grouped))
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(2, [2]), (3, [2, 3]), (4, [2, 4]), (5, [2, 4, 5]), (16, [2, 4, 8, 16])])
+def test_subset_sizes_double_up_to_all(count, sizes):
+    assert subset_sizes(count) == sizes
+
+
+def test_columns_that_are_no_numbers_are_left_out():
+    out = metrics([1.0, 0.0], note=["good", "bad"], parts=[{}, {}], pred=["1", "2"], length=[3, 5])
+    assert {name.split("/")[2] for name in out} == {"reward", "length"}
+
+
+def test_answers_without_a_value_are_left_out_and_counted():
+    out = metrics([1.0, None, None, None], ["a", "a", "b", "b"])
+    assert out == {"val-core/toy/reward/mean@1": 1.0, "val-aux/toy/reward/unscored": 3.0}
+
+
+def test_columns_of_other_lengths_are_refused():
+    with pytest.raises(ValueError, match="'acc' has 1 values for 2 answers"):
+        metrics([1.0, 0.0], acc=[1.0])
+
+
+def test_a_large_validation_takes_seconds():
+    generator = random.Random(0)
+    uids = [str(i // 16) for i in range(800 * 16)]
+    values = [float(generator.random() < 0.4) for _ in uids]
+    started = time.monotonic()
+    metrics(values, uids, pred=[str(generator.randrange(5)) for _ in uids])
+    assert time.monotonic() - started < 60  # about half a second on an idle core; a loop over draws takes minutes
+
+
+def answer(group: int, reward: float | None, source: str = "toy", **extra) -> Trajectory:
+    mask = torch.tensor([False, True])
+    fields = {"group_id": group, "reward": reward, "extra": {"data_source": source, **extra}}
+    return Trajectory(torch.tensor([1, 2]), mask, torch.zeros(2), **fields)
+
+
+def test_answers_without_a_score_are_counted_and_score_nothing():
+    answers = [answer(0, 1.0, acc=1.0), answer(0, None), answer(1, 0.0, acc=0.0), answer(1, None, acc=1.0)]
+    found = validation_metrics(RolloutBatch(answers, num_reward_errors=1))
+    assert found["val-aux/toy/reward/mean@1"] == 0.5 and found["val-core/toy/acc/mean@1"] == 0.5
+    assert found["val-aux/toy/reward/unscored"] == found["val-aux/toy/acc/unscored"] == 2.0
+    assert found["val-aux/reward_errors"] == 1.0
+
+
+def test_a_source_without_any_scored_answer_still_shows():
+    found = validation_metrics(RolloutBatch([answer(0, 1.0), answer(1, None, "other"), answer(2, None, "other")]))
+    assert found["val-aux/other/reward/unscored"] == 2.0 and "val-aux/toy/reward/unscored" not in found
+    nothing = validation_metrics(RolloutBatch([answer(0, None)]))
+    assert nothing["val-aux/toy/reward/unscored"] == 1.0

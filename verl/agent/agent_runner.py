@@ -1,0 +1,138 @@
+"""Which loop answers a row, and many of them at once."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.agent import single_turn
+from verl.agent.loop import (
+    AGENT_LOOPS,
+    AgentLoopBase,
+    AgentLoopOutput,
+    ConfigWrap,
+    LLMServerClient,
+    ToolListWrap,
+    make_incremental_template,
+)
+from verl.agent.tool_agent import TOOL_AGENT
+from verl.agent.tool_parsers import TOOL_PARSERS
+from verl.agent.tools import load_tools, read_yaml
+from verl.config.run_config import RunConfig
+from verl.data.prompts import PromptRow
+from verl.data.trajectory import Trajectory
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.external_code import load_object
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+
+class AgentRunner:
+    """Answers rows by the loop their `agent_name` says, else `rollout.agent.default_agent_loop`."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        self.config, self.tokenizer = config, tokenizer
+        rollout = config.actor_rollout_ref.rollout
+        self.default_loop = rollout.agent.default_agent_loop
+        self.configured_loops = load_agent_loops(rollout.agent.agent_loop_config_path)
+        self.tools = load_tools(rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
+        self.loop_factory(self.default_loop)  # a misspelt default or format is found before the run
+        TOOL_PARSERS.get(rollout.multi_turn.format)
+
+    def loop_factory(self, name: str) -> Callable[..., AgentLoopBase] | None:
+        """The loop called `name`; None for the single turn."""
+        if name in self.configured_loops:
+            return self.configured_loops[name]
+        return None if name == single_turn.NAME and name not in AGENT_LOOPS else AGENT_LOOPS.get(name)
+
+    def tool_prompt_tokens(self, agent_name: str | None) -> int:
+        """Tokens that descriptions of tools add to the prompt of a row; ConfigError where its loop is unknown."""
+        return 0 if self.loop_factory(self.loop_name(agent_name)) is None else self._tool_description_tokens
+
+    @functools.cached_property
+    def _tool_description_tokens(self) -> int:
+        question = [{"role": "user", "content": "?"}]
+        with_tools, bare = (
+            make_incremental_template(self.config, self.tokenizer, t) for t in (list(self.tools.values()), [])
+        )
+        return len(with_tools.initial_tokens(question)) - len(bare.initial_tokens(question)) if self.tools else 0
+
+    def loop_name(self, agent_name: str | None) -> str:
+        """The loop of a row that says `agent_name`."""
+        if agent_name:
+            return agent_name
+        if self.config.actor_rollout_ref.rollout.multi_turn.enable and self.default_loop == single_turn.NAME:
+            return TOOL_AGENT
+        return self.default_loop
+
+    async def answer(
+        self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine
+    ) -> list[Trajectory]:
+        """`sampling.n` conversations (a loop may return several sequences each, which then share its sample)."""
+        factory = self.loop_factory(self.loop_name(row.agent_name))
+        if factory is None:
+            return await single_turn.single_turn(row, request_id, sampling, engine)
+        samples = [self._run_sample(factory, row, request_id, number, sampling, engine) for number in range(sampling.n)]
+        return [t for trajectories in await asyncio.gather(*samples) for t in trajectories]
+
+    async def _run_sample(
+        self,
+        factory: Callable[..., AgentLoopBase],
+        row: PromptRow,
+        request_id: int,
+        sample: int,
+        sampling: SamplingParams,
+        engine: RolloutEngine,
+    ) -> list[Trajectory]:
+        rollout = self.config.actor_rollout_ref.rollout
+        max_sequence_length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        server = LLMServerClient(engine, sampling, max_sequence_length, request_id, sample)
+        loop = factory(
+            trainer_config=ConfigWrap(self.config),
+            server_manager=server,
+            tokenizer=self.tokenizer,
+            processor=None,
+            dataset_cls=None,
+            data_config=ConfigWrap(self.config.data),
+            hf_model_type=None,
+            tools=ToolListWrap(list(self.tools.values())),
+        )
+        columns = {**row.columns, "raw_prompt": row.messages, "index": row.index, "extra_info": row.extra_info}
+        columns["tools_kwargs"] = row.extra_info.get("tools_kwargs") or {}
+        sampling_params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        result = await loop.run(sampling_params, **columns)
+        outputs = result if isinstance(result, list) else [result]
+        if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+            name = self.loop_name(row.agent_name)
+            raise DataError(f"{row.location}: agent loop {name} returned {result!r}, not AgentLoopOutput")
+        return [output.to_trajectory(request_id, row.index, server.answers) for output in outputs]
+
+
+def load_agent_loops(path: str | None) -> dict[str, Callable[..., AgentLoopBase]]:
+    """`- name: x`, `_target_: package.Class` and constructor arguments, from `agent.agent_loop_config_path`."""
+    if path is None:
+        return {}
+    key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+    entries = read_yaml(path, key)
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and {"name", "_target_"} <= e.keys() for e in entries
+    ):
+        raise ConfigError(f"{key}={path}: expected a list of entries with `name` and `_target_`")
+    names = [str(entry["name"]) for entry in entries]
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        raise ConfigError(f"{key}={path}: two loops are called {duplicates[0]!r}; give one another name")
+    return {name: _loop_factory(entry, path) for name, entry in zip(names, entries, strict=True)}
+
+
+def _loop_factory(entry: dict[str, Any], path: str) -> Callable[..., AgentLoopBase]:
+    target = str(entry["_target_"])
+    module, _, name = target.rpartition(".")
+    factory = load_object(f"pkg://{module}", name, f"{path}: _target_") if module else None
+    if factory is None or not callable(getattr(factory, "run", None)):
+        raise ConfigError(
+            f"{path}: _target_={target!r} must be the dotted path of an agent loop, my_package.loops.Mine"
+        )
+    extra = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
+    return lambda **arguments: factory(**arguments, **extra)

@@ -1,0 +1,305 @@
+"""Tool calls in the text of an answer, in the formats that model families are trained on (`multi_turn.format`).
+
+Nothing is evaluated: arguments are JSON, or text that stays text unless the tool's schema says otherwise. A call that
+cannot be read is handed on as it is, so that the policy is told what is wrong with it.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.registry import Registry
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call as written: `arguments` is JSON text, valid or not."""
+
+    name: str
+    arguments: str
+    tool_call_id: str | None = None
+
+
+TOOL_PARSERS: Registry[type["ToolParser"]] = Registry("tool parser")
+
+
+class ToolParser(ABC):
+    """Finds tool calls in sampled tokens. Parsers of your own: `@ToolParser.register(name)`."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    @staticmethod
+    def register(name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
+        """File a parser under a value of `multi_turn.format`."""
+        return TOOL_PARSERS.register(name)
+
+    @staticmethod
+    def get_tool_parser(name: str, tokenizer: Any) -> "ToolParser":
+        """The parser of `multi_turn.format`."""
+        return TOOL_PARSERS.get(name)(tokenizer)
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a turn with a call, where the end-of-sequence token does not."""
+        return []
+
+    @abstractmethod
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Text around the calls, and the calls in order. `tools`: schemas, for formats that do not type arguments."""
+
+
+class TextParser(ToolParser):
+    """A parser of decoded text."""
+
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        text = self.tokenizer.decode(list(responses_ids))
+        return self.parse_text(text, parameter_types(tools))
+
+    @abstractmethod
+    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        """`text` without the calls, and the calls; `types`: JSON type of each parameter by tool."""
+
+
+def parameter_types(tools: Sequence[Any] | None) -> dict[str, dict[str, str]]:
+    """JSON types by tool and parameter, from schemas (objects or dictionaries)."""
+    found: dict[str, dict[str, str]] = {}
+    for tool in tools or ():
+        function = (tool if isinstance(tool, dict) else tool.model_dump())["function"]
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        found[function["name"]] = {name: str(value.get("type", "string")) for name, value in properties.items()}
+    return found
+
+
+def _parse_argument(text: str, kind: str) -> Any:
+    """An argument written as plain text, in the type its schema wants; text where it cannot be."""
+    if kind == "string":
+        return text
+    try:
+        value = json.loads(text)
+        json.dumps(value)  # what is nested too deeply to be written again stays text
+        return value
+    except (ValueError, RecursionError):
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+
+
+def _make_call(name: str, values: dict[str, str], types: dict[str, dict[str, str]]) -> FunctionCall:
+    kinds = types.get(name, {})
+    arguments = {key: _parse_argument(value, kinds.get(key, "string")) for key, value in values.items()}
+    return FunctionCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _parse_json_call(text: str) -> FunctionCall:
+    """`{"name": …, "arguments": {…}}`; what is not valid JSON becomes a call that says so."""
+    try:
+        raw = json.loads(text)
+        arguments = raw.get("arguments", raw.get("parameters", {}))
+        return FunctionCall(str(raw["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        name = re.search(r'"name"\s*:\s*"([^"]*)"', text)
+        return FunctionCall(name.group(1) if name else "", text)
+
+
+def extract_between(text: str, start_mark: str, end_mark: str, allow_unclosed: bool = False) -> tuple[str, list[str]]:
+    """`text` without what lies between the marks, and that; `allow_unclosed`: the last piece needs no closing mark.
+
+    In time proportional to the text, which a pattern is not: a policy that repeats one token would stop the run.
+    """
+    outside, inside, place = [], [], 0
+    while (begin := text.find(start_mark, place)) >= 0:
+        end = text.find(end_mark, begin + len(start_mark))
+        if end < 0 and not allow_unclosed:
+            break
+        outside.append(text[place:begin])
+        inside.append(text[begin + len(start_mark) : end if end >= 0 else len(text)])
+        place = end + len(end_mark) if end >= 0 else len(text)
+    return "".join([*outside, text[place:]]).strip(), inside
+
+
+def _named_blocks(text: str, start_mark: str, end_mark: str, allow_unclosed: bool = False) -> list[tuple[str, str]]:
+    """(name, body) of every `start_mark name>body end_mark`."""
+    pieces = extract_between(text, start_mark, end_mark, allow_unclosed)[1]
+    return [(name.strip(), body) for name, mark, body in (piece.partition(">") for piece in pieces) if mark]
+
+
+class TagParser(TextParser):
+    """A parser of calls between two marks."""
+
+    start_mark: str
+    end_mark: str
+
+    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        outside, pieces = extract_between(text, self.start_mark, self.end_mark)
+        return outside, [call for piece in pieces for call in self.parse_block(piece.strip(), types)]
+
+    @abstractmethod
+    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        """The calls between one pair of marks."""
+
+
+@TOOL_PARSERS.register("hermes")
+class HermesParser(TagParser):
+    """`<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen2.5, Qwen3)."""
+
+    start_mark, end_mark = "<tool_call>", "</tool_call>"
+
+    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        return [_parse_json_call(piece)]
+
+
+@TOOL_PARSERS.register("qwen3_coder")
+class Qwen3CoderParser(TagParser):
+    """`<function=name><parameter=key>value</parameter></function>` in `<tool_call>` (Qwen3-Coder, Qwen3.5)."""
+
+    start_mark, end_mark = "<tool_call>", "</tool_call>"
+
+    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        return [
+            _make_call(
+                name,
+                {k: _strip_frame_newlines(v) for k, v in _named_blocks(body, "<parameter=", "</parameter>")},
+                types,
+            )
+            for name, body in _named_blocks(piece, "<function=", "</function>", allow_unclosed=True)
+        ]
+
+
+def _strip_frame_newlines(value: str) -> str:
+    """A value without the one newline that the format puts before and after it."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+@TOOL_PARSERS.register("seed")
+class SeedParser(Qwen3CoderParser):
+    """The same in `<seed:tool_call>` (Seed-OSS)."""
+
+    start_mark, end_mark = "<seed:tool_call>", "</seed:tool_call>"
+
+
+@TOOL_PARSERS.register("minimax")
+class MiniMaxParser(TagParser):
+    """`<invoke name="…"><parameter name="…">value</parameter></invoke>` in `<minimax:tool_call>` (MiniMax-M2)."""
+
+    start_mark, end_mark = "<minimax:tool_call>", "</minimax:tool_call>"
+    tag_prefix = ""  # before the name of every tag
+    parameter_pattern = re.compile(r'"?([^"]+)"?(?:\s+string="(true|false)")?')
+
+    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        calls = []
+        for head, body in _named_blocks(piece, f"<{self.tag_prefix}invoke name=", f"</{self.tag_prefix}invoke>"):
+            name = head.strip('"')
+            kinds, values = dict(types.get(name, {})), {}
+            for attributes, value in _named_blocks(
+                body, f"<{self.tag_prefix}parameter name=", f"</{self.tag_prefix}parameter>"
+            ):
+                found = self.parameter_pattern.fullmatch(attributes)
+                if found is None:
+                    continue
+                key, is_string = found.groups()
+                values[key] = _strip_frame_newlines(value)
+                if is_string:
+                    kinds[key] = "string" if is_string == "true" else "object"
+            calls.append(_make_call(name, values, {name: kinds}))
+        return calls
+
+
+@TOOL_PARSERS.register("deepseek_v4")
+class DeepSeekV4Parser(MiniMaxParser):
+    """Invokes marked DSML, which say themselves whether a value is text (DeepSeek-V3.2 and V4)."""
+
+    tag_prefix = "\uff5cDSML\uff5c"  # between two full-width bars
+    start_mark, end_mark = f"<{tag_prefix}tool_calls>", f"</{tag_prefix}tool_calls>"
+
+    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        return super().parse_text(
+            text.replace(f"{self.tag_prefix}function_calls>", f"{self.tag_prefix}tool_calls>"), types
+        )
+
+
+@TOOL_PARSERS.register("glm")
+class GLMParser(TagParser):
+    """`<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>` (GLM-4.5 and later)."""
+
+    start_mark, end_mark = "<tool_call>", "</tool_call>"
+
+    def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
+        values = {}
+        for argument in extract_between(piece, "<arg_key>", "</arg_value>")[1]:
+            key, _, value = argument.partition("</arg_key>")
+            values[key.strip()] = _strip_frame_newlines(value.lstrip().removeprefix("<arg_value>"))
+        return [_make_call(piece.split("<arg_key>", 1)[0].strip(), values, types)]
+
+
+@TOOL_PARSERS.register("kimi")
+class KimiParser(TextParser):
+    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section (Kimi-K2)."""
+
+    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        outside, sections = extract_between(
+            text, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", allow_unclosed=True
+        )
+        pieces = [p for s in sections for p in extract_between(s, "<|tool_call_begin|>", "<|tool_call_end|>")[1]]
+        calls = []
+        for head, mark, arguments in (piece.partition("<|tool_call_argument_begin|>") for piece in pieces):
+            if mark:
+                head = head.strip()
+                calls.append(FunctionCall(head.removeprefix("functions.").split(":")[0], arguments.strip(), head))
+        return outside, calls
+
+
+@TOOL_PARSERS.register("gpt-oss")
+class GPTOSSParser(TextParser):
+    """`<|channel|>commentary to=functions.name … <|message|>{…}<|call|>` (the harmony format of GPT-OSS)."""
+
+    call_pattern = re.compile(
+        r"(?:<\|start\|>assistant)?(?: ?to=functions\.(?P<early>[\w.-]+))?<\|channel\|>commentary"
+        r"(?:\s+to=functions\.(?P<late>[\w.-]+))?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(?P<arguments>.*?)"
+        r"(?:<\|call\|>|<\|end\|>|$)",
+        re.DOTALL,
+    )
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        found = self.tokenizer.convert_tokens_to_ids("<|call|>")
+        return [found] if isinstance(found, int) and found != self.tokenizer.unk_token_id else []
+
+    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        calls, outside, done = [], [], 0
+        for match in self.call_pattern.finditer(text):
+            name = match["early"] or match["late"]
+            if name:  # a commentary without recipient is a preamble for the user
+                calls.append(FunctionCall(name, match["arguments"]))
+                outside.append(text[done : match.start()])
+                done = match.end()
+        return "".join([*outside, text[done:]]).strip(), calls
+
+
+@TOOL_PARSERS.register("gemma4")
+class Gemma4Parser(TextParser):
+    """`<|tool_call>call:name{key:<|"|>text<|"|>,number:3}<tool_call|>` (Gemma 4)."""
+
+    string_pattern = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
+    key_pattern = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
+
+    def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
+        outside, pieces = extract_between(text, "<|tool_call>", "<tool_call|>")
+        heads = (piece.strip().removeprefix("call:").partition("{") for piece in pieces)
+        return outside, [FunctionCall(name.strip(), self._to_json(brace + body)) for name, brace, body in heads]
+
+    def _to_json(self, body: str) -> str:
+        """The body as JSON: texts are taken out first, so that nothing inside them is mistaken for syntax."""
+        texts: list[str] = []
+
+        def take(match: "re.Match[str]") -> str:
+            texts.append(json.dumps(match.group(1), ensure_ascii=False))
+            return f"\x00{len(texts) - 1}\x00"
+
+        keyed = self.key_pattern.sub(r'\1"\2":', self.string_pattern.sub(take, body))
+        return re.sub(r"\x00(\d+)\x00", lambda match: texts[int(match.group(1))], keyed)

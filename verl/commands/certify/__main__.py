@@ -1,0 +1,8 @@
+"""`python -m verl.trainer.certify key=value …`."""
+
+import sys
+
+from verl.commands.certify.comparison import main
+
+if __name__ == "__main__":
+    sys.exit(main())

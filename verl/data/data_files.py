@@ -1,0 +1,216 @@
+"""Rows of data files with their place kept, so that every complaint can name the file and the row.
+
+A data file is parquet (.parquet), JSON lines (.jsonl, .json) or one JSON array (.json).
+Needs neither torch nor a tokenizer.
+"""
+
+import bisect
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.utils.errors import DataError
+from verl.utils.suggest import did_you_mean
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON may escape half of a pair, or a pair
+
+
+class DataRows(Protocol):
+    """Numbered rows; `digest` changes when their content or order does."""
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def location(self, index: int) -> str:
+        """The place of a row in the words of an error message."""
+        ...
+
+
+class FileRows:
+    """The rows of one or several files, one file after the other, in the order given."""
+
+    def __init__(self, files: str | Path | Sequence[str | Path]):
+        self._files = [open_data_file(path) for path in data_paths(files)]
+        self._starts = [0]
+        for file in self._files:
+            self._starts.append(self._starts[-1] + len(file))
+        if len(self) == 0:
+            raise DataError(f"{self.file_names()}: no rows")
+        self.digest = hashlib.sha256("".join(file.digest for file in self._files).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, row = self._locate(index)
+        return file.row(row)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for file in self._files:
+            yield from file.rows()
+
+    def location(self, index: int) -> str:
+        file, row = self._locate(index)
+        return f"{file.path} {file.row_label(row)}"
+
+    def file_names(self) -> str:
+        """The files, for messages."""
+        return ", ".join(str(file.path) for file in self._files)
+
+    def _locate(self, index: int) -> "tuple[ParquetFile | JsonFile, int]":
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} rows")
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self._files[number], index - self._starts[number]
+
+
+def data_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One path or many as a list of existing files; DataError names the first that cannot be used."""
+    paths = [files] if isinstance(files, str | Path) else list(files)
+    if not paths:
+        raise DataError(
+            "no data files were given; set data.train_files and data.val_files to a path or a list of paths"
+        )
+    return [_existing_file(path) for path in paths]
+
+
+def _existing_file(raw_path: str | Path) -> Path:
+    if "://" in str(raw_path):
+        raise DataError(f"{raw_path}: remote files are not supported; copy the file to a local disk and give that path")
+    path = Path(raw_path).expanduser()
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in _FILE_CLASSES)
+        listing = ", ".join(inside[:5]) if inside else "none"
+        raise DataError(f"{path} is a folder; give the data files inside it (there: {listing})")
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, siblings) if siblings else f"the folder {path.parent} does not exist"
+        raise DataError(f"{path} does not exist; {hint}")
+    return path
+
+
+def open_data_file(path: Path) -> "ParquetFile | JsonFile":
+    """The file, opened by the class that fits the file's suffix."""
+    file_class = _FILE_CLASSES.get(path.suffix.lower())
+    if file_class is None:
+        raise DataError(f"{path} has an unknown suffix {path.suffix!r}; known: {', '.join(sorted(_FILE_CLASSES))}")
+    return file_class(path)
+
+
+class ParquetFile:
+    """One parquet file, held as an Arrow table."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        self.digest = file_digest(path)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for batch in self._table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def row_label(self, index: int) -> str:
+        return f"row {index} (the first is 0)"
+
+
+class JsonFile:
+    """One file of JSON objects: one per line, or all of them in one array."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 text: {error}") from error
+        self._has_surrogate_escapes = _SURROGATE.search(text) is not None
+        self._is_array = text.lstrip()[:1] == "["
+        self._numbers, self._rows = self._parse_array(text) if self._is_array else self._parse_lines(text)
+        self.digest = file_digest(path)
+
+    def _parse_array(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.path} line {error.lineno}: not valid JSON ({error.msg})") from error
+        for number, row in enumerate(rows):
+            self._check(row, f"row {number} (the first is 0)")
+        return list(range(len(rows))), rows
+
+    def _parse_lines(self, text: str) -> tuple[list[int], list[dict[str, Any]]]:
+        numbers, rows = [], []
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{self.path} line {number}: not valid JSON ({error.msg}): {_short(line)}") from error
+            self._check(row, f"line {number}")
+            numbers.append(number)
+            rows.append(row)
+        return numbers, rows
+
+    def _check(self, row: object, place: str) -> None:
+        if not isinstance(row, dict):
+            raise DataError(f"{self.path} {place}: expected an object, found {_short(row)}")
+        if not self._has_surrogate_escapes:
+            return
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(
+                f"{self.path} {place}: {half!a} is half of a surrogate pair, which no text holds; write the whole "
+                "character where the file was made, or leave it out"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    def row_label(self, index: int) -> str:
+        number = self._numbers[index]
+        return f"row {number} (the first is 0)" if self._is_array else f"line {number}"
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_FILE_CLASSES: dict[str, type[ParquetFile] | type[JsonFile]] = {
+    ".parquet": ParquetFile,
+    ".json": JsonFile,
+    ".jsonl": JsonFile,
+}

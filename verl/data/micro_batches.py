@@ -1,0 +1,135 @@
+"""Micro-batches: which sequences go through the model together."""
+
+import heapq
+from dataclasses import dataclass, field
+
+from verl.data.batch import Batch
+from verl.data.shared_prompts import prompt_groups, prompt_lengths
+from verl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a shard is cut into forwards: by a token budget, by a number of sequences, or both. None means no limit.
+
+    A `plan` names the sequences of every forward instead: indices of the shard, dealt out for all ranks at once (see
+    balance.py). An empty forward is one that only other ranks have something for.
+    With `share_prefixes` a prompt that several sequences of a forward begin with is computed once, and counts once.
+    """
+
+    max_tokens: int | None = None
+    max_sequences: int | None = None
+    plan: tuple[tuple[int, ...], ...] | None = None
+    share_prefixes: bool = False
+    limit_key: str = field(default="*max_token_len_per_gpu", compare=False)  # what one sets for `max_tokens` of a rank
+
+    def __post_init__(self) -> None:
+        for name, limit in (("max_tokens", self.max_tokens), ("max_sequences", self.max_sequences)):
+            if limit is not None and limit < 1:
+                raise ConfigError(f"a micro-batch of {name}={limit} is impossible; it must be at least 1, or null")
+
+
+def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
+    """Index lists that cover every sequence once; each list is one forward.
+
+    With `max_tokens`, longest-first into the emptiest of the fewest bins that hold the total, one bin more at a time
+    until none is over the budget. A sequence longer than the budget is refused: it is never split.
+    """
+    if micro.plan is not None:
+        return [list(part) for part in micro.plan]
+    if micro.share_prefixes:
+        return split_by_shared_prefix(batch, micro.max_tokens, micro.max_sequences)
+    return split_lengths(batch.lengths.tolist(), micro)
+
+
+def split_lengths(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
+    """`split_micro_batches` for sequences of these lengths, within the limits of `micro`."""
+    if micro.max_tokens is not None:
+        return bin_by_tokens(lengths, micro.max_tokens, micro.max_sequences)
+    size = micro.max_sequences or max(len(lengths), 1)
+    return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+
+
+def bin_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
+    """Groups of indices whose lengths add up to at most `max_tokens`, balanced, each group in ascending order.
+
+    With `max_sequences`, no group has more members than that.
+    """
+    if not lengths:
+        return []
+    _check_longest(max(lengths), max_tokens)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    max_members = max_sequences or len(lengths)
+    count = max(-(-sum(lengths) // max_tokens), -(-len(lengths) // max_members))
+    while True:
+        groups = _assign_to_emptiest(order, lengths, count, max_members)
+        if all(sum(lengths[i] for i in group) <= max_tokens for group in groups):
+            return [sorted(group) for group in groups if group]
+        count += 1
+
+
+def _check_longest(longest: int, max_tokens: int) -> None:
+    if longest > max_tokens:
+        raise ConfigError(
+            f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
+            f"*max_token_len_per_gpu to at least {longest}, or keep sequences shorter (data.max_prompt_length, "
+            "data.max_response_length, data.max_length)"
+        )
+
+
+def split_by_shared_prefix(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
+    """Index lists as of `split_micro_batches` that keep sequences with the same prompt together and count it once."""
+    max_members = max_sequences or max(batch.num_sequences, 1)
+    if max_tokens is None:
+        order = [i for group in prompt_groups(batch) for i in group]
+        return [order[start : start + max_members] for start in range(0, len(order), max_members)]
+    groups = prefix_groups(batch, max_tokens, max_sequences)
+    costs = [group.tokens for group in groups]
+    order, count = sorted(range(len(groups)), key=lambda group: (-costs[group], group)), -(-sum(costs) // max_tokens)
+    while True:
+        bins = _assign_to_emptiest(order, costs, count, len(groups))
+        parts = [sorted(i for group in part for i in groups[group].indices) for part in bins if part]
+        fits = all(sum(costs[group] for group in part) <= max_tokens for part in bins)
+        if fits and all(len(part) <= max_members for part in parts):
+            return parts
+        count += 1
+
+
+@dataclass(frozen=True)
+class PrefixGroup:
+    """Sequences that should be in one forward, because they begin with the same prompt."""
+
+    indices: list[int]
+    tokens: int  # computed, the prompt once
+    pairs: int  # of tokens whose attention is computed, counted as if sequences were not causal
+
+
+def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[PrefixGroup]:
+    """The groups of `batch`; one over a limit is cut into as few parts as hold it, each with the prompt."""
+    lengths, prompts, groups = batch.lengths.tolist(), prompt_lengths(batch), []
+    for group in prompt_groups(batch):
+        prompt = prompts[group[0]]
+        response_lengths = [lengths[i] - prompt for i in group]
+        budget = sum(response_lengths) or 1
+        if max_tokens is not None:
+            _check_longest(prompt + max(response_lengths), max_tokens)
+            budget = max(max_tokens - prompt, 1)
+        for part in bin_by_tokens(response_lengths, budget, max_sequences):
+            indices, parts = [group[place] for place in part], [response_lengths[place] for place in part]
+            pairs = prompt**2 + sum(2 * prompt * length + length**2 for length in parts)
+            groups.append(PrefixGroup(indices, prompt + sum(parts), pairs))
+    return groups
+
+
+def _assign_to_emptiest(order: list[int], lengths: list[int], count: int, max_members: int) -> list[list[int]]:
+    """`order` dealt out to `count` groups, each index to the group with the fewest tokens that has room."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]  # a heap of (tokens, group); full groups leave it
+    for i in order:
+        load, number = loads[0]
+        groups[number].append(i)
+        if len(groups[number]) < max_members:
+            heapq.heapreplace(loads, (load + lengths[i], number))
+        else:
+            heapq.heappop(loads)
+    return groups

@@ -1,0 +1,291 @@
+"""Prompts that several sequences begin with, computed once: the layout of their tokens and its exact attention.
+
+The tokens that are computed are laid out as prefixes | suffixes, group by group | other sequences. Prefixes and other
+sequences attend to themselves; a suffix to the prefix of its group and to itself. A plain layer does the two parts with
+a flash kernel each and merges them by their log-sum-exp; every other one, a row per suffix with the prefix before it.
+
+Shapes: H query heads, K key/value heads, P tokens of all prefixes, S of all suffixes, T packed tokens, D head size.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl.data.batch import Batch
+from verl.data.shared_prompts import common_prefix, prompt_groups
+from verl.models.attention.sequence_attention import AttentionSpec, Packing, attend, attend_sequences
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrefixPacking:
+    """Boundaries of prefixes, of the suffixes one by one and of each group together, and of the other sequences."""
+
+    prefixes: Packing
+    suffixes: Packing
+    groups: Packing  # group i: the suffixes that follow prefix i
+    others: Packing
+    max_length: int  # tokens of the longest sequence
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.prefixes.num_tokens, self.suffixes.num_tokens, self.others.num_tokens]
+
+
+@dataclass(frozen=True)
+class PrefixLayout:
+    """Which tokens of a batch are computed, and where each of its tokens is among them."""
+
+    packing: PrefixPacking | Packing
+    computed: Tensor  # (U,) places in the batch
+    computed_index: Tensor  # (T,) places among the computed
+
+
+def prefix_sharing_order(batch: Batch) -> list[int]:
+    """Sequence numbers so that neighbours share a prompt, and equally long ones are neighbours inside a group."""
+    lengths = batch.lengths.tolist()
+    groups = [sorted(group, key=lengths.__getitem__) for group in prompt_groups(batch)]
+    return [i for group in sorted(groups, key=lambda group: (len(group) == 1, lengths[group[0]])) for i in group]
+
+
+def plan_prefix_sharing(batch: Batch, device: torch.device) -> PrefixLayout | None:
+    """The layout of a batch in `prefix_sharing_order`; None where no two sequences have a prompt in common."""
+    lengths, starts = batch.lengths.tolist(), batch.cu_seqlens.tolist()
+    groups = [(group, common_prefix(batch, group)) for group in prompt_groups(batch) if len(group) > 1]
+    groups = [(group, prefix) for group, prefix in groups if prefix]
+    if not groups:
+        return None
+    shared = {i for group, _ in groups for i in group}
+    others = [i for i in range(len(lengths)) if i not in shared]
+    suffixes = [[lengths[i] - prefix for i in group] for group, prefix in groups]
+    packing = PrefixPacking(
+        Packing.of_lengths([prefix for _, prefix in groups], device),
+        Packing.of_lengths([length for group in suffixes for length in group if length], device),
+        Packing.of_lengths([sum(group) for group in suffixes], device),
+        Packing.of_lengths([lengths[i] for i in others], device),
+        max(lengths),
+    )
+    spans = [(starts[group[0]], starts[group[0]] + prefix) for group, prefix in groups]
+    spans += [(starts[i] + prefix, starts[i + 1]) for group, prefix in groups for i in group]
+    spans += [(starts[i], starts[i + 1]) for i in others]
+    computed = torch.cat([torch.arange(*span) for span in spans])
+    computed_index = torch.empty(batch.num_tokens, dtype=torch.int64)
+    computed_index[computed] = torch.arange(len(computed))
+    for group, prefix in groups:
+        for i in group[1:]:
+            computed_index[starts[i] : starts[i] + prefix] = computed_index[
+                starts[group[0]] : starts[group[0]] + prefix
+            ]
+    return PrefixLayout(packing, computed, computed_index)
+
+
+def attend_with_prefixes(
+    query: Tensor, key: Tensor, value: Tensor, packing: PrefixPacking, spec: AttentionSpec
+) -> Tensor:
+    """(1, H, T, D), (1, K, T, D), (1, K, T, D) in the layout of `packing` -> (1, T, H, D)."""
+    prefixes, suffixes, others = zip(*(x.split(packing.sizes, 2) for x in (query, key, value)), strict=True)
+    out = [attend_sequences(*prefixes, packing.prefixes, spec)]
+    if packing.suffixes.lengths:
+        merged = _can_merge(query, value, packing, spec)
+        attend_suffixes = _MergedAttention.apply if merged else _attend_suffix_rows
+        out.append(attend_suffixes(*suffixes, *prefixes[1:], packing, spec))
+    if packing.others.lengths:
+        out.append(attend_sequences(*others, packing.others, spec))
+    return torch.cat(out, 1)
+
+
+def _attend_suffix_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    packing: PrefixPacking,
+    spec: AttentionSpec,
+) -> Tensor:
+    """(1, S, H, D): each suffix after a copy of what it can see of its prefix, equally long ones in one call."""
+    in_groups = [x.split(list(packing.groups.lengths), 2) for x in (query, key, value)]
+    prefix_parts = [x.split(list(packing.prefixes.lengths), 2) for x in (prefix_key, prefix_value)]
+    out = []
+    for runs, *suffixes, one_key, one_value in zip(_runs_by_group(packing), *in_groups, *prefix_parts, strict=True):
+        visible = one_key.shape[2] if spec.window is None else min(one_key.shape[2], spec.window - 1)
+        hidden = one_key.shape[2] - visible
+        sizes = [count * length for count, length in runs]
+        for (count, length), *parts in zip(runs, *(x[0].split(sizes, 1) for x in suffixes), strict=True):
+            q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+            k = torch.cat([one_key[:, :, hidden:].expand(count, -1, -1, -1), k], 2)
+            v = torch.cat([one_value[:, :, hidden:].expand(count, -1, -1, -1), v], 2)
+            out.append(attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).unsqueeze(0)
+
+
+def _runs_by_group(packing: PrefixPacking) -> Iterator[list[tuple[int, int]]]:
+    """(count, length) of neighbouring suffixes of equal length, for one group after the other."""
+    lengths = iter(packing.suffixes.lengths)
+    for group_tokens in packing.groups.lengths:
+        members: list[int] = []
+        while sum(members) < group_tokens:
+            members.append(next(lengths))
+        yield Packing(tuple(members), packing.suffixes.cu_seqlens).equal_length_runs()
+
+
+# --- two flash kernels, merged ----------------------------------------------------------------------------------------
+
+
+def _can_merge(query: Tensor, value: Tensor, packing: PrefixPacking, spec: AttentionSpec) -> bool:
+    unlimited = spec.window is None or spec.window >= packing.max_length
+    if not (spec.is_plain_softmax and unlimited) or spec.dropout or query.shape[-1] != value.shape[-1]:
+        return False
+    if query.device.type != "cpu" and query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _merge_works(query.device.type, query.dtype, query.shape[-1])
+
+
+@functools.cache
+def _merge_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash kernels run here and agree with rows of suffixes; asked once by trying them.
+
+    It may be asked first without gradients, or inside a checkpointed layer that counts what is saved for backward.
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return _try_merge(device_type, dtype, head_dim)
+
+
+def _try_merge(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    device = torch.device(device_type)
+    packings = [Packing.of_lengths(lengths, device) for lengths in ((3,), (2, 2, 1), (5,), ())]
+    packing, spec = PrefixPacking(*packings, max_length=5), AttentionSpec(None, 0.0, None, None, None)
+    values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device, dtype)
+    found = []
+    for attend_suffixes in (_MergedAttention.apply, _attend_suffix_rows):
+        query, key = torch.cat([values, -values], 1)[:, :, 3:].requires_grad_(), values.clone().requires_grad_()
+        try:
+            out = attend_suffixes(query, key[:, :, 3:], key[:, :, 3:], key[:, :, :3], key[:, :, :3], packing, spec)
+            (out * out.detach().cos()).sum().backward()
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            logger.warning("flash kernels cannot be merged on %s in %s, copies instead: %s", device_type, dtype, error)
+            return False
+        found.append((out, query.grad, key.grad))
+    if all(torch.allclose(a, b, atol=0.02) for a, b in zip(*found, strict=True)):
+        return True
+    logger.warning("merged flash kernels on %s in %s give wrong numbers; copies instead", device_type, dtype)
+    return False
+
+
+class _MergedAttention(torch.autograd.Function):
+    """softmax over prefix and suffix keys from a kernel call for each.
+
+    With out_i and lse_i of the two, lse = log(e^lse_1 + e^lse_2) and out = sum_i e^(lse_i - lse) out_i. A kernel's
+    backward, given the merged out and lse, uses the probabilities e^(score - lse) of the whole row: it is exact as is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        packing: PrefixPacking,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """(1, S, H, D) without copies of the prefixes."""
+        scale = spec.scaling
+        prefix_part = _flash(query, prefix_key, prefix_value, packing.groups, packing.prefixes, False, scale)
+        suffix_part = _flash(query, key, value, packing.suffixes, packing.suffixes, True, scale)
+        lse = torch.logaddexp(prefix_part[1], suffix_part[1])  # (1, H, S)
+        parts = [out * (part - lse).exp().unsqueeze(-1) for out, part in (prefix_part, suffix_part)]
+        out = (parts[0] + parts[1]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
+        ctx.packing, ctx.scale = packing, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
+        packing, merged = ctx.packing, (grad_out.transpose(1, 2), query, out, lse)
+        prefix_part = _flash_backward(
+            *merged, prefix_key, prefix_value, packing.groups, packing.prefixes, False, ctx.scale
+        )
+        suffix_part = _flash_backward(*merged, key, value, packing.suffixes, packing.suffixes, True, ctx.scale)
+        return prefix_part[0] + suffix_part[0], *suffix_part[1:], *prefix_part[1:], None, None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Segment i of the queries attends to segment i of the keys -> out (1, H, S, D), log-sum-exp (1, H, S)."""
+    if query.device.type != "cpu":
+        rows = [_tokens_first(x) for x in (query, key, value)]
+        boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *boundaries, 0.0, causal, False, scale=scale)
+        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    outs, sums = [], []
+    for q, k, v in _batched_runs(queries, keys, (query,), (key, value)):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        outs.append(_unbatched(out))
+        sums.append(_unbatched(lse.unsqueeze(-1)))
+    return torch.cat(outs, 2), torch.cat(sums, 2).squeeze(-1)
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Packing,
+    keys: Packing,
+    causal: bool,
+    scale: float | None,
+) -> list[Tensor]:
+    """Gradients of query, key and value of a call to `_flash`, with the out and lse of the whole softmax."""
+    if query.device.type != "cpu":
+        rows = [_tokens_first(x) for x in (grad_out, query, key, value, out)]
+        boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
+        rng_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+        found = torch.ops.aten._flash_attention_backward(
+            *rows, lse[0].contiguous(), *boundaries, 0.0, causal, *rng_state, scale=scale
+        )
+        return [x.transpose(0, 1).unsqueeze(0) for x in found]
+    gradients = []
+    for g, q, o, s, k, v in _batched_runs(queries, keys, (grad_out, query, out, lse.unsqueeze(-1)), (key, value)):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, s.squeeze(-1), 0.0, causal, scale=scale
+        )
+        gradients.append([_unbatched(x) for x in found])
+    return [torch.cat(parts, 2) for parts in zip(*gradients, strict=True)]
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1).contiguous()
+
+
+def _batched_runs(
+    queries: Packing, keys: Packing, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Each run of neighbouring segments of equal lengths as rows (N, heads, L, D)."""
+    offsets = [0, 0]
+    for lengths, same in groupby(zip(queries.lengths, keys.lengths, strict=True)):
+        count, rows = len(list(same)), []
+        for side, tensors in enumerate((of_queries, of_keys)):
+            part = slice(offsets[side], offsets[side] + count * lengths[side])
+            rows += [x[0, :, part].unflatten(1, (count, lengths[side])).transpose(0, 1) for x in tensors]
+            offsets[side] = part.stop
+        yield tuple(rows)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    """(N, heads, L, D) -> (1, heads, N * L, D)."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)

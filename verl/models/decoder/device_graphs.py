@@ -1,0 +1,115 @@
+"""Decode steps replayed as device graphs, one per batch size and number of cache columns.
+
+A captured step has fixed shapes: the batch is padded to a capture size, the window to a whole number of `_COLUMN_STEP`
+columns. Column and starts are read from device tensors, so one graph serves every step of its shape.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from verl.models.decoder.lean import CacheWindow, LeanDecoder
+
+_COLUMN_STEP = 256
+Replay = Callable[[], Tensor]
+Capture = Callable[[Replay], Replay]
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether the device's torch module has graphs; a vendor's may not."""
+    module = torch.get_device_module(device)
+    return device.type != "cpu" and hasattr(module, "graph") and hasattr(module, _graph_name(device))
+
+
+def _graph_name(device: torch.device) -> str:
+    return "NPUGraph" if device.type == "npu" else "CUDAGraph"
+
+
+def device_capture(device: torch.device) -> Capture:
+    """Captures a function into a graph of the device's own module; the replay returns its static output."""
+    module = torch.get_device_module(device)
+    graph_type = getattr(module, _graph_name(device))
+
+    def capture(function: Replay) -> Replay:
+        side = module.Stream()
+        side.wait_stream(module.current_stream())
+        with module.stream(side):  # first calls allocate workspaces, which a capture may not
+            function()
+            function()
+        module.current_stream().wait_stream(side)
+        graph = graph_type()
+        with module.graph(graph):
+            out = function()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    return capture
+
+
+def capture_sizes(wanted: list[int] | None, rows: int) -> list[int]:
+    """Batch sizes to capture, ascending, none over `rows`: powers of two and `rows` unless the user lists them."""
+    sizes = wanted or [2**i for i in range(rows.bit_length())]
+    return sorted({min(size, rows) for size in sizes} | (set() if wanted else {rows}))
+
+
+class GraphedDecode:
+    """Runs `LeanDecoder` steps by replay; batches over the largest capture size run eagerly."""
+
+    def __init__(self, decoder: "LeanDecoder", sizes: list[int], capture: Capture):
+        self.decoder, self.sizes, self.capture = decoder, sizes, capture
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._addresses: tuple[int, ...] = ()
+        device = decoder.weights.device
+        self._tokens = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
+        self._starts = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
+        self._column = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def __call__(self, tokens_B: Tensor, window: "CacheWindow") -> Tensor | None:
+        """Logits (B, V), or None where no capture size holds the batch."""
+        count = len(tokens_B)
+        size = next((s for s in self.sizes if s >= count), None)
+        if size is None:
+            return None
+        self._column.fill_(window.column)
+        self._starts[:size].fill_(window.column)  # padding rows see only their own new token
+        self._starts[:count], self._tokens[:count] = window.starts_B, tokens_B
+        columns = self.decoder.keys[0].shape[2]
+        num_columns = min(-(-(window.column + 1) // _COLUMN_STEP) * _COLUMN_STEP, columns)
+        return self._replay(size, num_columns)()[:count].clone()
+
+    def _replay(self, size: int, num_columns: int) -> Replay:
+        addresses = self.decoder.addresses()
+        if addresses != self._addresses:
+            self._replays, self._addresses = {}, addresses
+        if (size, num_columns) not in self._replays:
+            self._replays[size, num_columns] = self.capture(lambda: self._step(size, num_columns))
+        return self._replays[size, num_columns]
+
+    def _step(self, size: int, num_columns: int) -> Tensor:
+        d, w, s = self.decoder, self.decoder.weights, self.decoder.shape
+        tokens, starts, column = self._tokens[:size], self._starts[:size], self._column
+        rotation = d.rotation(column - starts)
+        columns = torch.arange(num_columns, device=column.device)
+        full = ((columns >= starts.unsqueeze(1)) & (columns <= column)).view(size, 1, 1, num_columns)
+        x = w.embed(tokens)
+        for index, layer in enumerate(w.layers):
+            qk, v = layer.qkv(x, rotation)
+            q, k = qk.split((s.heads, s.kv_heads), dim=1)
+            keys, values = d.keys[index][:size], d.values[index][:size]
+            keys.index_copy_(2, column, k.unsqueeze(2))
+            values.index_copy_(2, column, v.unsqueeze(2))
+            mask = full if layer.window is None else full & (columns > column - layer.window)
+            q = q.reshape(size, s.kv_heads, -1, s.head_dim)
+            out = F.scaled_dot_product_attention(
+                q, keys[:, :, :num_columns], values[:, :, :num_columns], attn_mask=mask, scale=layer.scale
+            )
+            x = layer.add_mlp(layer.add_attention(x, out.reshape(size, -1)))
+        return w.logits(x)

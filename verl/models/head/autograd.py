@@ -1,0 +1,209 @@
+"""The head as autograd functions: recomputing logits in backward, or loss and gradient in one pass.
+
+Shapes: T packed tokens, M of them go through the head, V vocabulary, D hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl.models.head.block_sizes import BlockSizes, even_part_size
+from verl.models.head.blockwise import PRODUCT_COLUMNS, BlockwiseHead, SoftmaxStatistics
+from verl.models.head.elementwise import CompiledKernels, Kernels, TiledKernels, statistics_dtype
+
+# (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None where the loss does not depend on it
+BlockLoss = Callable[[slice, SoftmaxStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one block may take: its hidden states and its logits, in bytes as if in the type of the statistics."""
+
+    hidden_bytes: int
+    logit_bytes: int
+    max_rows: int
+
+
+CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers
+CPU_NARROW = Budget(7 << 19, 1 << 22, 1024)  # whose matmuls are so fast that their start counts, and make copies: 40 MB
+ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
+MIN_BLOCK_SIDE = 64  # rows and columns of a block
+STORED_LOGIT_BYTES = 8 << 20  # whole rows of logits
+MIN_STORED_ROWS = 256  # fewer would stream the weight and its gradient through memory too often
+
+
+def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, memory_factor: int = 1) -> BlockSizes:
+    """Many rows by few columns: full matmul rate in a few megabytes, logits forgotten after the pass.
+
+    `memory_factor` 2 gives logits twice the memory: where there are no gradients.
+    """
+    rows = even_part_size(num_rows, chunk_size or _max_rows(weight_VD)[0])
+    return BlockSizes(rows, _block_columns(weight_VD, rows, memory_factor))
+
+
+def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, weight_gradient: bool) -> BlockSizes:
+    """As many rows as possible whose logits can stay until their gradient is known.
+
+    Whole rows of logits where `chunk_size` asks for that or enough of them fit. Otherwise narrow blocks, and as many
+    rows as the hidden size keep their logits in the memory of the weight's gradient.
+    """
+    vocab_size, hidden_size = weight_VD.shape
+    fit = STORED_LOGIT_BYTES // (vocab_size * weight_VD.dtype.itemsize)
+    if chunk_size is not None or fit >= min(MIN_STORED_ROWS, num_rows):
+        return BlockSizes(even_part_size(num_rows, chunk_size or min(fit, _budget(weight_VD).max_rows)), vocab_size)
+    if not (weight_gradient and weight_VD.is_contiguous()):
+        return narrow_blocks(weight_VD, num_rows, None)
+    most, group_rows = _max_rows(weight_VD)
+    rows = max(1, min(num_rows, most))
+    return BlockSizes(rows, _block_columns(weight_VD, rows), group_rows, stored_rows=hidden_size)
+
+
+def _budget(weight_VD: Tensor) -> Budget:
+    if weight_VD.device.type != "cpu":
+        return ACCELERATOR
+    return CPU_NARROW if _is_narrow_on_cpu(weight_VD) else CPU
+
+
+def _is_narrow_on_cpu(weight_VD: Tensor) -> bool:
+    """Where matmuls copy their factors, and float32 values of logits exist in tiles only."""
+    return weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4
+
+
+def _max_rows(weight_VD: Tensor) -> tuple[int, int]:
+    """(rows of a block, rows of a pass) for which the hidden states and their gradients fit."""
+    budget = _budget(weight_VD)
+    row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
+    group_rows = budget.hidden_bytes // row_bytes
+    block = group_rows // 2 if _is_narrow_on_cpu(weight_VD) else group_rows
+    return _rounded_rows(block, budget.max_rows), _rounded_rows(group_rows, budget.max_rows)
+
+
+def _rounded_rows(rows: int, most: int) -> int:
+    return min(most, max(MIN_BLOCK_SIDE, rows // MIN_BLOCK_SIDE * MIN_BLOCK_SIDE))
+
+
+def _block_columns(weight_VD: Tensor, rows: int, memory_factor: int = 1) -> int:
+    narrow = _is_narrow_on_cpu(weight_VD)
+    itemsize = weight_VD.dtype.itemsize if narrow else statistics_dtype(weight_VD).itemsize
+    fit = memory_factor * _budget(weight_VD).logit_bytes // (rows * itemsize)
+    unit = PRODUCT_COLUMNS if narrow and fit >= PRODUCT_COLUMNS else MIN_BLOCK_SIDE
+    return min(weight_VD.shape[0], max(MIN_BLOCK_SIDE, fit // unit * unit))
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {"torch": TiledKernels, "compiled": CompiledKernels}
+
+
+def make_kernels(name: str) -> Kernels:
+    """The elementwise kernels called "torch", "compiled" or "triton"."""
+    if name == "triton":
+        from verl.models.head.triton_kernels import TritonKernels
+
+        return TritonKernels()
+    return KERNELS[name]()
+
+
+class ChunkedHead(torch.autograd.Function):
+    """(logprobs (M,), entropy (M,) or None) of `targets` given the hidden states at `source`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias: Tensor | None,
+        source: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        chunk_size: int | None,
+        with_entropy: bool,
+        kernel_name: str = "torch",
+    ) -> tuple[Tensor, Tensor | None]:
+        blocks = narrow_blocks(weight_VD, len(targets), chunk_size, memory_factor=2)
+        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(kernel_name))
+        logsumexp = torch.empty(len(targets), dtype=head.dtype, device=hidden_TD.device)
+        logprobs = torch.empty_like(logsumexp)
+        entropy = torch.empty_like(logsumexp) if with_entropy else None
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for parts in head.blocks.row_groups(len(targets)):
+                group = head.row_group(source, targets, temperature, parts)
+                part, stats = group.part, head.statistics(group, with_entropy)
+                logsumexp[part], logprobs[part] = stats.logsumexp, stats.logprobs
+                if entropy is not None:
+                    entropy[part] = stats.entropy
+        ctx.save_for_backward(hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy)
+        ctx.chunk_size, ctx.kernel_name = chunk_size, kernel_name
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy = ctx.saved_tensors
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 9
+        blocks = narrow_blocks(weight_VD, len(targets), ctx.chunk_size)
+        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(ctx.kernel_name))
+        out = head.new_gradients(*ctx.needs_input_grad[:3])
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for parts in head.blocks.row_groups(len(targets)):
+                group = head.row_group(source, targets, temperature, parts)
+                part = group.part
+                stats = SoftmaxStatistics(logsumexp[part], logprobs[part], _part(entropy, part))
+                head.add_gradients(group, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
+        return (*out.finish(None if bias is None else bias.dtype), *(None,) * 6)
+
+
+class OnePassHead(torch.autograd.Function):
+    """The scalar sum of `block_loss` over blocks of rows, whose gradient is taken while their logits exist."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias: Tensor | None,
+        source: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        chunk_size: int | None,
+        with_entropy: bool,
+        block_loss: BlockLoss,
+        kernel_name: str = "torch",
+    ) -> Tensor:
+        blocks = one_pass_blocks(weight_VD, len(targets), chunk_size, ctx.needs_input_grad[1])
+        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(kernel_name))
+        out = head.new_gradients(*ctx.needs_input_grad[:3])
+        loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for parts in head.blocks.row_groups(len(targets)):
+                spare = out.weight if blocks.stored_rows and out.empty else None
+                group = head.row_group(source, targets, temperature, parts, spare)
+                stats = head.statistics(group, with_entropy)
+                loss, grad_logprobs, grad_entropy = block_loss(group.part, stats)
+                loss_sum += loss
+                if out.wanted and not (grad_logprobs is None and grad_entropy is None):
+                    head.add_gradients(group, stats, grad_logprobs, grad_entropy, out)
+        ctx.gradients = out.finish(None if bias is None else bias.dtype)
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward ran twice through a one-pass head, whose gradient is handed over once; "
+                "call token_loss_one_pass again, or use token_logprobs(mode='chunked')"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        scale = float(grad_loss)
+        if scale != 1.0:
+            gradients = tuple(None if g is None else g.mul_(scale) for g in gradients)
+        return (*gradients, *(None,) * 7)
+
+
+def _part(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]

@@ -1,0 +1,231 @@
+"""The language-model head: log-prob and entropy of tokens from hidden states, without a (T, V) matrix of logits.
+
+Shapes: T packed tokens, M of them needed, V vocabulary, D hidden. This is the only file that shifts: row t of the
+hidden states predicts token t+1 of the same sequence; everything that comes out is indexed by the token it is about.
+"""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.models.head.autograd import ChunkedHead, OnePassHead
+from verl.models.head.blockwise import SoftmaxStatistics
+from verl.models.head.elementwise import statistics_dtype
+from verl.plugin.platform import get_platform
+from verl.utils.errors import ConfigError
+
+MODES = ("eager", "chunked", "fused")
+
+# (outputs, columns, None) -> (weighted losses (M,), token metrics by name (M,)), all about the same M tokens
+PerTokenLoss = Callable[[dict[str, Tensor], dict[str, Tensor], None], tuple[Tensor, dict[str, Tensor]]]
+
+
+def head_settings(model: HFModelConfig, engine: FSDPEngineConfig) -> tuple[str, str, int | None]:
+    """(mode, kernels, chunk_size) of `token_logprobs`, as the configuration and this platform have them.
+
+    `chunk_size` is None, the head's own choice, unless `entropy_from_logits_with_chunking` asks for a number.
+    """
+    chunk_size = engine.entropy_from_logits_chunk_size if engine.entropy_from_logits_with_chunking else None
+    return head_mode(model, engine), head_kernels(model, engine), chunk_size
+
+
+def head_mode(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
+    """How log-probs are taken from hidden states: `fsdp_config.head_mode`, or what the seed keys ask for.
+
+    `use_fused_kernels` is "fused". `entropy_from_logits_with_chunking` and `entropy_checkpointing` ask for at least
+    "chunked", which is also the default on every device: it never holds the logits and recomputes them in backward.
+    """
+    asks_for_blocks = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
+    if engine.head_mode == "eager" and (asks_for_blocks or model.use_fused_kernels):
+        raise ConfigError(
+            "head_mode=eager holds all logits, which use_fused_kernels, entropy_from_logits_with_chunking and "
+            "entropy_checkpointing ask not to do; leave head_mode at auto, or switch these three off"
+        )
+    if engine.head_mode != "auto":
+        return engine.head_mode
+    return "fused" if model.use_fused_kernels else "chunked"
+
+
+def head_kernels(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
+    """What the elementwise work of "chunked" and "fused" runs on: "torch", "compiled" or "triton".
+
+    Compiling is for devices with Triton; on a CPU it takes longer than it ever saves.
+    """
+    if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton":
+        check_triton()
+        return "triton"
+    return "compiled" if engine.use_torch_compile and get_platform().compiles_triton() else "torch"
+
+
+def check_triton() -> None:
+    """Refuses devices that Triton has no compiler for, unless its interpreter is on."""
+    platform = get_platform()
+    if not platform.compiles_triton() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "model.fused_kernel_options.impl_backend=triton needs a GPU: Triton has no compiler for "
+            f"{platform.device_name!r}; use impl_backend=torch "
+            "(TRITON_INTERPRET=1 in the environment runs the kernels slowly anywhere, for tests)"
+        )
+    if find_spec("triton") is None:
+        raise ConfigError("impl_backend=triton needs the package triton; pip install triton, or use impl_backend=torch")
+
+
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    tokens_T: Tensor,
+    cu_seqlens: Tensor,
+    needed_T: Tensor | None,
+    temperature: float | Tensor = 1.0,
+    mode: str = "chunked",
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+    bias: Tensor | None = None,
+    kernels: str = "torch",
+) -> dict[str, Tensor]:
+    """`logprobs` (T,), and `entropy` (T,) if asked, in nats: entry t is about token t given those before it.
+
+    Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
+    Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
+    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 40 in
+    bfloat16, 256 on a GPU); `kernels` are "torch", "compiled" or "triton".
+    """
+    positions = needed_positions(cu_seqlens, needed_T, tokens_T)
+    temperature_M = _temperature_column(temperature, positions)
+    if mode not in MODES:
+        raise ConfigError(f"head mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+    hidden_TD = hidden_TD.to(weight_VD.dtype)
+    inputs = (hidden_TD, weight_VD, bias, positions - 1, tokens_T[positions], temperature_M)
+    if mode == "eager":
+        logprobs_M, entropy_M = eager_head(*inputs, with_entropy)
+    else:
+        logprobs_M, entropy_M = ChunkedHead.apply(*inputs, chunk_size, with_entropy, kernels)
+    out = {"logprobs": _scatter_to_tokens(logprobs_M, positions, len(tokens_T))}
+    if with_entropy:
+        out["entropy"] = _scatter_to_tokens(entropy_M, positions, len(tokens_T))
+    return out
+
+
+def token_loss_one_pass(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    tokens_T: Tensor,
+    cu_seqlens: Tensor,
+    needed_T: Tensor | None,
+    token_loss: PerTokenLoss,
+    columns: dict[str, Tensor],
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    chunk_size: int | None = None,
+    bias: Tensor | None = None,
+    kernels: str = "torch",
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """(sum of the weighted losses, outputs (T,), token metrics (T,)), the gradient already taken block by block.
+
+    For losses that are per token: `token_loss` sees a few tokens at a time (`outputs` and `columns` of those tokens),
+    and its derivatives by log-prob and entropy become the gradient of hidden states and weight while the logits exist.
+    `backward` on the sum scales what is there, once. Outputs and metrics are detached, zero where not needed.
+    """
+    positions = needed_positions(cu_seqlens, needed_T, tokens_T)
+    token_outputs = _TokenOutputs(positions, len(tokens_T), statistics_dtype(weight_VD))
+
+    def block_loss(part: slice, stats: SoftmaxStatistics) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        where = positions[part]
+        leaves = {"logprobs": stats.logprobs.detach().requires_grad_()}
+        if stats.entropy is not None:
+            leaves["entropy"] = stats.entropy.detach().requires_grad_()
+        with torch.enable_grad():
+            losses, metrics = token_loss(leaves, {name: column[where] for name, column in columns.items()}, None)
+            loss = losses.sum()
+        gradients = (None, None)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        token_outputs.add(part, leaves, metrics)
+        return loss.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
+
+    loss_sum = OnePassHead.apply(
+        hidden_TD.to(weight_VD.dtype),
+        weight_VD,
+        bias,
+        positions - 1,
+        tokens_T[positions],
+        _temperature_column(temperature, positions),
+        chunk_size,
+        with_entropy,
+        block_loss,
+        kernels,
+    )
+    return loss_sum, token_outputs.outputs, token_outputs.metrics
+
+
+def token_values(
+    hidden_TD: Tensor, weight_1D: Tensor, bias: Tensor | None, cu_seqlens: Tensor, needed_T: Tensor
+) -> Tensor:
+    """(T,) float32 (or float64): entry t is the value of the state in which token t is chosen.
+
+    That state is the tokens before it. Zero where `needed_T` is False and at the first token of each sequence.
+    """
+    positions = needed_positions(cu_seqlens, needed_T, needed_T)
+    values_M = torch.nn.functional.linear(hidden_TD[positions - 1].to(weight_1D.dtype), weight_1D, bias).squeeze(1)
+    return _scatter_to_tokens(values_M.to(torch.promote_types(values_M.dtype, torch.float32)), positions, len(needed_T))
+
+
+def needed_positions(cu_seqlens: Tensor, needed_T: Tensor | None, tokens_T: Tensor) -> Tensor:
+    """(M,) ascending positions of the needed tokens that have a token before them in their sequence."""
+    wanted = torch.ones_like(tokens_T, dtype=torch.bool) if needed_T is None else needed_T.to(torch.bool).clone()
+    starts = cu_seqlens[:-1].to(wanted.device, torch.int64)
+    wanted[starts[starts < len(wanted)]] = False  # an empty last sequence starts at T
+    return wanted.nonzero().squeeze(1)
+
+
+class _TokenOutputs:
+    """Outputs and metrics of blocks of tokens, put where they belong among T."""
+
+    def __init__(self, positions: Tensor, num_tokens: int, dtype: torch.dtype):
+        self.positions, self.num_tokens, self.dtype = positions, num_tokens, dtype
+        self.outputs: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
+
+    def add(self, part: slice, outputs: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+        for into, values in ((self.outputs, outputs), (self.metrics, metrics)):
+            for name, column in values.items():
+                if name not in into:
+                    into[name] = torch.zeros(self.num_tokens, dtype=self.dtype, device=self.positions.device)
+                into[name][self.positions[part]] = column.detach().to(self.dtype)
+
+
+def eager_head(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias: Tensor | None,
+    source: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The oracle: all logits of the needed rows at once, differentiated by autograd."""
+    logits_MV = torch.nn.functional.linear(hidden_TD[source], weight_VD, bias).to(statistics_dtype(weight_VD))
+    if temperature is not None:
+        logits_MV = logits_MV / temperature.to(logits_MV.dtype).unsqueeze(1)
+    logp_MV = logits_MV.log_softmax(1)
+    entropy = -(logp_MV.exp() * logp_MV).sum(1) if with_entropy else None
+    return logp_MV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def _temperature_column(temperature: float | Tensor, positions: Tensor) -> Tensor | None:
+    """(M,) temperatures of the needed tokens; None when all are 1."""
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        return temperature.to(positions.device)[positions]
+    value = float(temperature)
+    if not value > 0:
+        raise ConfigError(f"the head's temperature must be above 0, got {value}; greedy decoding trains at 1.0")
+    return None if value == 1.0 else torch.full(positions.shape, value, dtype=torch.float64, device=positions.device)
+
+
+def _scatter_to_tokens(values_M: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """(M,) values at their positions among T, zero elsewhere."""
+    return values_M.new_zeros(num_tokens).index_copy(0, positions, values_M)

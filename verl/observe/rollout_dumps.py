@@ -1,0 +1,56 @@
+"""Rollouts as people read them: one JSON line each, `<folder>/<step>.jsonl`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.utils.errors import DataError
+from verl.utils.paths import atomic_write_text
+
+
+def dump_rollouts(
+    folder: Path | str,
+    step: int,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    ground_truths: Sequence[Any],
+    scores: Sequence[float | None],
+    extras: Mapping[str, Sequence[Any]] | None = None,
+) -> Path:
+    """Write `<folder>/<step>.jsonl` with input, output, gts, score, step and the extras; replaces an older file.
+
+    `extras` maps a field name to one value per rollout; what JSON cannot hold is written as its string.
+    """
+    columns: dict[str, Sequence[Any]] = {
+        **(extras or {}),
+        "input": inputs,
+        "output": outputs,
+        "gts": ground_truths,
+        "score": scores,
+    }
+    for name, column in columns.items():
+        if len(column) != len(inputs):
+            raise DataError(f"dump of step {step}: {name!r} has {len(column)} values for {len(inputs)} rollouts")
+    order = ["input", "output", "gts", "score", "step", *(extras or {})]
+    lines = []
+    for i in range(len(inputs)):
+        row = {name: column[i] for name, column in columns.items()} | {"step": step}
+        lines.append(
+            json.dumps({name: row[name] for name in dict.fromkeys(order)}, ensure_ascii=False, default=json_default)
+        )
+    path = Path(folder) / f"{step}.jsonl"
+    atomic_write_text(path, "".join(line + "\n" for line in lines))
+    return path
+
+
+def remove_dumps_after(folder: Path | str, step: int) -> None:
+    """A run resumed after `step`: delete dumps of later steps."""
+    for path in Path(folder).glob("*.jsonl"):
+        if path.stem.isdigit() and int(path.stem) > step:
+            path.unlink()
+
+
+def json_default(value: Any) -> Any:
+    """Scalars and arrays of numpy or torch as numbers and lists, anything else as a string."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,225 @@
+"""Running reward functions side by side, each call bounded by a time limit that really passes.
+
+No signals: they reach the main thread only. A function that does not return is left behind in its thread, its row is
+reported as timed out and a fresh thread takes over. Waiting in a queue and a busy event loop never count as run time.
+"""
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_ABANDONED_CALLS = 64
+_POLL_INTERVAL_S = 0.25
+_ASYNC_POLL_INTERVAL_S = 1.0  # thousands of calls wait at once: wake each rarely
+
+
+class RewardTimeoutError(Exception):
+    """A reward call took longer than its limit."""
+
+
+class TooManyHangingCallsError(RuntimeError):
+    """So many calls never returned that starting further threads would only hide it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call returned or raised."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+class CallPool:
+    """A pool for one reward function, sync or async. `timeout_s=None` waits without limit."""
+
+    def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
+        self._is_async = is_async(function)
+        self._threads = None if self._is_async else _ThreadPool(function, num_threads, timeout_s)
+        self._loop = _EventLoopThread(function, timeout_s) if self._is_async else None
+
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """One call per dict of keyword arguments; outcomes in that order, errors included."""
+        if self._loop is not None:
+            return await self._loop.run(all_kwargs)
+        assert self._threads is not None
+        return await self._threads.run(all_kwargs)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; callable objects and partials count by what they call."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+@dataclass
+class _Job:
+    kwargs: dict[str, Any]
+    group: "_JobGroup"
+    started: float | None = None  # monotonic
+    outcome: Outcome | None = None  # set once, by the thread that ran it or by whoever gave it up
+
+
+@dataclass
+class _JobGroup:
+    """Jobs that somebody waits for together: one wake-up for all of them, which costs more than a short call."""
+
+    loop: asyncio.AbstractEventLoop
+    finished: asyncio.Future[None]
+    unfinished: int
+    awaited: bool = True  # jobs nobody waits for any more are not begun
+
+
+class _ThreadPool:
+    """Daemon threads that take jobs from one queue; daemons, so a hanging function cannot keep the process alive."""
+
+    def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
+        self._function = function
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_abandoned = 0
+        self._threads_to_start = max(1, num_threads)  # threads to be started at first use
+
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        self._start_threads()
+        loop = asyncio.get_running_loop()
+        group = _JobGroup(loop, loop.create_future(), len(all_kwargs))
+        jobs = [_Job(kwargs, group) for kwargs in all_kwargs]
+        for job in jobs:
+            self._jobs.put(job)
+        try:
+            while any(job.outcome is None for job in jobs):
+                await asyncio.wait({group.finished}, timeout=self._seconds_to_wait(jobs))
+                self._abandon_late(jobs)
+            return [job.outcome for job in jobs if job.outcome is not None]
+        finally:
+            with self._lock:
+                group.awaited = False
+
+    def _start_threads(self) -> None:
+        with self._lock:
+            count, self._threads_to_start = self._threads_to_start, 0
+        for _ in range(count):
+            threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if not job.group.awaited:
+                continue
+            job.started = time.monotonic()
+            outcome = _run_call(self._function, job.kwargs)
+            with self._lock:
+                if job.outcome is not None:
+                    self._num_abandoned -= 1
+                    return  # a replacement is at work already
+                job.outcome = outcome
+                job.group.unfinished -= 1
+                if job.group.unfinished == 0 and job.group.awaited:
+                    job.group.loop.call_soon_threadsafe(job.group.finished.set_result, None)
+
+    def _seconds_to_wait(self, jobs: Sequence[_Job]) -> float | None:
+        """Seconds until a job can be late; queued ones are looked at again shortly."""
+        if self._timeout_s is None:
+            return None
+        starts = [job.started for job in jobs if job.outcome is None]
+        now, queued = time.monotonic(), min(_POLL_INTERVAL_S, self._timeout_s)
+        waits = [queued if start is None else start + self._timeout_s - now for start in starts]
+        return max(0.001, min(waits, default=0.001))
+
+    def _abandon_late(self, jobs: Sequence[_Job]) -> None:
+        if self._timeout_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            for job in jobs:
+                if job.outcome is not None or job.started is None or now - job.started < self._timeout_s:
+                    continue
+                job.outcome = Outcome(error=_timeout_error(self._timeout_s))
+                job.group.unfinished -= 1
+                self._num_abandoned += 1
+                self._threads_to_start += 1
+                if self._num_abandoned > MAX_ABANDONED_CALLS:
+                    raise TooManyHangingCallsError(f"{self._num_abandoned} calls have not returned and still run")
+        self._start_threads()
+
+
+def _run_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(result=function(**kwargs))
+    except BaseException as error:  # also SystemExit: user code must not end a worker thread silently
+        return Outcome(error=error)
+
+
+class _EventLoopThread:
+    """One event loop in its own thread for the whole run: sessions and locks of the function stay bound to it."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float | None):
+        self._function = function
+        self._timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._heartbeats = 0  # slices in which tasks came to their turn
+
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
+        waiting, heartbeats, silent_s = asyncio.wrap_future(future), self._heartbeats, 0.0
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=_POLL_INTERVAL_S)
+            # Slices, not the time that passed: a process that was stopped for a while has not been silent.
+            silent_s, heartbeats = (
+                (silent_s + _POLL_INTERVAL_S if self._heartbeats == heartbeats else 0.0),
+                self._heartbeats,
+            )
+            self._check_blocked(waiting, silent_s)
+        return waiting.result()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="async reward", daemon=True).start()
+        return self._loop
+
+    def _check_blocked(self, waiting: asyncio.Future[list[Outcome]], silent_s: float) -> None:
+        # Tasks beat every slice, so a silent loop is blocked by the function itself, which no await can interrupt.
+        if (
+            not waiting.done()
+            and self._timeout_s is not None
+            and silent_s > self._timeout_s + 4 * _ASYNC_POLL_INTERVAL_S
+        ):
+            raise TooManyHangingCallsError(
+                f"the async function has blocked its event loop for {silent_s:.1f} s; it must await instead of blocking"
+            )
+
+    async def _run_all(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        return list(await asyncio.gather(*(self._run_one(kwargs) for kwargs in all_kwargs)))
+
+    async def _run_one(self, kwargs: dict[str, Any]) -> Outcome:
+        task = asyncio.ensure_future(_run_async_call(self._function, kwargs))
+        remaining_s = self._timeout_s
+        # Several slices even of a short limit: the one in which the loop was held up must not use it up.
+        step = _ASYNC_POLL_INTERVAL_S if remaining_s is None else min(_ASYNC_POLL_INTERVAL_S, remaining_s / 4)
+        while not task.done():
+            # Only the slice counts, not the time that passed: a loop held up by others makes no call late.
+            await asyncio.wait({task}, timeout=step)
+            self._heartbeats += 1
+            if remaining_s is not None:
+                remaining_s -= step
+                if remaining_s <= 0 and not task.done():
+                    task.cancel()
+                    return Outcome(error=_timeout_error(self._timeout_s))
+        return task.result()
+
+
+async def _run_async_call(function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(result=await function(**kwargs))
+    except BaseException as error:  # also CancelledError: whatever the function does ends here as its own failure
+        return Outcome(error=error)
+
+
+def _timeout_error(timeout_s: float | None) -> RewardTimeoutError:
+    return RewardTimeoutError(f"no result after reward.timeout_s={timeout_s} seconds of running")

@@ -1,0 +1,100 @@
+"""A reward from a function `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.rewards.base import NoScorerError, RewardInput, Score
+from verl.rewards.bounded_calls import CallPool, Outcome, RewardTimeoutError, TooManyHangingCallsError
+from verl.rewards.score_reading import read_score
+from verl.utils.errors import ConfigError, RewardError
+from verl.utils.external_code import user_traceback
+
+logger = logging.getLogger(__name__)
+
+ON_ERROR_CHOICES = ("stop", "count")
+
+
+class FunctionReward:
+    """Calls a function once per answer: sync ones in threads, async ones on an event loop of their own.
+
+    A call that raises, returns no finite number or takes longer than `timeout_s` stops the run (`on_error="stop"`) or
+    becomes a `Score` with an error (`"count"`); it is never a zero.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "stop",
+        num_threads: int = 8,
+        timeout_s: float | None = 300.0,
+    ):
+        if on_error not in ON_ERROR_CHOICES:
+            raise ConfigError(f"reward.on_error={on_error!r}; allowed: {', '.join(ON_ERROR_CHOICES)}")
+        if timeout_s is not None and timeout_s <= 0:
+            raise ConfigError(f"reward.timeout_s={timeout_s}; it must be positive, or null for no limit")
+        self.name = name
+        self._kwargs = dict(kwargs or {})
+        self._on_error = on_error
+        self._call_pool = CallPool(function, num_threads, timeout_s)
+        self._reported: set[str] = set()
+        check_signature(function, name, self._kwargs)
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        try:
+            outcomes = await self._call_pool.run([self._call_kwargs(item) for item in inputs])
+        except TooManyHangingCallsError as error:
+            raise RewardError(f"reward function {self.name}: {error}") from error
+        return [self._to_score(item, outcome) for item, outcome in zip(inputs, outcomes, strict=True)]
+
+    def _call_kwargs(self, item: RewardInput) -> dict[str, Any]:
+        return {
+            "data_source": item.data_source,
+            "solution_str": item.solution_str,
+            "ground_truth": item.ground_truth,
+            "extra_info": {"rollout_reward_scores": {}, **item.extra_info, "num_turns": item.num_turns},
+            **self._kwargs,
+        }
+
+    def _to_score(self, item: RewardInput, outcome: Outcome) -> Score:
+        if outcome.error is not None:
+            return self._failure_score(item, outcome.error)
+        try:
+            return read_score(outcome.result)
+        except ValueError as error:
+            return self._failure_score(item, error)
+
+    def _failure_score(self, item: RewardInput, error: BaseException) -> Score:
+        what = f"{type(error).__name__}: {error}"
+        place = f"{item.where or 'a row'} (data_source {item.data_source!r})"
+        # The traceback of our own check or clock would say nothing about the user's function.
+        own = isinstance(error, RewardTimeoutError | NoScorerError) or error.__traceback__ is None
+        details = f"{what}" if own else user_traceback(error).strip()
+        message = f"reward function {self.name} failed on {place}: {details}"
+        if self._on_error == "stop":
+            raise RewardError(
+                f"{message}\nRepair the function, or set reward.on_error=count to leave such answers out and count them"
+            ) from error
+        if what not in self._reported and len(self._reported) < 20:
+            self._reported.add(what)
+            logger.warning("%s; the answer is left out and counted in reward/errors", message)
+        return Score(value=None, error=f"{self.name}: {what}")
+
+
+def check_signature(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+    """ConfigError when the function cannot take the keyword arguments it will be called with."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in callables have none
+        return
+    keywords = dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info", *kwargs])
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name}{signature} cannot be called with the keywords {', '.join(keywords)}: {error}. "
+            "Define it as compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+        ) from error

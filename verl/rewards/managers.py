@@ -1,0 +1,99 @@
+"""What happens to a score after the scorer: the reward managers `naive` (nothing) and `dapo` (over-long penalty)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.config import RunConfig
+from verl.rewards.base import Reward, RewardInput, Score
+from verl.utils.errors import ConfigError
+from verl.utils.registry import Registry
+from verl.utils.suggest import did_you_mean
+
+RewardManager = Callable[[Reward, RunConfig], Reward]
+REWARD_MANAGERS: Registry[RewardManager] = Registry("reward.reward_manager.name")
+
+PLANNED_MANAGERS = ("gdpo", "rate_limited", "remote", "prime", "batch")
+PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that no scorer gets
+
+
+def find_reward_manager(name: str) -> RewardManager:
+    """The manager filed under `name`; ConfigError says when it is still to come."""
+    if name in PLANNED_MANAGERS and name not in REWARD_MANAGERS:
+        raise ConfigError(
+            f"reward.reward_manager.name={name!r} is still to come; so far: {', '.join(REWARD_MANAGERS.names())}"
+        )
+    return REWARD_MANAGERS.get(name)
+
+
+@REWARD_MANAGERS.register("naive")
+def naive(reward: Reward, config: RunConfig) -> Reward:
+    """The scorer's value as it is."""
+    return reward
+
+
+@REWARD_MANAGERS.register("dapo")
+def dapo(reward: Reward, config: RunConfig) -> Reward:
+    """The scorer's value less a penalty for answers that run into the last part of the length budget."""
+    kwargs = config.reward.reward_kwargs
+    buffer = read_overlong_buffer(kwargs.get("overlong_buffer_cfg") or {})
+    if not buffer.enable:
+        return reward
+    max_length = kwargs.get("max_resp_len") or config.data.max_response_length
+    if not 0 < buffer.len <= max_length:
+        raise ConfigError(
+            f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len} must be between 1 and the longest answer, "
+            f"max_resp_len={max_length} tokens"
+        )
+    return OverlongPenalty(reward, buffer, max_length)
+
+
+@dataclass(frozen=True)
+class OverlongBuffer:
+    """`reward.reward_kwargs.overlong_buffer_cfg`."""
+
+    enable: bool = False
+    len: int = 0  # tokens before max_resp_len in which the penalty grows
+    penalty_factor: float = 1.0  # penalty at max_resp_len
+    log: bool = False  # store overlong_reward and overlong per answer
+
+
+def read_overlong_buffer(settings: Mapping[str, Any]) -> OverlongBuffer:
+    """The buffer's settings; ConfigError on a key it does not have."""
+    known = OverlongBuffer.__dataclass_fields__
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"unknown key reward.reward_kwargs.overlong_buffer_cfg.{key}; {did_you_mean(key, known)}")
+    return OverlongBuffer(**settings)
+
+
+class OverlongPenalty:
+    """Soft over-long punishment: 0 up to max_length - len tokens, then linear to -penalty_factor at max_length.
+
+    Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025), equation 13.
+    """
+
+    def __init__(self, reward: Reward, buffer: OverlongBuffer, max_length: int):
+        self._reward, self._buffer, self._max_length = reward, buffer, max_length
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        scores = await self._reward.score(inputs)
+        return [self._penalized(item, score) for item, score in zip(inputs, scores, strict=True)]
+
+    def _penalized(self, item: RewardInput, score: Score) -> Score:
+        if score.value is None:
+            return score
+        if item.response_length is None:
+            raise ConfigError(
+                "reward.reward_manager.name=dapo needs the answer's length in tokens, which is missing here"
+            )
+        penalty = self.penalty(item.response_length)
+        extra = score.extra
+        if self._buffer.log:
+            extra = {**extra, "overlong_reward": penalty, "overlong": penalty < 0}
+        return replace(score, value=score.value + penalty, extra=extra)
+
+    def penalty(self, length: int) -> float:
+        """At most 0, for an answer of `length` tokens."""
+        excess = length - (self._max_length - self._buffer.len)
+        return min(-excess / self._buffer.len * self._buffer.penalty_factor, 0.0)

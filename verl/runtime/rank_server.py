@@ -1,0 +1,134 @@
+"""A rank's side of `ProcessGroup`: build the worker, answer calls in order, end with the driver."""
+
+import asyncio
+import faulthandler
+import inspect
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.runtime.rank import RankInfo, end_rank
+from verl.runtime.wire import deserialize, serialize
+from verl.utils.errors import VerlError
+
+BUILD_CALL = 0  # the number of the call that every rank answers first: its construction
+ADDRESS = "127.0.0.1"
+
+
+def serve(
+    rank: RankInfo,
+    port: int,
+    interface: str | None,
+    connection: Connection,
+    stderr: Connection,
+    factory: Callable[[], Any],
+) -> None:
+    """The life of a rank's process."""
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    faulthandler.enable()  # a crash in native code says where
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver decides what it means
+    os.environ.update(rank.env_variables(ADDRESS, port))
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+    def build() -> Any:
+        rank.init_process_group(dist.PrefixStore("ranks", dist.TCPStore(ADDRESS, port, is_master=False)))
+        return factory()
+
+    asyncio.run(_CallServer(connection).run(build))
+    end_rank()
+
+
+class _CallServer:
+    """Answers calls one after the other; coroutine methods run beside each other, between the others.
+
+    Whatever a call raises goes to the driver, and is raised there: as its traceback, or as the message alone where that
+    explains a mistake.
+    """
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.inbox: asyncio.Queue[tuple[bytes, bytes] | None] = asyncio.Queue()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, build: Callable[[], Any]) -> None:
+        """Build the worker, then serve until the driver asks to end."""
+        reader = threading.Thread(target=self.read, args=(asyncio.get_running_loop(),), daemon=True)
+        reader.start()
+        try:
+            worker = build()
+        except Exception as error:
+            self.reply(BUILD_CALL, False, _error_text(error))
+            while await self.inbox.get() is not None:  # until the driver has heard why, and asks to end
+                pass
+            return
+        self.reply(BUILD_CALL, True, None)
+        while (message := await self.inbox.get()) is not None:
+            self.run_calls(worker, *message)
+        for task in self.tasks:
+            task.cancel()
+
+    def read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own, so that a rank that is busy, or stuck in a collective, still ends with its driver."""
+        while True:
+            try:
+                header = self.connection.recv_bytes()
+                message = (header, self.connection.recv_bytes()) if header else None
+            except (EOFError, OSError):
+                os._exit(1)  # the driver is gone
+            loop.call_soon_threadsafe(self.inbox.put_nowait, message)
+            if message is None:
+                return
+
+    def run_calls(self, worker: Any, header: bytes, body: bytes) -> None:
+        """Run a message's calls: plain methods at once, coroutine methods together afterwards."""
+        calls: list[tuple[int, str]] = deserialize(header)
+        try:
+            arguments = deserialize(body)
+        except Exception:
+            for number, _ in calls:
+                self.reply(number, False, traceback.format_exc())
+            return
+        for (number, method), args in zip(calls, arguments, strict=True):
+            try:
+                result = attrgetter(method)(worker)(*args)
+            except Exception as error:
+                self.reply(number, False, _error_text(error))
+                continue
+            if inspect.iscoroutine(result):
+                task = asyncio.create_task(self.run_coroutine(number, result))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+            else:
+                self.reply(number, True, result)
+
+    async def run_coroutine(self, number: int, coroutine: Any) -> None:
+        try:
+            result = await coroutine
+        except Exception as error:
+            self.reply(number, False, _error_text(error))
+        else:
+            self.reply(number, True, result)
+
+    def reply(self, number: int, succeeded: bool, value: Any) -> None:
+        try:
+            data = serialize((number, succeeded, value))
+        except Exception:  # a result that cannot travel is a failed call, and the driver must hear of it
+            data = serialize((number, False, traceback.format_exc()))
+        try:
+            self.connection.send_bytes(data)
+        except OSError:
+            os._exit(1)  # the driver is gone
+
+
+def _error_text(error: Exception) -> str:
+    return str(error) if isinstance(error, VerlError) else traceback.format_exc()

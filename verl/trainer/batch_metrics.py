@@ -1,0 +1,137 @@
+"""What a batch looked like, under the metric names of the public surface."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from verl.data.batch import Batch
+from verl.data.trajectory import Trajectory
+
+LOG_PROB_FLOOR = 1e-12
+
+
+def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of one step's batch."""
+    mask = batch["loss_mask"]
+    out: dict[str, float] = {}
+    out.update(mean_max_min("critic/score", batch["rewards"]))
+    out.update(mean_max_min("critic/rewards", batch.sum_per_sequence(batch["token_rewards"])))
+    out.update(mean_max_min("critic/advantages", batch["advantages"][mask]))
+    out.update(mean_max_min("critic/returns", batch["returns"][mask]))
+    if "values" in batch:
+        values, returns = batch["values"][mask].double(), batch["returns"][mask].double()
+        out.update(mean_max_min("critic/values", values))
+        residual, spread = (returns - values).var(unbiased=False), returns.var(unbiased=False)
+        out["critic/vf_explained_var"] = float(1.0 - residual / (spread + 1e-5))
+    prompt, response = prompt_and_response_lengths(batch)
+    out.update(mean_max_min("response_length", response))
+    out["response_length/clip_ratio"] = float((response >= max_response_length).double().mean())
+    answered = response[response > 0]
+    out.update(mean_max_min("response_length_non_aborted", answered))
+    out["response/aborted_ratio"] = float((response == 0).double().mean())
+    out.update(mean_max_min("prompt_length", prompt))
+    out["prompt_length/clip_ratio"] = float((prompt >= max_prompt_length).double().mean())
+    return out
+
+
+def balance_metrics(lengths: Sequence[int], tokens_per_rank: Sequence[float]) -> dict[str, float]:
+    """global_seqlen/{min,max,minmax_diff,mean,balanced_min,balanced_max}: tokens of a step on one data-parallel rank.
+
+    As they would be with the sequences in order, equally many per rank; `balanced_` the `tokens_per_rank` of the
+    update, nothing without one.
+    """
+    ranks = len(tokens_per_rank)
+    edges = [-(-len(lengths) * rank // ranks) for rank in range(ranks + 1)]
+    unbalanced = [float(sum(lengths[start:stop])) for start, stop in pairwise(edges)]
+    out = {
+        "min": min(unbalanced),
+        "max": max(unbalanced),
+        "minmax_diff": max(unbalanced) - min(unbalanced),
+        "mean": sum(unbalanced) / ranks,
+    }
+    if any(tokens_per_rank):
+        out["balanced_min"], out["balanced_max"] = min(tokens_per_rank), max(tokens_per_rank)
+    return {f"global_seqlen/{name}": value for name, value in out.items()}
+
+
+def prompt_and_response_lengths(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(N,) tokens before the first sampled one, and from it to the end (tool tokens included)."""
+    starts, lengths = batch.cu_seqlens[:-1], batch.lengths
+    sampled = batch["loss_mask"].nonzero().squeeze(1)
+    none = sampled.new_tensor([batch.num_tokens])
+    first = torch.cat([sampled, none])[torch.searchsorted(sampled, starts)]  # maybe of a later sequence
+    prompt = torch.minimum(first - starts, lengths)
+    return prompt, lengths - prompt
+
+
+def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+    """`name`/mean, /max, /min; nothing for no values."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    low, high = torch.aminmax(values)
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(high), f"{name}/min": float(low)}
+
+
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}, the last two of conversations by a loop."""
+    turns = [float(t.extra.get("num_turns", 2)) for t in trajectories]
+    calls = [float(len(t.extra["tool_rewards"])) for t in trajectories if "tool_rewards" in t.extra]
+    out = mean_max_min("num_turns", torch.tensor(turns)) | mean_max_min("tool_call_counts", torch.tensor(calls))
+    seconds = [t.extra["agent_loop"] for t in trajectories if "agent_loop" in t.extra]
+    for name in dict.fromkeys(name for one in seconds for name in one):
+        values = torch.tensor([float(one[name]) for one in seconds if name in one])
+        out |= mean_max_min(f"timing_s/agent_loop/{name}", values)
+    return out
+
+
+def mismatch_metrics(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]:
+    """How far the sampler's log-probs are from the trainer's for the same weights, over sampled tokens.
+
+    Probabilities: training/rollout_probs_diff_{max,mean,std} and their Pearson correlation. Log-probs (nats):
+    KL(rollout || trainer) by k1 and k3, and perplexities of whole sequences.
+    """
+    mask = batch["loss_mask"]
+    rollout, trainer = batch["rollout_logprobs"][mask].double(), trainer_logprobs[mask].double()
+    if rollout.numel() == 0:
+        return {"training/rollout_probs_diff_valid": 0.0}
+    difference = (rollout.exp() - trainer.exp()).abs()
+    out = {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_std": float(difference.std(unbiased=False)),
+    }
+    pair = torch.stack([rollout.exp(), trainer.exp()])
+    if rollout.numel() > 1 and bool((pair.std(dim=1) > LOG_PROB_FLOOR).all()):
+        out["training/rollout_actor_probs_pearson_corr"] = float(torch.corrcoef(pair)[0, 1])
+    log_ratio = trainer - rollout
+    out["rollout_corr/kl"] = float(-log_ratio.mean())
+    out["rollout_corr/k3_kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+    out.update(_perplexities(batch, trainer_logprobs))
+    return out
+
+
+def _perplexities(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]:
+    mask = batch["loss_mask"]
+    count = batch.sum_per_sequence(mask.double())
+    has_sampled = count > 0
+
+    def mean_logprob(logprobs: Tensor) -> Tensor:
+        return (batch.sum_per_sequence(torch.where(mask, logprobs.double(), 0.0)) / count.clamp(min=1))[has_sampled]
+
+    rollout, trainer = mean_logprob(batch["rollout_logprobs"]), mean_logprob(trainer_logprobs)
+    difference = rollout - trainer
+    return {
+        "rollout_corr/training_ppl": float((-trainer).exp().mean()),
+        "rollout_corr/rollout_ppl": float((-rollout).exp().mean()),
+        "rollout_corr/training_log_ppl": float(-trainer.mean()),
+        "rollout_corr/rollout_log_ppl": float(-rollout.mean()),
+        "rollout_corr/log_ppl_diff": float(difference.mean()),
+        "rollout_corr/log_ppl_abs_diff": float(difference.abs().mean()),
+        "rollout_corr/log_ppl_diff_max": float(difference.max()),
+        "rollout_corr/log_ppl_diff_min": float(difference.min()),
+        "rollout_corr/ppl_ratio": float(difference.exp().mean()),
+    }

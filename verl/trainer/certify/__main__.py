@@ -1,8 +1,0 @@
-"""`python -m verl.trainer.certify key=value …`."""
-
-import sys
-
-from verl.trainer.certify.run import main
-
-if __name__ == "__main__":
-    sys.exit(main())

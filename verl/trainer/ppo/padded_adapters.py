@@ -1,0 +1,285 @@
+"""Adapters for functions written for padded (bs, T) tensors, so that they run on packed batches.
+
+Part of the door `verl.trainer.ppo.core_algos`, which says what an outside function sees and may do.
+Shapes: N sequences, W the longest response of them, T packed tokens.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.losses import TokenMetrics
+from verl.config import ActorConfig, AlgorithmConfig
+from verl.data.batch import Batch
+from verl.utils.errors import ConfigError
+
+PaddedFunction = Callable[..., Any]
+
+
+class PaddedView:
+    """The response regions of a packed batch as rows (N, W): from the first sampled token, padded on the right."""
+
+    def __init__(self, batch: Batch):
+        mask = batch["loss_mask"]
+        position = torch.arange(batch.num_tokens, device=mask.device)
+        ends = batch.cu_seqlens[1:].to(mask.device).long()
+        sequence = batch.sequence_ids().to(mask.device)
+        sampled = torch.where(mask, position, batch.num_tokens)
+        starts = ends.clone().scatter_reduce_(0, sequence, sampled, reduce="amin")  # a row of width 0 if none
+        width = max(int((ends - starts).max()), 1)
+        index = starts[:, None] + torch.arange(width, device=mask.device)
+        self.num_tokens = batch.num_tokens
+        self.valid = index < ends[:, None]
+        self.index = torch.where(self.valid, index, 0)
+        self.response_mask = self.to_padded(mask.long())
+
+    def to_padded(self, column: Tensor) -> Tensor:
+        """(T,) -> (N, W), 0 in the padding."""
+        return torch.where(self.valid, column[self.index], torch.zeros((), dtype=column.dtype, device=column.device))
+
+    def to_packed(self, rows: Tensor) -> Tensor:
+        """(N, W) -> (T,), 0 before the response."""
+        return rows.new_zeros(self.num_tokens).index_put((self.index[self.valid],), rows[self.valid])
+
+
+class ActorView:
+    """The actor's section plus `global_batch_info`, which outside losses pass on to `agg_loss`."""
+
+    def __init__(self, section: ActorConfig):
+        # the counts of the mini-batch are in the weights; agg_loss does not need them
+        counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
+        self._section = section
+        self.global_batch_info = {**counts, "loss_scale_factor": section.loss_scale_factor}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._section, name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.global_batch_info if name == "global_batch_info" else self._section[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.global_batch_info if name == "global_batch_info" else self._section.get(name, default)
+
+
+class AdvantageAdapter:
+    """Runs a padded estimator on a packed batch."""
+
+    def __init__(self, name: str, function: PaddedFunction):
+        self.name, self.function = name, function
+
+    def __call__(self, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+        padded = PaddedView(batch)
+        mask = padded.response_mask
+        with torch.no_grad():
+            result = self.function(**self.arguments(batch, padded, config))
+        if not isinstance(result, tuple) or [getattr(r, "shape", None) for r in result] != [mask.shape, mask.shape]:
+            seen = [tuple(getattr(r, "shape", ())) for r in result] if isinstance(result, tuple) else type(result)
+            raise ConfigError(
+                f"advantage estimator {self.name!r} returned {seen}; it must return (advantages, returns), "
+                f"each of the shape of response_mask, {tuple(mask.shape)}"
+            )
+        advantages, returns = (padded.to_packed(torch.where(mask.bool(), r, 0.0)) for r in result)
+        return advantages, returns
+
+    def arguments(self, batch: Batch, padded: PaddedView, config: AlgorithmConfig) -> dict[str, Any]:
+        """Keyword arguments the function takes, out of those there are."""
+        rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
+        standard: dict[str, Any] = {
+            "token_level_rewards": padded.to_padded(rewards),
+            "response_mask": padded.response_mask,
+            "config": config,
+        }
+        if "group_ids" in batch:
+            standard["index"] = batch["group_ids"].cpu().numpy()
+        if "reward_baselines" in batch:
+            standard["reward_baselines"] = batch["reward_baselines"]
+        named: dict[str, Any] = {"gamma": config.gamma, "lam": config.lam}
+        for padded_name, column in (("values", "values"), ("old_log_probs", "old_logprobs")):
+            if column in batch:
+                named[padded_name] = padded.to_padded(batch[column])
+        parameters = inspect.signature(self.function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        chosen = {k: v for k, v in (standard | named).items() if k in parameters or (takes_all and k in standard)}
+        optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        required = {n for n, p in parameters.items() if p.default is p.empty and p.kind not in optional}
+        if required - chosen.keys():
+            raise ConfigError(
+                f"advantage estimator {self.name!r} needs {sorted(required - chosen.keys())}, which this run does not "
+                f"have; available: {sorted(standard | named)}"
+            )
+        return chosen
+
+
+class AggLossCapture:
+    """What `agg_loss` was called with during one call of an outside loss.
+
+    `agg_loss` returns leaf scalars, so the graph is cut there: the loss depends on them, through coefficients that are
+    its gradient, and on nothing else.
+    """
+
+    def __init__(self, weights: Tensor, mode: str, trial_means: list[float] | None = None):
+        self.weights, self.mode, self.trial_means = weights, mode, trial_means  # replaces the true means in a trial
+        self.matrices: list[Tensor] = []
+        self.leaves: list[Tensor] = []
+
+    def add(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
+        if mode != self.mode:
+            raise ConfigError(
+                f"it asks agg_loss for {mode!r} while actor.loss_agg_mode={self.mode}; set the key to {mode}"
+            )
+        if loss_mat.shape != self.weights.shape:
+            raise ConfigError(
+                f"it gave agg_loss a matrix of shape {tuple(loss_mat.shape)}; one loss per token is needed, "
+                f"{tuple(self.weights.shape)}"
+            )
+        matrix = torch.where(loss_mask != 0, loss_mat * loss_mask, 0.0)
+        mean = (matrix.detach() * self.weights).sum() / self.weights.sum().clamp(min=1e-12)
+        if self.trial_means is not None:
+            mean = mean.new_tensor(self.trial_means[len(self.leaves) % len(self.trial_means)])
+        self.matrices.append(matrix)
+        self.leaves.append(mean.requires_grad_())
+        return self.leaves[-1]
+
+    def coefficients(self, loss: Tensor, log_prob: Tensor) -> list[float]:
+        """How often each captured matrix counts in `loss`; ConfigError when something else counts too."""
+        inputs = self.leaves + ([log_prob] if log_prob.requires_grad else [])
+        if not self.leaves or not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            raise ConfigError("the loss it returns does not come from agg_loss")
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        if log_prob.requires_grad and gradients[-1] is not None:
+            raise ConfigError("the loss it returns depends on log_prob in another way than through agg_loss")
+        return [0.0 if g is None else float(g) for g in gradients[: len(self.leaves)]]
+
+    def combined_losses(self, coefficients: list[float]) -> Tensor:
+        """(N, W) per-token losses of the whole loss."""
+        pairs = zip(coefficients, self.matrices, strict=True)
+        return sum((c * m for c, m in pairs if c), torch.zeros_like(self.weights))
+
+
+_ACTIVE_CAPTURE: ContextVar[AggLossCapture | None] = ContextVar("capture", default=None)
+
+
+class PolicyLossAdapter:
+    """Runs a padded loss on a packed micro-batch and returns its per-token losses."""
+
+    def __init__(self, name: str, function: PaddedFunction):
+        self.name, self.function = name, function
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
+    ) -> tuple[Tensor, TokenMetrics]:
+        padded = PaddedView(batch)
+        capture = AggLossCapture(padded.to_padded(batch.require("loss_weights", "loss_weights")), config.loss_agg_mode)
+        log_prob, old_log_prob, adv = (padded.to_padded(column) for column in (logprobs, old_logprobs, advantages))
+        with self.explain_errors(), torch.enable_grad():
+            loss, metrics = self.call(capture, config, log_prob, old_log_prob, adv, padded.response_mask)
+            coefficients = capture.coefficients(loss, log_prob)
+        losses = padded.to_packed(capture.combined_losses(coefficients))
+        numbers = {key.removeprefix("actor/"): losses.new_tensor(float(value)) for key, value in metrics.items()}
+        return losses, {key: number.expand_as(losses) for key, number in numbers.items()}
+
+    def call(
+        self,
+        capture: AggLossCapture,
+        config: ActorConfig,
+        log_prob: Tensor,
+        old: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """One call of the outside function, `agg_loss` caught. All tensors are (N, W)."""
+        token = _ACTIVE_CAPTURE.set(capture)
+        try:
+            loss, metrics = self.function(
+                old_log_prob=old,
+                log_prob=log_prob,
+                advantages=advantages,
+                response_mask=mask,
+                loss_agg_mode=config.loss_agg_mode,
+                config=ActorView(config),
+                rollout_is_weights=None,
+            )
+            return loss, metrics
+        finally:
+            _ACTIVE_CAPTURE.reset(token)
+
+    @contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Adds the name of the loss and what to do to a ConfigError."""
+        try:
+            yield
+        except ConfigError as e:
+            raise ConfigError(
+                f"policy loss {self.name!r} cannot be used: {e}. Build one loss per token, (bs, T), and reduce it with "
+                f"verl.trainer.ppo.core_algos.agg_loss (several results may be added up); otherwise the gradient "
+                f"would change with the micro-batch size"
+            ) from e
+
+    def check(self, config: ActorConfig) -> None:
+        """Refuses, before the first step, a loss whose gradient depends on the split: tries it on made-up numbers."""
+        with self.explain_errors():
+            whole, repeated = (
+                self.trial_gradient(config, slice(0, 4), trial_means)
+                for trial_means in ([1.7, -0.6, 2.9], [-3.1, 0.4, 0.8])
+            )
+            if not torch.allclose(whole, repeated, rtol=1e-4, atol=1e-6):
+                raise ConfigError("the loss it returns is not linear in what agg_loss returned")
+            halves = [self.trial_gradient(config, rows, [1.7, -0.6, 2.9]) for rows in (slice(0, 2), slice(2, 4))]
+            if not torch.allclose(whole, torch.cat(halves), rtol=1e-4, atol=1e-6):
+                raise ConfigError("the loss of a sequence changes with its micro-batch, or is random")
+
+    def trial_gradient(self, config: ActorConfig, part: slice, trial_means: list[float]) -> Tensor:
+        """(rows of `part`, 6) gradient of the per-token losses at fixed inputs, `agg_loss` returning `trial_means`."""
+        log_prob, old, advantages = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+        mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+        width = int(mask[part].any(0).nonzero().max()) + 1
+        log_prob, old, advantages, mask = (x[part, :width].clone() for x in (log_prob, old, advantages, mask))
+        capture = AggLossCapture(mask.float(), config.loss_agg_mode, trial_means)
+        log_prob.requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            loss, _ = self.call(capture, config, log_prob, old, advantages * mask, mask)
+            coefficients = capture.coefficients(loss, log_prob)
+            value = sum(c * leaf.item() for c, leaf in zip(coefficients, capture.leaves, strict=True))
+            if abs(value - loss.item()) > 1e-4 * (1 + abs(value)):
+                raise ConfigError("the loss it returns is not a sum of multiples of what agg_loss returned")
+            total = capture.combined_losses(coefficients).sum() + 0.0 * log_prob.sum()
+            (gradient,) = torch.autograd.grad(total, log_prob)
+        return torch.nn.functional.pad(gradient * mask, (0, 6 - width))
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+) -> Tensor:
+    """(bs, T) per-token losses to a scalar.
+
+    Inside a registered loss the trainer's weights apply instead of the last four arguments (see the top of this file).
+    """
+    capture = _ACTIVE_CAPTURE.get()
+    if capture is not None:
+        return capture.add(loss_mat, loss_mask, loss_agg_mode)
+    matrix = torch.where(loss_mask != 0, loss_mat * loss_mask, 0.0)
+    tokens = loss_mask.sum(-1)
+    sequences = global_batch_size or (tokens > 0).sum().clamp(min=1)
+    if loss_agg_mode == "token-mean":
+        return matrix.sum() / (batch_num_tokens or tokens.sum().clamp(min=1)) * dp_size
+    if loss_agg_mode == "token-sum":
+        return matrix.sum() * dp_size
+    if loss_agg_mode == "seq-mean-token-sum":
+        return matrix.sum() / sequences * dp_size
+    if loss_agg_mode == "seq-mean-token-mean":
+        return (matrix.sum(-1) / tokens.clamp(min=1)).sum() / sequences * dp_size
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        return matrix.sum() / (loss_scale_factor or loss_mat.shape[-1]) / sequences * dp_size
+    raise ConfigError(f"unknown loss_agg_mode {loss_agg_mode!r}")

@@ -1,0 +1,192 @@
+"""Which engine answers, how it samples, and how it gets the policy's weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from verl.checkpoint_engine.endpoint import TransportSettings
+from verl.config import RolloutConfig, RunConfig
+from verl.data.batch import Batch
+from verl.data.trajectory import Trajectory
+from verl.models.load import load_causal_lm, load_config
+from verl.models.lora import add_adapters
+from verl.plugin.platform import get_platform
+from verl.utils.errors import ConfigError
+from verl.weight_sync.base import WeightSync
+from verl.weight_sync.copy_sync import CopySync
+from verl.weight_sync.in_place_sync import InPlaceSync
+from verl.weight_sync.logprob_probe import ROUNDING_RMS, LogprobProbe, probe_sequences
+from verl.weight_sync.weight_transfer import WeightTransfer
+from verl.workers.actor import Actor
+from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
+from verl.workers.rollout.native_engine import NativeEngine, eos_ids
+from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.router import Router
+from verl.workers.rollout.tgi_engine import CANNOT_TRAIN, TGIEngine
+
+
+def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The rollout engine of `rollout.name`."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name in ("native", "hf"):
+        return NativeEngine(rollout, actor.model, tokenizer, device=get_platform().device_name)
+    if rollout.name == "tgi":
+        raise ConfigError(CANNOT_TRAIN)
+    path = str(config.actor_rollout_ref.model.path)
+    return start_replicas(rollout, path, tokenizer, eos_token_ids(load_config(path), tokenizer))
+
+
+def load_rollout_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The rollout engine without a trainer, on the weights of `model.path`: generation, serving, evaluation."""
+    rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if rollout.name in ("native", "hf"):
+        dtype = rollout_dtype(rollout.dtype) or torch.float32
+        device = get_platform().device_name
+        model = load_causal_lm(settings.path or "", dtype=dtype)
+        if settings.lora_adapter_path is not None:
+            add_adapters(model, settings, seed=0)
+        model.to(torch.device(device))  # type: ignore[arg-type]
+        return NativeEngine(rollout, model, tokenizer, device=device)
+    if settings.lora_adapter_path is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path}: without a trainer only "
+            f"rollout.name=native takes adapters, and {rollout.name} would answer without them; merge them first "
+            "(python -m verl.model_merger)"
+        )
+    if rollout.name == "tgi":
+        return TGIEngine(rollout, tokenizer)
+    model_config = load_config(settings.path or "")
+    loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
+    return start_replicas(loaded, str(settings.path), tokenizer, eos_token_ids(model_config, tokenizer))
+
+
+def eos_token_ids(model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every end-of-sequence id that the model's configuration or the tokenizer names."""
+    return eos_ids(SimpleNamespace(config=model_config), tokenizer)  # type: ignore[arg-type]
+
+
+def start_replicas(
+    rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]
+) -> CopyingEngine:
+    """vLLM in this process or in servers, or SGLang servers; several replicas behind a router."""
+    if rollout.name == "sglang":
+        from verl.workers.rollout.sglang_engine import SGLangEngine
+
+        if rollout.server.url is not None and rollout.data_parallel_size > 1:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.server.url names one server, but data_parallel_size="
+                f"{rollout.data_parallel_size}; leave out one of the two"
+            )
+        servers = [SGLangEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
+        for server in servers:  # they start side by side
+            server.ready()
+        return servers[0] if len(servers) == 1 else Router(servers)
+    if rollout.name != "vllm":
+        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} is not one of native, vllm, sglang, tgi")
+    if rollout.data_parallel_size == 1 and rollout.tensor_model_parallel_size == 1 and rollout.server.python is None:
+        from verl.workers.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine(rollout, path, tokenizer, eos)
+    engines = [RemoteEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
+    for engine in engines:  # they start side by side
+        engine.ready()
+    return engines[0] if len(engines) == 1 else Router(engines)
+
+
+def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
+    """By reference to the native engine, by copy with a receipt to every other."""
+    rollout = config.actor_rollout_ref.rollout
+    transport, weight_transfer = rollout.checkpoint_engine, None
+    is_in_process = getattr(actor.group, "worker", None) is not None
+    if is_in_process and not (isinstance(engine, CopyingEngine) and engine.receivers[0].out_of_process):
+        if transport.backend != "naive":
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.checkpoint_engine.backend={transport.backend} has nothing to carry: with "
+                f"rollout.name={rollout.name} the weights stay in this process; leave it at naive, or give vllm "
+                "servers of their own (rollout.data_parallel_size, rollout.server.python)"
+            )
+    else:
+        weight_transfer = WeightTransfer(transport_settings(rollout), actor.group, cast(CopyingEngine, engine))
+    if not isinstance(engine, CopyingEngine):
+        return InPlaceSync(actor.model, engine)
+    rounding = ROUNDING_RMS[engine.dtype or torch.float32]
+
+    async def trainer_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return actor_logprobs(actor, sequences)
+
+    max_length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
+    sequences = probe_sequences(vocab_size, min(24, max_length - 1))
+    probe = LogprobProbe(sequences, trainer_logprobs, rounding)
+    return CopySync(actor.export_weights, engine, probe, transport.probe_every, weight_transfer)
+
+
+def transport_settings(rollout: RolloutConfig) -> TransportSettings:
+    """`rollout.checkpoint_engine`, as every end of the transport is told."""
+    settings = rollout.checkpoint_engine
+    return TransportSettings(
+        settings.backend,
+        settings.update_weights_bucket_megabytes << 20,
+        dict(settings.engine_kwargs.get(settings.backend) or {}),
+        settings.custom_backend_module,
+    )
+
+
+def actor_logprobs(actor: Actor, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probs (nats, temperature 1) of each token by the trainer's own forward pass; 0 for the first."""
+    trajectories = [
+        Trajectory(
+            tokens=torch.tensor(ids),
+            loss_mask=torch.tensor([False] + [True] * (len(ids) - 1)),
+            rollout_logprobs=torch.zeros(len(ids)),
+            group_id=number,
+            row=number,
+            reward=0.0,
+            policy_version=(0, 0),
+            stop_reason="length",
+        )
+        for number, ids in enumerate(sequences)
+    ]
+    logprobs = actor.logprobs(Batch.pack(trajectories), temperature=1.0)
+    return [part.tolist() for part in logprobs.split([len(ids) for ids in sequences])]
+
+
+def training_sampling(rollout: RolloutConfig) -> SamplingParams:
+    """How training rollouts are sampled."""
+    return SamplingParams(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        n=rollout.n,
+        max_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+        seed=rollout.seed,
+        min_tokens=rollout.min_tokens,
+        stop=tuple(rollout.stop or ()),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
+
+
+def validation_sampling(rollout: RolloutConfig) -> SamplingParams:
+    """How validation answers are sampled: greedy unless `val_kwargs.do_sample`."""
+    val = rollout.val_kwargs
+    if val.do_sample and not val.temperature > 0:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.val_kwargs.do_sample=True needs val_kwargs.temperature > 0, "
+            f"got {val.temperature}; set it (1.0 is usual) or do_sample=False"
+        )
+    return SamplingParams(
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        n=val.n if val.do_sample else 1,
+        max_tokens=rollout.response_length,
+        seed=rollout.seed,
+        min_tokens=rollout.min_tokens,
+        stop=tuple(rollout.stop or ()),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )

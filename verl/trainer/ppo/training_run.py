@@ -1,0 +1,240 @@
+"""A whole run: the step again and again, with validation, checkpoints, the ledger and logging wrapped around it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl.config import RunConfig
+from verl.config.base import add_reads
+from verl.config.load import unread_keys
+from verl.data.prompts import PromptDataset
+from verl.data.trajectory import Trajectory
+from verl.observe.ledger import Ledger
+from verl.observe.memory_metrics import memory_metrics
+from verl.observe.progress import Progress
+from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
+from verl.observe.timers import StageTimer, throughput_metrics
+from verl.observe.tracking import Tracking
+from verl.plugin.platform import get_platform
+from verl.trainer.batch_metrics import prompt_and_response_lengths
+from verl.trainer.checkpoints import Checkpoints
+from verl.trainer.interrupt import Interrupt
+from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
+from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
+from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector
+from verl.trainer.resume import find_resume, read_state
+from verl.trainer.validation_metrics import process_validation_metrics
+from verl.workers.actor import Actor
+from verl.workers.critic import Critic
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.settings_advice import tuning_advice
+
+FIRST_VALIDATION_REQUEST_ID = 1 << 40  # request ids from here on: validation never shares a random stream with training
+
+
+@dataclass
+class Validation:
+    """Prompts held out from training, and how their answers are sampled."""
+
+    prompts: PromptDataset
+    collector: RolloutCollector
+    sampling: SamplingParams
+
+    async def run(self) -> tuple[dict[str, float], RolloutBatch]:
+        """val-core/… and val-aux/… over all held-out prompts."""
+        rows = list(self.prompts)
+        request_ids = [FIRST_VALIDATION_REQUEST_ID + i for i in range(len(rows))]
+        rollouts = await self.collector.collect(rows, request_ids, self.sampling)
+        return validation_metrics(rollouts), rollouts
+
+
+def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Metrics of all answers; those without a reward are counted as unscored, not scored as zero."""
+    answers = rollouts.trajectories
+    scored = [t for t in answers if t.reward is not None]
+    parts = set.intersection(*(numeric_score_parts(t.extra) for t in scored)) if scored else set()
+    infos: dict[str, list[Any]] = {"reward": [t.reward for t in answers]}
+    infos.update({n: [None if t.reward is None else t.extra[n] for t in answers] for n in sorted(parts)})
+    sources = [t.extra["data_source"] for t in answers]
+    out = process_validation_metrics(sources, [str(t.group_id) for t in answers], infos)
+    turns = [t.extra.get("num_turns", 2) for t in answers]
+    out.update({"val-aux/num_turns/min": min(turns), "val-aux/num_turns/max": max(turns)})
+    out["val-aux/num_turns/mean"] = sum(turns) / len(turns)
+    if rollouts.num_reward_errors:
+        out["val-aux/reward_errors"] = float(rollouts.num_reward_errors)
+    return out
+
+
+def numeric_score_parts(extra: dict[str, Any]) -> set[str]:
+    """Parts of a score that can be averaged, and the prediction that maj@k votes on."""
+    return {
+        name
+        for name, value in extra.items()
+        if name not in ("num_turns", "data_source") and (isinstance(value, int | float) or name == "pred")
+    }
+
+
+class TrainingRun:
+    """Drives a trainer from its start, or from a checkpoint, to the last step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: PPOTrainer,
+        validation: Validation | None,
+        total_steps: int,
+        tracking: Tracking,
+        note: Callable[[str], None] = print,
+    ):
+        self.config, self.trainer, self.validation = config, trainer, validation
+        self.total_steps, self.tracking, self.note = total_steps, tracking, note
+        self.root, settings = Path(config.trainer.default_local_dir), config.trainer
+        self.roles: dict[str, Actor | Critic] = {"actor": trainer.actor}
+        if trainer.critic is not None:
+            self.roles["critic"] = trainer.critic
+        keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
+        self.checkpoints = Checkpoints(self.root, keep, note)
+        self.ledger = Ledger(self.root / "ledger") if config.trainer.ledger else None
+        self.stop_requested = False
+        self.last_validation: dict[str, float] = {}
+        self.advice_given: set[str] = set()
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step; returns the last validation's metrics. Ctrl-C saves after the step in progress."""
+        self.resume()
+        self.trainer.publish()
+        settings = self.config.trainer
+        if self.validation and (settings.val_only or (settings.val_before_train and self.trainer.global_step == 0)):
+            self.tracking.log(self.validate(), self.trainer.global_step)
+        if settings.val_only:
+            return self.last_validation
+        with Progress(self.total_steps, self.trainer.global_step) as progress, Interrupt(self):
+            while self.trainer.global_step < self.total_steps and not self.stop_requested:
+                self.one_step(progress)
+            self.checkpoints.finish_pending(wait=True)
+        return self.last_validation
+
+    def one_step(self, progress: Progress) -> None:
+        """One training step with everything that is recorded about it."""
+        devices = 1 if self.trainer.group is None else self.trainer.group.layout.world_size
+        timer = StageTimer(get_platform().synchronize if devices == 1 else None, on_enter=progress.stage)
+        with timer("step"):
+            record = self.trainer.step(timer)
+            self.write_records(record, timer)
+            metrics = record.metrics
+            last = record.step >= self.total_steps or self.stop_requested
+            if self.validation and is_due(record.step, self.config.trainer.test_freq, last):
+                with timer("testing"):
+                    metrics.update(self.validate())
+            if self.stop_requested or is_due(record.step, self.config.trainer.save_freq, last):
+                with timer("save_checkpoint"):
+                    self.save()
+        metrics.update(timer.metrics())
+        _, response = prompt_and_response_lengths(record.batch)
+        metrics.update(throughput_metrics(timer.seconds, record.batch.num_tokens, int(response.sum()), devices))
+        metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
+        metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
+        metrics.update(memory_metrics())
+        self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
+        progress.step(record.step, metrics)
+        self.note_advice(record.rollouts.engine_stats)
+        if record.step == self.trainer.first_step:
+            self.report_unread_keys()
+
+    def note_advice(self, stats: dict[str, float]) -> None:
+        """Say once what the rollout engine's statistics ask for."""
+        for topic, sentence in tuning_advice(stats).items():
+            if topic not in self.advice_given:
+                self.advice_given.add(topic)
+                self.note(f"advice: {sentence}")
+
+    def write_records(self, record: StepRecord, timer: StageTimer) -> None:
+        """The ledger unless `trainer.ledger` is off; a readable dump when `trainer.rollout_data_dir` is set."""
+        if self.ledger is not None:
+            with timer("ledger"):
+                self.ledger.append(record.step, record.batch, [t.stop_reason for t in scored_only(record.rollouts)])
+        if self.config.trainer.rollout_data_dir:
+            with timer("dump_rollout_generations"):
+                dump_rollout_batch(self.config.trainer.rollout_data_dir, record.step, record.rollouts)
+
+    def validate(self) -> dict[str, float]:
+        """Sample the held-out prompts with the published weights and score them."""
+        assert self.validation is not None
+        metrics, rollouts = self.trainer.runner.run(self.validation.run())
+        if self.config.trainer.validation_data_dir:
+            dump_rollout_batch(self.config.trainer.validation_data_dir, self.trainer.global_step, rollouts)
+        self.last_validation = metrics
+        for trajectory in rollouts.trajectories[: self.config.trainer.log_val_generations]:
+            self.note(format_answer(self.trainer.global_step, trajectory))
+        return metrics
+
+    def save(self) -> None:
+        """Write global_step_N, or begin to; then drop what retention no longer wants."""
+        if self.ledger is not None:
+            self.ledger.sync()  # a checkpoint that survives a power cut has the records of its steps
+        self.checkpoints.save(self.trainer.global_step, self.trainer.state_dict(), self.roles)
+
+    def resume(self) -> None:
+        """Restore the newest checkpoint where one is wanted and there; drop records of steps that will be run again."""
+        folder = find_resume(self.config.trainer, list(self.roles))
+        if folder is not None:
+            for name, role in self.roles.items():
+                role.load(folder / name)
+            self.trainer.load_state_dict(read_state(folder))
+            self.trainer.version -= 1  # fit() publishes this version anew
+            self.note(f"resumed from {folder}: step {self.trainer.global_step} of {self.total_steps} is done")
+            if self.trainer.global_step >= self.total_steps and not self.config.trainer.val_only:
+                self.note("nothing is left to train; raise trainer.total_training_steps or total_epochs to go on")
+        step = self.trainer.global_step
+        self.trainer.first_step = step + 1
+        if self.config.trainer.val_only:  # no step will be run again
+            return
+        if self.ledger is not None:
+            self.ledger.rewind(step)
+        self.tracking.rewind(-1 if folder is None else step)  # a run from the start logs step 0 as well
+        for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir):
+            if dumps:
+                remove_dumps_after(dumps, step)
+
+    def report_unread_keys(self) -> None:
+        """Name the keys that were set but that nothing has read in this mode, on any rank."""
+        if self.trainer.group is not None:
+            for reads in self.trainer.group.broadcast("config_keys_read"):
+                add_reads({(where, name) for where, name in reads})
+        for key in unread_keys(self.config):
+            self.note(f"warning: {key} was set, but nothing reads it in this run")
+
+
+def is_due(step: int, frequency: int, last: bool) -> bool:
+    """Every `frequency` steps and at the last one; never for 0 or less."""
+    return frequency > 0 and (last or step % frequency == 0)
+
+
+def format_answer(step: int, trajectory: Trajectory) -> str:
+    """One validation answer, for people."""
+    text, source = trajectory.extra.get("response_text", ""), trajectory.extra["data_source"]
+    return f"validation at step {step}, {source} row {trajectory.row}, reward {trajectory.reward}:\n  {text!r}"
+
+
+def scored_only(rollouts: RolloutBatch) -> list[Trajectory]:
+    """The trajectories a batch was packed from."""
+    return [t for t in rollouts.trajectories if t.reward is not None]
+
+
+def dump_rollout_batch(folder: str, step: int, rollouts: RolloutBatch) -> None:
+    """Prompts, answers, ground truths, scores and the parts of the scores, as JSONL."""
+    by_row = {row.index: row for row in rollouts.rows}
+    rows = [by_row[t.row] for t in rollouts.trajectories]
+    texts = [t.extra.get("response_text", "") for t in rollouts.trajectories]
+    names = sorted({name for t in rollouts.trajectories for name in t.extra} - {"response_text"})
+    dump_rollouts(
+        folder,
+        step,
+        inputs=[row.text for row in rows],
+        outputs=texts,
+        ground_truths=[row.ground_truth for row in rows],
+        scores=[t.reward for t in rollouts.trajectories],
+        extras={name: [t.extra.get(name) for t in rollouts.trajectories] for name in names},
+    )

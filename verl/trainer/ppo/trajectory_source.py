@@ -1,0 +1,118 @@
+"""Where scored trajectories come from. Synchronous here; asynchronous sources fill the same `RolloutBatch`."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.agent.agent_runner import AgentRunner
+from verl.data.prompt_sampler import PromptSampler
+from verl.data.prompts import PromptRow
+from verl.data.trajectory import Trajectory
+from verl.rewards.base import Reward, RewardInput, Score
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+
+@dataclass
+class RolloutBatch:
+    """Scored trajectories, grouped prompt by prompt, and the prompts they answer.
+
+    The lists are not in its text: asyncio asks for that four times a step.
+    """
+
+    trajectories: list[Trajectory] = field(default_factory=list, repr=False)
+    rows: list[PromptRow] = field(default_factory=list, repr=False)  # one per prompt, in order
+    generate_s: float = 0.0  # until the last answer was complete
+    reward_s: float = 0.0  # from then until the last was scored
+    num_reward_errors: int = 0
+    num_abstained: int = 0
+    scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
+    engine_stats: dict[str, float] = field(default_factory=dict)  # what the rollout engine counted meanwhile
+
+
+class RolloutCollector:
+    """Answers prompts and has the answers scored: many prompts at once, each scored as soon as it is answered."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        reward: Reward,
+        tokenizer: PreTrainedTokenizerBase,
+        agent_runner: AgentRunner,
+        free_cache: bool = False,
+    ):
+        self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
+        self.free_cache = free_cache
+
+    async def collect(
+        self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
+    ) -> RolloutBatch:
+        """Trajectories of all rows, in order. Those whose reward failed or abstained carry no reward."""
+        start = time.perf_counter()
+        out = RolloutBatch(rows=list(rows))
+        await self.engine.wake()
+
+        async def answer_prompt(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
+            trajectories = await self.agent_runner.answer(row, request_id, sampling, self.engine)
+            out.generate_s = time.perf_counter() - start
+            texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
+            inputs = [
+                RewardInput.from_row(row, text, t.num_sampled, t.extra)
+                for t, text in zip(trajectories, texts, strict=True)
+                if t.reward is None  # the others were scored by their agent loop
+            ]
+            new_scores = iter(await self.reward.score(inputs) if inputs else [])
+            scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
+            return [
+                (t.with_reward(s.value, **{**s.extra, "data_source": row.data_source, "response_text": text}), s)
+                for t, s, text in zip(trajectories, scores, texts, strict=True)
+            ]
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(answer_prompt(row, i)) for row, i in zip(rows, request_ids, strict=True)]
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None  # the others were cancelled because of it
+        out.engine_stats = self.engine.stats()
+        if self.free_cache:
+            await self.engine.sleep()
+        for trajectory, score in (pair for task in tasks for pair in task.result()):
+            out.trajectories.append(trajectory)
+            out.scores.append(score)
+            out.num_reward_errors += score.error is not None
+            out.num_abstained += score.value is None and score.error is None
+        out.reward_s = time.perf_counter() - start - out.generate_s
+        return out
+
+
+def first_failure(group: BaseExceptionGroup) -> BaseException:
+    """The exception that ended a group of tasks."""
+    failure: BaseException = group
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
+
+
+class SyncSource:
+    """Consumes prompts in data order; waits for all answers of a batch; unblocks the step. Staleness is 0."""
+
+    def __init__(self, prompts: PromptSampler, collector: RolloutCollector, sampling: SamplingParams):
+        self.prompts, self.collector, self.sampling = prompts, collector, sampling
+        self._next_request = 0
+
+    async def take(self, num_prompts: int) -> RolloutBatch:
+        """The next `num_prompts` prompts, each answered `sampling.n` times by the published weights."""
+        rows = self.prompts.take(num_prompts)
+        request_ids = range(self._next_request, self._next_request + num_prompts)
+        self._next_request += num_prompts
+        return await self.collector.collect(rows, list(request_ids), self.sampling)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state_dict(), "next_request": self._next_request}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self._next_request = state["next_request"]

@@ -1,5 +1,0 @@
-"""The proof that everything works: a small model learns arithmetic by GRPO on this very machine."""
-
-from verl.trainer.quickstart.run import main
-
-__all__ = ["main"]

@@ -1,0 +1,73 @@
+"""How many ranks a run of fine-tuning has, and who starts them: torchrun, here or by hand."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+
+from verl.config import SFTConfig
+from verl.plugin.platform import choose_platform
+from verl.runtime.processes import loopback_interface
+from verl.runtime.rank import RankInfo, num_cores
+from verl.utils.errors import ConfigError
+
+SFT_MODULE = "verl.trainer.sft_trainer"
+
+
+def num_ranks_to_start(config: SFTConfig) -> int:
+    """How many ranks must be started before the run can begin; 0 when this process is one of them, or the only one."""
+    settings = config.trainer
+    platform = choose_platform(settings.device)
+    if "WORLD_SIZE" in os.environ:
+        _check_against_torchrun(config, RankInfo.from_environment())
+        return 0
+    if settings.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={settings.nnodes} needs one start per machine: torchrun --nnodes={settings.nnodes} "
+            f"--nproc-per-node=DEVICES --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m {SFT_MODULE} key=value ..."
+        )
+    count = settings.n_gpus_per_node
+    if settings.runtime == "inline":
+        if (count or 1) > 1:
+            raise ConfigError(
+                f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={count}; drop one of them"
+            )
+        return 0
+    if count is None:
+        count = 1 if platform.device_name == "cpu" else platform.device_count()
+    return count if count > 1 or settings.runtime == "processes" else 0
+
+
+def _check_against_torchrun(config: SFTConfig, rank: RankInfo) -> None:
+    """Under torchrun the number of ranks is torchrun's; a configuration that says otherwise is a mistake."""
+    machines = rank.world_size // rank.local_world_size
+    for name, configured, started in (
+        ("n_gpus_per_node", config.trainer.n_gpus_per_node, rank.local_world_size),
+        ("nnodes", None if config.trainer.nnodes == 1 else config.trainer.nnodes, machines),
+    ):
+        if configured is not None and configured != started:
+            raise ConfigError(
+                f"trainer.{name}={configured}, but torchrun started {started}; drop the key, torchrun decides"
+            )
+
+
+def start_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Be torchrun with `count` ranks of this program on this machine.
+
+    0: done; 1: a rank failed, and said why; 128 and more: stopped by that signal.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    if (interface := loopback_interface()) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))  # torchrun would say 1
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
+    with tempfile.TemporaryDirectory() as folder:  # torchrun would leave one behind
+        try:
+            torchrun([*options, f"--log-dir={folder}", "-m", SFT_MODULE, *arguments])
+        except ChildFailedError:
+            return 1
+        except SignalException as error:  # the ranks had it, too, and have saved what they had
+            return 128 + error.sigval
+    return 0

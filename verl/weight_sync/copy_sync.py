@@ -1,0 +1,94 @@
+"""Publishing to engines that keep a copy of their own: buckets out, fingerprints back, and a probe at a set cadence."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from verl.checkpoint_engine.buckets import buckets
+from verl.checkpoint_engine.endpoint import Manifest
+from verl.models.fingerprint import fingerprint
+from verl.weight_sync.base import Receipt
+from verl.weight_sync.logprob_probe import LogprobProbe, ProbeResult
+from verl.weight_sync.weight_transfer import WeightTransfer
+from verl.workers.rollout.base import CopyingEngine, StaleWeightsError
+
+
+class CopySync:
+    """Sends all of `weights()` to every replica and proves that they arrived and are used.
+
+    `weights` gives (HF name, whole tensor) pairs, one at a time, to an engine of this process; with
+    `weight_transfer` they come from a trainer, or go to an engine, in another process. `probe_every`: publishes
+    between two probes (0: only the first of
+    this process, which is also the first after every restart).
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        engine: CopyingEngine,
+        probe: LogprobProbe | None = None,
+        probe_every: int = 10,
+        weight_transfer: WeightTransfer | None = None,
+    ):
+        self.weights, self.engine, self.probe, self.probe_every = weights, engine, probe, probe_every
+        self.weight_transfer = weight_transfer
+        self._published = 0
+
+    async def publish(self, version: int) -> Receipt:
+        """Every replica samples from the trainer's present values as `version`, or StaleWeightsError says which not."""
+        start = time.perf_counter()
+        await self.engine.wake()
+        transfer = self._transfer_in_process if self.weight_transfer is None else self.weight_transfer.transfer
+        manifest, num_bytes, arrived = await transfer(version)
+        for number, received in enumerate(arrived):
+            check_manifests(manifest, received, number, version)
+        await self.engine.finish_update(version)
+        for number, replica in enumerate(self.engine.replicas):
+            if replica.version != version:
+                raise StaleWeightsError(
+                    f"replica {number} says that it samples from version {replica.version} after {version} was sent"
+                )
+        results = await self._probe(version)
+        return Receipt(
+            version,
+            num_replicas=len(arrived),
+            seconds=time.perf_counter() - start,
+            bytes_moved=num_bytes * len(arrived),
+            num_tensors=len(manifest),
+            probes=results,
+        )
+
+    async def _transfer_in_process(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
+        """Fingerprints of what left and its bytes, and of what arrived at each replica."""
+        await self.engine.begin_update()
+        manifest: Manifest = {}
+        arrived: list[Manifest] = [{} for _ in self.engine.replicas]
+        num_bytes = 0
+        for bucket in buckets(self.weights(), self.engine.bucket_bytes, self.engine.dtype):
+            manifest |= {name: fingerprint(tensor) for name, tensor in bucket}
+            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            for replica_manifest, bucket_manifest in zip(arrived, await self.engine.load_bucket(bucket), strict=True):
+                replica_manifest |= bucket_manifest
+        return manifest, num_bytes, arrived
+
+    async def _probe(self, version: int) -> tuple[ProbeResult, ...]:
+        number, self._published = self._published, self._published + 1
+        due = number == 0 or (self.probe_every > 0 and number % self.probe_every == 0)
+        if self.probe is None or not due:
+            return ()
+        return tuple(await self.probe.check(self.engine.replicas, version))
+
+
+def check_manifests(manifest: dict[str, str], received: dict[str, str], replica: int, version: int) -> None:
+    """The manifest of what was sent against what one replica says it received; names the first tensor that differs."""
+    for name, sent in manifest.items():
+        if name not in received:
+            raise StaleWeightsError(f"replica {replica} did not receive {name} of version {version}")
+        if received[name] != sent:
+            raise StaleWeightsError(
+                f"replica {replica} received another {name} than version {version} has: sent {sent}, arrived "
+                f"{received[name]}"
+            )
+    for name in received.keys() - manifest.keys():
+        raise StaleWeightsError(f"replica {replica} received {name}, which version {version} does not have")

@@ -1,0 +1,74 @@
+"""Batches out to the data-parallel ranks and columns back, in the order of the batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.data.balance import Shard, assign_shards
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.data.micro_batches import MicroBatching
+from verl.runtime.group import WorkerGroup
+from verl.workers.engine_worker import RankBatch
+
+
+class ShardDispatcher:
+    """An `EngineWorker` per rank, called as one. Statistics of a batch do not depend on how it is sharded.
+
+    With `balanced`, ranks get sequences of equal cost in every micro-step; otherwise equally many, in order.
+    """
+
+    def __init__(self, group: WorkerGroup, balanced: bool = True):
+        self.group, self.balanced = group, balanced
+        model_facts = group.broadcast("model_facts")[0]
+        self.has_dropout: bool = model_facts["has_dropout"]
+        self.attention_length: float = model_facts["attention_length"]
+        self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, the highest of any rank
+        self.tokens_per_rank = np.zeros(
+            group.layout.dp
+        )  # tokens that each rank was given in updates, until somebody empties it
+
+    def forward(
+        self, batch: Batch, names: tuple[str, ...], micro: MicroBatching, temperature: float
+    ) -> dict[str, Tensor]:
+        """Columns (T,) without gradient."""
+        shards = self.shards(batch, micro)
+        results = self.group.scatter("forward", self.rank_batches(batch, shards), names, temperature)
+        self.forward_memory = Metrics()
+        for memory, _ in results:
+            self.forward_memory.merge(memory)
+        return gather_columns(batch, shards, [columns for _, columns in results])
+
+    def update(self, batch: Batch, micro: MicroBatching, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
+        """One optimiser step on all ranks; metrics of the whole batch, and the loss's model outputs (T,)."""
+        shards = self.shards(batch, micro)
+        results = self.group.scatter("update", self.rank_batches(batch, shards), temperature)
+        self.tokens_per_rank += [batch.lengths[list(shard.indices)].sum() for shard in shards]
+        metrics = Metrics()
+        for update_metrics, _ in results:
+            metrics.merge(update_metrics)
+        return metrics, gather_columns(batch, shards, [outputs for _, outputs in results])
+
+    def shards(self, batch: Batch, micro: MicroBatching) -> list[Shard]:
+        return assign_shards(batch, self.group.layout.dp, micro, self.attention_length, self.balanced)
+
+    def rank_batches(self, batch: Batch, shards: Sequence[Shard]) -> list[RankBatch]:
+        """Every rank's sequences, and how it cuts them."""
+        if len(shards) == 1:
+            return [(batch, shards[0].micro)]
+        return [(batch.select(shard.indices), shard.micro) for shard in shards]
+
+
+def gather_columns(batch: Batch, shards: Sequence[Shard], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Columns (T,) of the batch from those of its shards."""
+    if len(parts) == 1:
+        return parts[0]
+    out = {name: torch.zeros(batch.num_tokens, dtype=column.dtype) for name, column in parts[0].items()}
+    owners = batch.sequence_ids()
+    for shard, columns in zip(shards, parts, strict=True):
+        tokens = torch.isin(owners, torch.tensor(shard.indices, dtype=owners.dtype))
+        for name, column in columns.items():
+            out[name][tokens] = column
+    return out

@@ -1,0 +1,167 @@
+"""Parameters in shards over many ranks: FSDP2."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from verl.config import FSDPEngineConfig
+from verl.models.device_moves import move_model
+from verl.workers.engine.fsdp_units import sharding_units
+from verl.workers.engine.model_parameters import ModelParameters
+from verl.workers.engine.oom_rescue import FSDP2Rescue
+from verl.workers.engine.precision import Precision
+from verl.workers.engine.rank_mesh import RankMesh
+from verl.workers.engine.shared_memory_collectives import (
+    SharedMemoryAllGather,
+    SharedMemoryCollectives,
+    SharedMemoryReduceScatter,
+)
+
+T = TypeVar("T")
+META = torch.device("meta")
+
+
+class FSDP2Parameters(ModelParameters):
+    """A model whose parameters are DTensors, gathered layer by layer to compute (FSDP2).
+
+    Rank 0 brings the values, the other ranks the structure; no rank but the first ever holds more than its shards and
+    one tensor. Gradients are summed over the ranks, in `precision.reduce`, at the last micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank_mesh: RankMesh,
+        config: FSDPEngineConfig,
+        precision: Precision,
+        device: torch.device,
+    ):
+        self.model, self.rank_mesh, self.device = model, rank_mesh, device
+        self.offloads_shards = config.offload_policy  # FSDP moves the shards itself
+        source = tensors_by_name(model) if rank_mesh.rank == 0 else {}
+        move_model(model, META)
+        run_inside_forward(model)
+        self._modules = self._shard(config, precision)
+        self._oom_rescue = FSDP2Rescue(model, self._modules[1:], rank_mesh.sequence_group)
+        parameter_device = torch.device("cpu") if self.offloads_shards else device
+        convert_keeping_parameters(lambda: model.to_empty(device=parameter_device))
+        if self.offloads_shards:
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(device)
+        self._distribute_values(source)
+        self.named_parameters = list(model.named_parameters())
+
+    def _shard(self, config: FSDPEngineConfig, precision: Precision) -> list[FSDPModule]:
+        """Every unit and the root, in forward order from the root."""
+        options: dict[str, Any] = {
+            "mesh": self.rank_mesh.shard_mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+            if self.offloads_shards
+            else OffloadPolicy(),
+        }
+        units = sharding_units(self.model, config.wrap_policy)
+        for unit in reversed(units):
+            fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(self.model, reshard_after_forward=False, **options)
+        modules = [module for module in (self.model, *units) if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        collectives = SharedMemoryCollectives.create(self.rank_mesh.shard_group) if self.device.type == "cpu" else None
+        for module in modules if collectives is not None else ():
+            module.set_custom_all_gather(SharedMemoryAllGather(collectives))
+            module.set_custom_reduce_scatter(SharedMemoryReduceScatter(collectives))
+        if config.forward_prefetch:
+            for module, following in itertools.pairwise(modules):
+                module.set_modules_to_forward_prefetch([following])
+        return modules
+
+    @torch.no_grad()
+    def _distribute_values(self, source: dict[str, Tensor]) -> None:
+        """Every rank's part of rank 0's values, one tensor at a time."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            full = broadcast(source.get(name), tensor.shape, tensor.dtype, self.device)
+            if isinstance(tensor, DTensor):
+                part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                tensor.to_local().copy_(part.to_local())
+            else:
+                tensor.copy_(full)
+
+    def run(self, function: Callable[[], T]) -> T:
+        return self._oom_rescue.run(function)
+
+    def backward(self, loss_sum: Tensor) -> None:
+        self._oom_rescue.backward(loss_sum)
+
+    def set_gradient_sync(self, last: bool) -> None:
+        self._modules[0].set_requires_gradient_sync(last)
+
+    def reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def to(self, device: torch.device) -> None:
+        if not self.offloads_shards:
+            move_model(self.model, device)
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named_parameters:
+            yield name, self._full_tensor(parameter.detach())
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named_parameters:
+            if parameter.grad is not None:
+                yield name, self._full_tensor(parameter.grad)
+
+    def _full_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device).full_tensor()
+
+    def local_gradients(self) -> list[tuple[str, Tensor]]:
+        return [(name, gradient.to_local()) for name, gradient in super().local_gradients()]
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model by each of their names, apart from the objects that hold them."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
+def broadcast(value: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rank 0's `value` on every rank."""
+    full = torch.empty(shape, dtype=dtype, device=device)
+    if value is not None:
+        full.copy_(value)
+    dist.broadcast(full, src=0)
+    return full
+
+
+def run_inside_forward(model: nn.Module) -> None:
+    """Let `model(run=f)` call `f()` inside its forward hooks; every other call stays what it was."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_or_run(*args: Any, run: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if run is None else run()
+
+    model.forward = forward_or_run
+
+
+def convert_keeping_parameters(convert: Callable[[], Any]) -> None:
+    """`convert()` while conversions of a module keep its parameters the same objects, ties included."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        convert()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

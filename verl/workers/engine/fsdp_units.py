@@ -1,0 +1,48 @@
+"""Which modules of a model are sharded as one unit."""
+
+from torch import nn
+
+from verl.config.engine import WrapPolicyConfig
+from verl.utils.errors import ConfigError
+
+
+def sharding_units(model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module]:
+    """The modules that are gathered as one, outer ones first; what is in none of them stays with the root.
+
+    Those of at least `min_num_params` parameters where that is set, else those of the layer classes named by the
+    policy, else by the model's family.
+    """
+    if policy.min_num_params > 0:
+        chosen = _units_of_size(model, policy.min_num_params)
+        return [module for module in model.modules() if id(module) in chosen]
+    wanted = tuple(policy.transformer_layer_cls_to_wrap or getattr(model, "_no_split_modules", None) or ())
+    units = [module for module in model.modules() if type(module).__name__ in wanted]
+    if not units:
+        classes = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
+        raise ConfigError(
+            f"{type(model).__name__} has no modules of class {', '.join(wanted) or '(none is named)'}; set "
+            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap to some of: {', '.join(classes)}"
+        )
+    return units
+
+
+def _units_of_size(model: nn.Module, min_params: int) -> set[int]:
+    """ids of the smallest modules that hold `min_params` parameters which no module inside them holds already.
+
+    Embedding and heads stay with the root: the engine uses their weights without calling them.
+    """
+    excluded = [model, model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None)]
+    chosen: set[int] = set()
+
+    def visit(module: nn.Module) -> tuple[int, bool]:
+        num_free, blocked = sum(p.numel() for p in module.parameters(recurse=False)), any(module is m for m in excluded)
+        for child in module.children():
+            inside, holds_blocked = visit(child)
+            num_free, blocked = num_free + inside, blocked or holds_blocked
+        if blocked or num_free < min_params or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return num_free, blocked
+        chosen.add(id(module))
+        return 0, False
+
+    visit(model)
+    return chosen

@@ -1,0 +1,226 @@
+"""Micro-batches, and one through the backbone: tokens in, hidden states out, packed or padded, and the head's view.
+
+Shapes: N sequences, T packed tokens, U of them computed (fewer than T where prompts are shared), M needed by the head,
+L the longest sequence, D hidden.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from verl.data.batch import Batch
+from verl.data.micro_batches import MicroBatching, split_micro_batches
+from verl.models.attention.prefix_sharing import PrefixLayout, PrefixPacking, plan_prefix_sharing, prefix_sharing_order
+from verl.models.attention.sequence_attention import Packing
+from verl.models.attention.ulysses import SplitPacking, sum_over_ranks
+from verl.models.head.token_outputs import needed_positions
+
+CPU_TOKEN_BUDGET = 4096  # of a micro-batch on a CPU where the budget is larger: its activations stay near the caches
+TOKEN_INDICES = "_token_indices"  # column: where each token of a micro-batch was in the batch it is from
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The needed tokens that the computed ones predict."""
+
+    token_indices: Tensor  # (M,) in the batch
+    hidden_rows: Tensor  # (M,) row of the hidden states that predicts each
+    group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some sequences of a batch on the model's device, and where their tokens came from."""
+
+    batch: Batch
+    packing: Packing | PrefixPacking | SplitPacking
+    input_ids: Tensor  # (U,)
+    position_ids: Tensor  # (U,)
+    targets: Targets | None = None  # None: every token is computed, in the order of the batch
+    is_dummy: bool = False  # there only so that every rank makes the same number of forwards; adds nothing
+    is_last: bool = False  # of its batch
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        indices: Sequence[int],
+        device: torch.device,
+        share: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> "MicroBatch":
+        """The sequences at `indices`, shortest first, so that equally long ones are attended to in one call.
+
+        With `share`, the tokens that several of them begin with are computed once; with a `group`, this rank computes
+        its part of the tokens. No indices make a dummy.
+        """
+        lengths = batch.lengths.tolist()
+        part = batch.select(sorted(indices, key=lengths.__getitem__)) if indices else _dummy_batch(batch)
+        layout = None
+        if share and indices:
+            part = part.select(prefix_sharing_order(part))
+            layout = plan_prefix_sharing(part, device)
+        whole, dummy = part.to(device), not indices
+        if layout is None:
+            packing = Packing.of_lengths(part.lengths.tolist(), device)
+            if group is None:
+                return cls(whole, packing, whole["tokens"], whole.position_ids(), is_dummy=dummy)
+            rows = torch.arange(part.num_tokens)
+            layout = PrefixLayout(packing, rows, rows)
+        token_indices = needed_positions(part.cu_seqlens, part["loss_mask"], part["tokens"])
+        hidden_rows = layout.computed_index[token_indices - 1]
+        ids, positions = part["tokens"][layout.computed], part.position_ids()[layout.computed]
+        packing = layout.packing
+        if group is not None:
+            packing = SplitPacking.over(packing, len(ids), group)
+            ids, positions = packing.local_slice(ids), packing.local_slice(positions)
+            hidden_rows = hidden_rows - group.rank() * len(ids)
+            is_local = (hidden_rows >= 0) & (hidden_rows < len(ids))
+            token_indices, hidden_rows = token_indices[is_local], hidden_rows[is_local]
+        targets = Targets(token_indices.to(device), hidden_rows.to(device), group)
+        return cls(whole, packing, ids.to(device), positions.to(device), targets, dummy)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that go through the model, on all ranks that share them."""
+        num_sharing = self.packing.group.size() if isinstance(self.packing, SplitPacking) else 1
+        return len(self.input_ids) * num_sharing
+
+    def dummy(self) -> "MicroBatch":
+        """A forward of two tokens that adds nothing, in the place of this one."""
+        return replace(MicroBatch.of(self.batch, (), self.input_ids.device), is_last=self.is_last)
+
+
+def micro_batches(
+    batch: Batch,
+    columns: Sequence[str],
+    micro: MicroBatching,
+    device: torch.device,
+    max_over_ranks: Callable[[int], int],
+    sequence_group: dist.ProcessGroup | None = None,
+) -> Iterator[MicroBatch]:
+    """The forwards of a shard, with only `columns`: those of the plan, or else those with something to learn from.
+
+    Without a plan ranks may have different numbers of them: `max_over_ranks` says how many there must be.
+    """
+    for name in columns:
+        batch.require(name, "the stage that fills it")
+    selected = batch.select_columns(columns).with_columns(
+        **{TOKEN_INDICES: torch.arange(batch.num_tokens, device=batch.device)}
+    )
+    parts = split_micro_batches(batch, limit_to_cpu_cache(batch, micro) if device.type == "cpu" else micro)
+    if micro.plan is None:
+        sampled = batch.sum_per_sequence(batch["loss_mask"].int()).tolist()
+        parts = [indices for indices in parts if any(sampled[i] for i in indices)]
+        parts += [[]] * (max_over_ranks(len(parts)) - len(parts))
+    for number, indices in enumerate(parts, 1):
+        micro_batch = MicroBatch.of(selected, indices, device, micro.share_prefixes, sequence_group)
+        yield replace(micro_batch, is_last=number == len(parts))
+
+
+def limit_to_cpu_cache(batch: Batch, micro: MicroBatching) -> MicroBatching:
+    """`micro` with a token budget that is no larger than a CPU works well with, or than the longest sequence."""
+    if micro.plan is not None or micro.share_prefixes or micro.max_tokens is None:
+        return micro
+    longest = int(batch.lengths.max()) if batch.num_sequences else 0
+    return replace(micro, max_tokens=min(micro.max_tokens, max(CPU_TOKEN_BUDGET, longest)))
+
+
+def _dummy_batch(batch: Batch) -> Batch:
+    """One sequence of two zeros, the second one sampled, with the columns of `batch`."""
+    token = {n: column.new_zeros((2, *column.shape[1:])) for n, column in batch.token_columns.items()}
+    token["loss_mask"] = torch.tensor([False, True])
+    sequence = {n: column.new_zeros((1, *column.shape[1:])) for n, column in batch.sequence_columns.items()}
+    return Batch(torch.tensor([0, 2]), token, sequence)
+
+
+def write_outputs(out: dict[str, Tensor], columns: dict[str, Tensor], micro_batch: MicroBatch) -> None:
+    """Put the outputs of a micro-batch where its tokens are in the batch."""
+    if micro_batch.is_dummy:
+        return
+    rows = micro_batch.batch[TOKEN_INDICES].cpu()
+    for name, whole in out.items():
+        whole[rows] = columns[name].detach().to("cpu", whole.dtype)
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """Hidden states in which row t predicts token t+1 of the same sequence, and those sequences.
+
+    They are the micro-batch itself, or, where its tokens are not all computed in order, the needed tokens as one
+    sequence after a first token without meaning.
+    """
+
+    hidden: Tensor
+    tokens: Tensor
+    cu_seqlens: Tensor
+    needed: Tensor
+    token_indices: Tensor | None = None  # of these tokens in the batch, the first one's without meaning
+    num_tokens: int = 0
+    group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
+
+    def select(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Columns (T,) of the micro-batch for these tokens."""
+        return (
+            columns
+            if self.token_indices is None
+            else {name: column[self.token_indices] for name, column in columns.items()}
+        )
+
+    def scatter_to_columns(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Values about these tokens as columns (T,) of the micro-batch, of all ranks' tokens, zero elsewhere."""
+        if self.token_indices is None:
+            return values
+        return {
+            name: self.sum_over_group(value.new_zeros(self.num_tokens).index_copy(0, self.token_indices[1:], value[1:]))
+            for name, value in values.items()
+        }
+
+    def sum_over_group(self, values: Tensor) -> Tensor:
+        """The sum of what the ranks of a group found about their tokens."""
+        return values if self.group is None else sum_over_ranks(values, self.group)
+
+
+def head_input(backbone: nn.Module, micro_batch: MicroBatch, packed: bool) -> HeadInput:
+    """A micro-batch through the backbone."""
+    hidden, batch = hidden_states(backbone, micro_batch, packed), micro_batch.batch
+    if micro_batch.targets is None:
+        return HeadInput(hidden, batch["tokens"], batch.cu_seqlens, batch["loss_mask"])
+    token_indices = torch.cat([micro_batch.targets.token_indices.new_zeros(1), micro_batch.targets.token_indices])
+    return HeadInput(
+        hidden[micro_batch.targets.hidden_rows],
+        batch["tokens"][token_indices],
+        torch.tensor([0, len(token_indices)]),
+        torch.ones_like(token_indices, dtype=torch.bool),
+        token_indices,
+        batch.num_tokens,
+        micro_batch.targets.group,
+    )
+
+
+def hidden_states(backbone: nn.Module, micro_batch: MicroBatch, packed: bool) -> Tensor:
+    """(U, D) last hidden states of the computed tokens."""
+    return _packed(backbone, micro_batch) if packed else _padded(backbone, micro_batch)
+
+
+def _packed(backbone: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    out = backbone(
+        input_ids=micro_batch.input_ids[None],
+        position_ids=micro_batch.position_ids[None],
+        cu_seqlens=micro_batch.packing,
+        use_cache=False,
+    )
+    return out.last_hidden_state.squeeze(0)
+
+
+def _padded(backbone: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """Rows padded on the right: what comes after a sequence cannot reach it through causal layers."""
+    tokens_NL = pad_sequence(micro_batch.batch["tokens"].split(micro_batch.batch.lengths.tolist()), batch_first=True)
+    columns = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
+    real_NL = columns[None] < micro_batch.batch.lengths[:, None]
+    out = backbone(input_ids=tokens_NL, attention_mask=real_NL.long(), use_cache=False)
+    return out.last_hidden_state[real_NL]

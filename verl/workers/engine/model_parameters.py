@@ -1,0 +1,108 @@
+"""What every way of holding a model's parameters offers to the engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from verl.workers.engine.optimizer import clip_gradients, first_non_finite_gradient, gradient_norm
+from verl.workers.engine.rank_mesh import RankMesh
+from verl.workers.engine.tensor_shards import LocalShard, local_shard
+
+T = TypeVar("T")
+
+
+class ModelParameters(ABC):
+    """The parameters of one model: whole on one rank, or in shards over many."""
+
+    named_parameters: list[tuple[str, nn.Parameter]]  # what the optimiser trains, by the model's names; tied ones once
+    rank_mesh = RankMesh()
+    device = torch.device("cpu")  # of what ranks tell each other
+    gradient_scale = 1.0  # what a loss is multiplied by so that gradients come out summed over the ranks
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for _, p in self.named_parameters if p.requires_grad]
+
+    def run(self, function: Callable[[], T]) -> T:
+        """`function()` while the parameters outside the layers are whole; layers become whole as they are called."""
+        return function()
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """Add the gradient of the loss that `run` returned to the trained parameters.
+
+        Where an allocator fails in here or in `run`, the gradient is of no use. Over several ranks its error is raised
+        once this rank has made every collective, those of the backward pass included, that the others wait for.
+        """
+        (loss_sum * self.gradient_scale).backward()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether anything has been added to the gradient since the last optimiser step."""
+        return any(parameter.grad is not None for parameter in self.trainable)
+
+    def zero_grad(self) -> None:
+        """Drop everything that has been added to the gradient since the last optimiser step."""
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def set_gradient_sync(self, last: bool) -> None:  # noqa: B027  (one rank has nobody to wait for)
+        """Whether the next backward pass is the `last` before an optimiser step, the one that sums over the ranks."""
+
+    def reshard(self) -> None:  # noqa: B027  (nor anything gathered)
+        """Let go of everything that was gathered to run forward."""
+
+    def copy_to_model(self) -> None:  # noqa: B027  (or computes with them already)
+        """Let the model compute with the trained values."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> None:
+        """Move model and trained parameters; every parameter stays the same object."""
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of every trained parameter, one at a time. A collective where there are shards."""
+        for name, parameter in self.named_parameters:
+            yield name, parameter.detach()
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole gradient) of every trained parameter that has one, one at a time. A collective too."""
+        for name, parameter in self.named_parameters:
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def unwrapped_name(self, name: str) -> str:
+        """A tensor's name in the model, without the names of wrappers around its modules."""
+        return name
+
+    def structure(self) -> dict[str, Tensor]:
+        """Every trained parameter by name, for shapes and types."""
+        return dict(self.named_parameters)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+        """What the optimiser remembers of a trained parameter, by name."""
+        return optimizer.state.get(parameter, {})
+
+    def local_gradients(self) -> list[tuple[str, Tensor]]:
+        """(name, this rank's part of the gradient) of every trained parameter that has one, in the model's order."""
+        return [(name, p.grad) for name, p in self.named_parameters if p.grad is not None]
+
+    def local_shard(self, name: str, tensor: Tensor) -> LocalShard:
+        """What this rank has of `tensor`: parameter `name`, or a state of the optimiser about it."""
+        return local_shard(tensor, self.rank_mesh.rank)
+
+    def gradient_norm(self) -> float:
+        """2-norm of the whole gradient, the same number on every rank."""
+        return self.rank_mesh.norm_over_shards(gradient_norm([g for _, g in self.local_gradients()]), self.device)
+
+    def clip_gradients(self, norm: float, max_norm: float | None) -> None:
+        """Scale a gradient of `norm` down to `max_norm`; None or 0 never clips."""
+        clip_gradients([g for _, g in self.local_gradients()], norm, max_norm)
+
+    def first_non_finite_gradient(self) -> str:
+        """The first parameter, in the model's order, whose gradient holds a NaN or an infinity on any rank."""
+        names = [name for name, _ in self.named_parameters]
+        local_name = first_non_finite_gradient(self.local_gradients())
+        first = self.rank_mesh.min_over_ranks(names.index(local_name) if local_name else len(names), self.device)
+        return names[first] if first < len(names) else "none alone: the norm of all gradients overflows"

@@ -1,0 +1,124 @@
+"""Running out of memory is an event: the mini-batch starts again in smaller micro-batches, with the same gradient."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.data.micro_batches import MicroBatching, split_micro_batches
+from verl.plugin.platform import get_platform
+from verl.utils.errors import ConfigError
+from verl.workers.engine.micro_batch_forward import MicroBatch
+from verl.workers.engine.rank_mesh import RankMesh
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# What allocators say that raise a plain RuntimeError: that of the CPU, cuBLAS for its workspace, vendors' own.
+OOM_MESSAGES = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+NO_LIMIT = 2**62  # more tokens than anybody has
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in OOM_MESSAGES)
+
+
+@dataclass(frozen=True)
+class OOMEvent:
+    """A micro-batch that did not fit."""
+
+    tokens: int  # that were computed
+    sequences: int
+    message: str  # the allocator's; the error itself would keep the tensors of its frames alive
+
+    @classmethod
+    def of(cls, error: RuntimeError, micro_batch: MicroBatch) -> "OOMEvent":
+        """Raises `error` where it is about something else, or nothing can be done about it."""
+        if micro_batch.is_dummy or not is_out_of_memory(error):
+            raise error
+        return cls(micro_batch.num_computed, micro_batch.batch.num_sequences, str(error).split("\n")[0])
+
+    @property
+    def allowed(self) -> int:
+        """Tokens that a micro-batch may have from now on; 0 when one sequence alone was too much."""
+        return self.tokens // 2 if self.sequences > 1 else 0
+
+
+class TokenLimit:
+    """The most tokens that a micro-batch may have, learnt from those that did not fit; None before the first.
+
+    All ranks learn the same limit: the smallest that any of them needs.
+    """
+
+    def __init__(self, rank_mesh: RankMesh, device: torch.device, pass_name: str, memory_options: str = ""):
+        self.rank_mesh, self.device, self.pass_name, self.memory_options = rank_mesh, device, pass_name, memory_options
+        self.tokens: int | None = None
+        self.restarts = 0
+
+    def run_within_limit(
+        self,
+        batch: Batch,
+        micro: MicroBatching,
+        attempt: Callable[[MicroBatching], tuple[T, OOMEvent | None]],
+        undo: Callable[[], None],
+    ) -> T:
+        """What `attempt` made of the first cut of `batch` that fits on every rank; `undo` undoes one that did not."""
+        while True:
+            result, oom = attempt(self.apply_limit(batch, micro))
+            allowed = self.rank_mesh.min_over_ranks(NO_LIMIT if oom is None else oom.allowed, self.device)
+            if allowed == NO_LIMIT:
+                return result
+            del result
+            undo()
+            get_platform().empty_cache()
+            self._lower_limit(
+                allowed, oom, micro.limit_key if allowed >= max(batch.lengths.tolist(), default=0) else ""
+            )
+
+    def apply_limit(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
+        """`micro`, or a plan of its own for this shard where that could ask for more than the limit.
+
+        A sequence longer than the limit is a micro-batch of its own.
+        """
+        if self.tokens is None or (micro.max_tokens is not None and micro.max_tokens <= self.tokens):
+            return micro
+        lengths = batch.lengths.tolist()
+        plan: list[tuple[int, ...]] = [(index,) for index, length in enumerate(lengths) if length > self.tokens]
+        short = [index for index, length in enumerate(lengths) if length <= self.tokens]
+        smaller = replace(micro, plan=None, max_tokens=self.tokens)
+        plan += [
+            tuple(short[i] for i in part)
+            for part in split_micro_batches(batch.select_columns(()).select(short), smaller)
+        ]
+        plan += [()] * (self.rank_mesh.max_over_ranks(len(plan), self.device) - len(plan))
+        return replace(micro, plan=tuple(plan))
+
+    def add_metrics(self, metrics: Metrics) -> None:
+        """The limit and how often a mini-batch had to start again, once there is one."""
+        if self.tokens is not None and self.rank_mesh.rank == 0:
+            metrics.min("micro_batch_token_limit", self.tokens)
+            metrics.max("out_of_memory_restarts", self.restarts)
+
+    def _lower_limit(self, allowed: int, oom: OOMEvent | None, setting: str) -> None:
+        details = "" if oom is None else f": {oom.tokens} tokens did not fit ({oom.message})"
+        if allowed == 0:
+            alone = oom is not None and oom.allowed == 0
+            raise ConfigError(
+                f"{self.pass_name} ran out of memory on one sequence alone{details if alone else ' on another rank'}. "
+                f"Keep sequences shorter (data.max_prompt_length and max_response_length, or data.max_length), "
+                f"{self.memory_options}"
+                f"share sequences (ulysses_sequence_parallel_size) or parameters over more ranks, or offload"
+            )
+        self.tokens, self.restarts = allowed, self.restarts + 1
+        logger.warning(
+            "%s ran out of memory%s; starting again with at most %d tokens per micro-batch from now on%s",
+            self.pass_name,
+            details or " on another rank",
+            allowed,
+            setting and f". Setting {setting}={allowed // self.rank_mesh.sequence_size} saves the restart",
+        )

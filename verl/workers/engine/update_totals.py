@@ -1,0 +1,34 @@
+"""What the micro-batches of one update add up to."""
+
+import torch
+from torch import Tensor
+
+from verl.data.metrics import Metrics
+from verl.workers.engine.micro_batch_forward import MicroBatch
+
+
+class TokenMetricSums:
+    """Sums of token metrics over micro-batches, kept on the device until the end so that nothing waits for it."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[Tensor]] = {}
+
+    def add(self, loss_sum: Tensor, token_metrics: dict[str, Tensor], micro_batch: MicroBatch) -> None:
+        if micro_batch.is_dummy:
+            return
+        self.sums.setdefault("loss", []).append(loss_sum.detach())
+        weights = micro_batch.batch["loss_weights"]
+        for name, values in token_metrics.items():
+            total = (values * weights).sum() if name.endswith("_loss") else values.sum()
+            self.sums.setdefault(name, []).append(total.detach())
+
+    def metrics(self, num_tokens: int, updates: int) -> Metrics:
+        """Sums with counts: losses per update, everything else per token.
+
+        `updates` is 1 on one rank and 0 on the others, whose losses are parts of the same sum.
+        """
+        out = Metrics()
+        for name, parts in self.sums.items():
+            total = sum(torch.stack(parts).tolist())
+            out.mean(name, total, updates if name == "loss" or name.endswith("_loss") else num_tokens)
+        return out

@@ -1,0 +1,92 @@
+"""The ranks' rollout, as the driver sees it: one engine that gives every rank its share of the requests."""
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+from typing import Any
+
+from verl.runtime.processes import ProcessGroup
+from verl.utils.errors import WorkerError
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+
+ROLE = "rollout"  # the attribute of `RankWorkers` that answers
+
+
+class MultiRankRolloutEngine(RolloutEngine):
+    """Requests that arrive together go to the ranks with the fewest open samples and are decoded together there.
+
+    Which rank answers changes nothing: a sample's random numbers follow from seed, request and position.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+        self._version = -1
+        self._open_samples = [0] * group.layout.world_size  # samples
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[tuple[int, Future]]]] = []
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)  # after all that are ready to arrive
+        dispatched: asyncio.Future[tuple[int, Future]] = loop.create_future()
+        self._waiting.append((request, dispatched))
+        rank, answer = await dispatched
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(WorkerError):
+                self.group.post(rank, f"{ROLE}.abort", [(request.request_id,)])
+            raise
+        finally:
+            self._open_samples[rank] -= request.sampling.n
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        requests_by_rank: list[list[tuple[GenerationRequest, asyncio.Future]]] = [[] for _ in self._open_samples]
+        for request, dispatched in waiting:
+            if not dispatched.cancelled():
+                rank = self._open_samples.index(min(self._open_samples))
+                self._open_samples[rank] += request.sampling.n
+                requests_by_rank[rank].append((request, dispatched))
+        for rank, requests in enumerate(requests_by_rank):
+            if not requests:
+                continue
+            try:
+                answers = self.group.post(rank, f"{ROLE}.generate", [(request,) for request, _ in requests])
+            except Exception as error:
+                for _, dispatched in requests:
+                    dispatched.set_exception(error)
+                continue
+            for (_, dispatched), answer in zip(requests, answers, strict=True):
+                dispatched.set_result((rank, answer))
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        """Every rank gathers the weights that its engine trains; `weights` is None."""
+        await self.publish(version)
+
+    async def publish(self, version: int) -> int:
+        """Make every rank sample from its engine's weights as `version`; bytes that all of them took."""
+        answers = self.group.broadcast(f"{ROLE}.publish", version)
+        self._version = min(answer[0] for answer in answers)
+        return sum(answer[1] for answer in answers)
+
+    async def sleep(self) -> None:
+        self.group.broadcast(f"{ROLE}.sleep")
+
+    async def wake(self) -> None:
+        self.group.broadcast(f"{ROLE}.wake")
+
+    async def abort(self, request_id: int | None = None) -> None:
+        self.group.broadcast(f"{ROLE}.abort", request_id)
+
+    def stats(self) -> dict[str, float]:
+        """Counts and seconds summed over the ranks; shares (occupancy, cache use) averaged."""
+        by_rank = self.group.broadcast(f"{ROLE}.stats")
+        shares = {"occupancy", "cache_use"}
+        return {
+            name: sum(rank[name] for rank in by_rank) / (len(by_rank) if name in shares else 1) for name in by_rank[0]
+        }
+
+    @property
+    def version(self) -> int:
+        return self._version

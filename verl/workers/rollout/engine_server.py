@@ -1,0 +1,109 @@
+"""A rollout engine in a process of its own: reads calls from an inherited socket, answers them as they complete.
+
+Started by `remote.RemoteEngine`, in its own Python environment where the configuration names one. Frames are those of
+`verl.runtime.wire`: nothing that arrives can run code.
+"""
+
+import argparse
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+from verl.config.rollout import RolloutConfig
+from verl.runtime.wire import deserialize, serialize
+from verl.utils.errors import VerlError
+from verl.workers.rollout.base import CopyingEngine
+
+HEADER_BYTES = 8  # bytes of a frame's length, little-endian
+
+
+def encode_frame(message: Any) -> bytes:
+    """A message as it travels."""
+    data = serialize(message)
+    return len(data).to_bytes(HEADER_BYTES, "little") + data
+
+
+def build_engine(config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int) -> CopyingEngine:
+    """The engine of `rollout.name`."""
+    from transformers import AutoTokenizer
+
+    from verl.workers.rollout.vllm_engine import VLLMEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path) if any(Path(model_path).glob("tokenizer*")) else None
+    return VLLMEngine(config, model_path, tokenizer, eos_token_ids, replica)
+
+
+class RolloutServer:
+    """Answers calls of the contract; many at once."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader, self.writer = reader, writer
+        self.engine: CopyingEngine | None = None
+        self.calls: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Consumes frames; ends when the trainer closes its end."""
+        while True:
+            try:
+                size = int.from_bytes(await self.reader.readexactly(HEADER_BYTES), "little")
+                call_id, method, arguments = deserialize(await self.reader.readexactly(size))
+            except asyncio.IncompleteReadError:
+                return
+            call = asyncio.create_task(self.answer(call_id, method, arguments))
+            self.calls.add(call)
+            call.add_done_callback(self.calls.discard)
+
+    async def answer(self, call_id: int, method: str, arguments: dict[str, Any]) -> None:
+        def send_tokens(*message: Any) -> None:
+            self.writer.write(encode_frame([call_id, None, message]))
+
+        try:
+            if method == "stream":
+                arguments["on_tokens"] = send_tokens
+            reply = [call_id, True, await self.dispatch(method, arguments)]
+        except Exception as error:  # the trainer raises it where it called
+            error_class = type(error).__name__ if isinstance(error, VerlError) else ""
+            reply = [call_id, False, [error_class, str(error) if error_class else f"{type(error).__name__}: {error}"]]
+        self.writer.write(encode_frame(reply))
+        await self.writer.drain()
+
+    async def dispatch(self, method: str, arguments: dict[str, Any]) -> Any:
+        if method == "start":
+            self.engine = build_engine(**arguments)
+            return None
+        assert self.engine is not None, "the first call is start"
+        match method:
+            case "generate":
+                return await self.engine.generate(arguments["request"])
+            case "stream":
+                return await self.engine.stream(**arguments)
+            case "abort":
+                return await self.engine.abort(arguments["request_id"])
+            case "transport_step":
+                return await self.engine.transport_step(arguments["step"], arguments["argument"])
+            case "finish_update":
+                return await self.engine.finish_update(arguments["version"])
+            case "compute_logprobs":
+                return await self.engine.compute_logprobs(arguments["sequences"])
+            case "stats":
+                return self.engine.stats()
+            case "begin_update" | "sleep" | "wake":
+                return await getattr(self.engine, method)()
+        raise VerlError(f"a rollout server has no method {method!r}; both ends must run one version of this library")
+
+
+async def serve(descriptor: int) -> None:
+    """Serve the socket that was inherited as `descriptor`."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    await RolloutServer(reader, writer).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--descriptor", type=int, required=True, help="inherited socket to the trainer")
+    asyncio.run(serve(parser.parse_args().descriptor))
+
+
+if __name__ == "__main__":
+    main()

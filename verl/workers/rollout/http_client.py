@@ -1,0 +1,80 @@
+"""Requests to a rollout server that speaks JSON over HTTP, from any event loop."""
+
+import asyncio
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+from verl.config.rollout import ServerConfig
+from verl.utils.errors import ConfigError, WorkerError
+
+
+class HTTPClient:
+    """Requests with the retries of `rollout.server.*`. Failures say which server, which path and what it answered.
+
+    The connections live on an event loop of their own, in a thread that ends with the client.
+    """
+
+    def __init__(self, url: str, server: ServerConfig):
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise ConfigError("rollout servers over HTTP need aiohttp: pip install 'verl[serve]'") from error
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"actor_rollout_ref.rollout.server.url={url} must begin with http:// or https://")
+        self.aiohttp, self.server = aiohttp, server
+        self.url, self.max_attempts, self.retry_delay = url.rstrip("/"), server.max_attempts, server.retry_delay
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=f"http to {url}", daemon=True).start()
+        self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+        weakref.finalize(self, _close, self._loop, self._session)
+
+    async def _open(self) -> Any:
+        connector = self.aiohttp.TCPConnector(limit=self.server.max_connections)
+        timeout = self.aiohttp.ClientTimeout(total=None, sock_connect=self.server.timeout)
+        return self.aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The decoded answer. A connection that cannot be made is tried again; an error of the server is not."""
+        return await asyncio.wrap_future(self._submit(method, path, body))
+
+    def call_blocking(self, method: str, path: str, body: Any = None) -> Any:
+        """`call`, from outside of an event loop."""
+        return self._submit(method, path, body).result()
+
+    def _submit(self, method: str, path: str, body: Any) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(self._call(method, path, body), self._loop)
+
+    async def _call(self, method: str, path: str, body: Any) -> Any:
+        problem: Exception | None = None
+        for attempt in range(self.max_attempts):
+            if attempt:
+                await asyncio.sleep(self.retry_delay)
+            try:
+                async with self._session.request(method, self.url + path, json=body) as reply:
+                    if reply.status >= 400:
+                        text = (await reply.text())[:500]
+                        raise WorkerError(0, path, f"{self.url}{path} answered {reply.status}: {text}")
+                    if reply.content_type == "application/json":
+                        return await reply.json()
+                    return await reply.text()
+            except self.aiohttp.ClientConnectionError as error:
+                problem = error
+            except (self.aiohttp.ClientError, ValueError) as error:  # cut off, or not what it says it is
+                raise WorkerError(0, path, f"{self.url}{path} gave no answer that can be read: {error!r}") from error
+        raise WorkerError(
+            0, path,
+            f"no answer from {self.url}{path} in {self.max_attempts} attempts ({problem}); is the server still "
+            "running? look at its log, or raise rollout.server.max_attempts",
+        )  # fmt: skip
+
+
+def _close(loop: asyncio.AbstractEventLoop, session: Any) -> None:
+    """Close the connections, then end the thread."""
+
+    async def end() -> None:
+        await session.close()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
