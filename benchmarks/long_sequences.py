@@ -1,9 +1,9 @@
-"""One training step on long sequences: one rank with two threads against two ranks that share every sequence.
+"""One training step on long sequences: one rank with two threads against two ranks that split every sequence.
 
     python benchmarks/long_sequences.py [--json PATH] [--length 8192] [--sequences 1] [--repeats 3] [--model 1M]
 
-Each way runs twice in processes of its own, in turns. Prints medians of the step time (forward, backward and optimiser
-step) and the peak memory of a rank above what it held after its first step.
+Each setup runs twice in separate processes, in turns. Prints medians of the step time (forward, backward and optimiser
+step) and the largest peak memory of a step on rank 0 above the memory before that step.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from support.record import save
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig
 
-WAYS = {"1 rank, 2 threads": (1, 2), "2 ranks, 1 thread each": (2, 1)}
+SETUPS = {"1 rank, 2 threads": (1, 2), "2 ranks, 1 thread each": (2, 1)}
 
 
-def step_here(args: argparse.Namespace) -> None:
+def run_steps(args: argparse.Namespace) -> None:
     """Runs steps on this rank; rank 0 prints a line of JSON."""
     ranks = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(args.threads)
@@ -52,7 +52,7 @@ def step_here(args: argparse.Namespace) -> None:
         print(json.dumps({"seconds": seconds[1:], "megabytes": max(memory[1:]) / 1e6}))
 
 
-def run_way(ranks: int, threads: int, options: list[str]) -> dict[str, Any]:
+def launch_setup(ranks: int, threads: int, options: list[str]) -> dict[str, Any]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launch, __file__, "--threads", str(threads), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -70,19 +70,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.threads:
-        return step_here(args)
+        return run_steps(args)
     options = [f"--{n}={getattr(args, n)}" for n in ("length", "sequences", "repeats", "model")]
-    results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    runs_by_setup: dict[str, list[dict[str, Any]]] = {way: [] for way in SETUPS}
     for _ in range(2):
-        for way, (ranks, threads) in WAYS.items():
-            results[way].append(run_way(ranks, threads, options))
+        for way, (ranks, threads) in SETUPS.items():
+            runs_by_setup[way].append(launch_setup(ranks, threads, options))
     rows = [
         {
             "way": way,
             "seconds": statistics.median([s for run in runs for s in run["seconds"]]),
             "megabytes_per_rank": max(run["megabytes"] for run in runs),
         }
-        for way, runs in results.items()
+        for way, runs in runs_by_setup.items()
     ]
     for row in rows:
         print(f"{row['way']:>24} {row['seconds']:>8.2f} s {row['megabytes_per_rank']:>8.0f} MB per rank")

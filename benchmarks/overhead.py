@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--json PATH] [--threads 2] [--steps 10]
 
 Model maths: forward and loss, backward, the optimiser step (norm and clipping included), decode and prefill forwards,
-and sampling. All else counts against us: batching, packing, scheduling of the rollout, rewards, advantages, metrics,
-the ledger, logging. The calls of the engine and of the rollout are timed from outside; a few timers per micro-batch.
+and sampling. Everything else is overhead: batching, packing, scheduling of the rollout, rewards, advantages,
+metrics, the ledger, logging. Wrappers time the calls of engine and rollout, with a few timers per micro-batch.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weight
 
 
 class MathsTimer:
-    """Seconds inside the training engine's maths, by kind; patched in for the whole process."""
+    """Seconds of the training engine's maths, by kind; patches the functions for the whole process."""
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
@@ -58,7 +58,7 @@ class MathsTimer:
 
 
 def measure(name: str, job: Stepper, maths: MathsTimer, steps: int) -> dict:
-    """Medians over steps of the shares of a step."""
+    """Median over steps of each part's share of a step."""
     rows = []
     for number in range(steps + 2):
         step = job.step()
@@ -75,7 +75,7 @@ def measure(name: str, job: Stepper, maths: MathsTimer, steps: int) -> dict:
 def shares(
     seconds: float, timing_s: dict[str, float], kinds: dict[str, float], scheduling_s: float
 ) -> dict[str, float]:
-    """Of one step: each kind of maths, and where the rest was spent."""
+    """Shares of one step: each kind of maths, and the other parts."""
     training = kinds["forward"] + kinds["backward"] + kinds["optimizer"]
     stage = {name: timing_s.get(name, 0.0) for name in STAGES}
     engines = stage["old_log_prob"] + stage["update_actor"]

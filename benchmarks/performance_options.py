@@ -1,9 +1,9 @@
-"""What each lever of memory and speed costs and saves on this machine: one update of a small Qwen3, case by case.
+"""Time and memory of each performance option on this machine: one update of a small Qwen3 per option.
 
-    python benchmarks/performance_options.py --json benchmarks/results/levers.json
+    python benchmarks/performance_options.py [--json PATH]
 
-Every case runs in a process of its own, on the same random model and batch in float32: seconds of forward and backward
-(median after one to warm up), and the high-water mark of memory above what the process held before the first one.
+Every case runs in a separate process, on the same random model and batch in float32: seconds of forward and backward
+(median after one warm-up), and the peak memory above that of the process before the first update.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LENGTHS = (40, 60, 80, 100, 120, 150, 200, 274)
 
 
 class Likelihood:
-    """Weighted -log p and an entropy bonus: what a policy update asks of the head."""
+    """-log p and an entropy bonus times the loss weights: the outputs of the head that a policy update needs."""
 
     outputs, columns, optional_columns, per_token = ("logprobs", "entropy"), ("loss_weights",), (), True
 
@@ -96,11 +96,11 @@ def main() -> None:
         for name in CASES:
             command = [sys.executable, __file__, "--repeats", str(args.repeats), "--measure", name, folder]
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-            found = figures[name] = json.loads(done.stdout.splitlines()[-1])
-            print(f"| {name} | {found['seconds']} | {found['memory_mb']} |", flush=True)
+            result = figures[name] = json.loads(done.stdout.splitlines()[-1])
+            print(f"| {name} | {result['seconds']} | {result['memory_mb']} |", flush=True)
     if args.json is not None:
         torch.set_num_threads(1)
-        save(args.json, {"levers": figures})
+        save(args.json, {"performance_options": figures})
 
 
 if __name__ == "__main__":

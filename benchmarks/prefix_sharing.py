@@ -3,9 +3,9 @@
     python benchmarks/prefix_sharing.py [--json PATH] [--threads 2] [--repeats 5] [--models 1M]
     python benchmarks/prefix_sharing.py --models 0.6B --dtype bf16 --prompt 8192 --response 256 --group 32   # a GPU
 
-A step is forward, backward and optimiser step of the actor on one group; both ways take turns in one process. The bound
-is the ratio of the FLOPs that the two ways need: matrices, causal attention and the head, times three for forward and
-backward. Prints (speed-up measured) / (speed-up counted).
+A step is forward, backward and optimiser step of the actor on one group; both variants run in turns in one process. The
+bound is the ratio of their FLOPs: matrices, causal attention and the head, times three for forward and backward.
+Prints (speed-up measured) / (speed-up counted).
 """
 
 import argparse
@@ -83,13 +83,13 @@ def counted_flops(config: Qwen3Config, prompt: int, response: int, size: int, sh
     )
     copies = 1 if shared else size
     tokens = copies * prompt + size * response
-    pairs = copies * prompt**2 / 2 + size * response * (prompt + response / 2)  # of a query and a key it sees
+    pairs = copies * prompt**2 / 2 + size * response * (prompt + response / 2)  # of a query and a visible key
     head = 2 * size * response * config.hidden_size * config.vocab_size
     return 3 * (config.num_hidden_layers * (2 * tokens * layer + 4 * heads * head_dim * pairs) + head)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of interleaved steps after one of each to warm up."""
+    """Medians of interleaved steps after one warm-up of each."""
     shape = (args.prompt, args.response, args.group)
     config, engine = model_config(name, args.prompt + args.response), None
     engine = build_engine(name, args.dtype, args.prompt + args.response, args.checkpointing)

@@ -1,4 +1,4 @@
-"""The quickstart with several seeds: held-out problems right before and after GRPO, and seconds. For an idle machine.
+"""The quickstart with several seeds: held-out problems solved before and after GRPO, and seconds. For an idle machine.
 
 python benchmarks/quickstart.py [--seeds 1 2 3 4 5] [--json benchmarks/results/quickstart.json]
 python benchmarks/quickstart.py actor_rollout_ref.rollout.name=vllm --json benchmarks/results/quickstart_vllm.json

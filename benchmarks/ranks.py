@@ -3,7 +3,7 @@
     python benchmarks/ranks.py [--json PATH] [--repeats 3]
 
 16 sequences of log-normal lengths (mean about 200 tokens), float32, FSDP2 over gloo, balanced micro-batches. Both
-groups stay up; the seconds are medians of `Actor.update`, optimiser step included.
+groups run all the time; the seconds are medians of `Actor.update`, optimiser step included.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def random_batch(count: int = 16) -> Batch:
     return batch.with_columns(advantages=advantages, old_logprobs=batch["rollout_logprobs"])
 
 
-def started(config: RunConfig, ranks: int, threads: int) -> Actor:
+def launch(config: RunConfig, ranks: int, threads: int) -> Actor:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # what the ranks inherit
     return Actor(config, ProcessGroup(partial(build_actor_worker, config, 100), Layout(dp=ranks)))
 
@@ -85,7 +85,7 @@ def main() -> None:
         parameters = sum(p.numel() for p in model.parameters())
         model.save_pretrained(name)
         config, batch = load_config(overrides(Path(name))), random_batch()
-        actors = {"one rank, two threads": started(config, 1, 2), "two ranks, one thread each": started(config, 2, 1)}
+        actors = {"one rank, two threads": launch(config, 1, 2), "two ranks, one thread each": launch(config, 2, 1)}
         seconds: dict[str, list[float]] = {label: [] for label in actors}
         for turn in range(arguments.repeats + 1):
             for label, actor in actors.items():

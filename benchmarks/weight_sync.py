@@ -1,10 +1,10 @@
-"""What publishing costs: in this process, and to a server process over each transport, against moving the bytes alone.
+"""Time of a publish: in this process, and to a server over each transport, against moving only the bytes.
 
     python benchmarks/weight_sync.py --json benchmarks/results/weight_sync.json      # with vLLM installed
 
-`publish`: until the server samples from the new version, fingerprints on both ends included, without a probe. `move`:
-the same bytes over the same transport between two processes that do nothing else. `reload`: the engine's own work, in
-the server and in the same publish. Publishes and moves take turns; medians.
+`publish`: until the server samples from the new version, with fingerprints on both sides, without a probe. `move`: the
+same bytes over the same transport between two processes without other work. `reload`: the engine's own work, in the
+server and in the same publish. Publishes and moves run in turns; medians.
 """
 
 import argparse
@@ -57,15 +57,15 @@ def make_30m(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
-class Rank(EngineWorker):
-    """A trainer's rank that holds nothing but weights."""
+class WeightsRank(EngineWorker):
+    """A trainer's rank that has only weights."""
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]):
         self.endpoint, self.engine = TransportEndpoint(), SimpleNamespace(rank=0, export_weights=weights)
 
 
 def sink(pipe: Any) -> None:
-    """A process that receives, and does nothing with it."""
+    """Main function of a process that receives weights and discards them."""
     torch.set_num_threads(1)
     endpoint = TransportEndpoint()
     while (call := pipe.recv()) is not None:
@@ -79,22 +79,22 @@ def sink(pipe: Any) -> None:
 
 
 class Mover:
-    """The bytes of the weights, from this process to a sink."""
+    """Transfers the bytes of the weights from this process to a sink."""
 
     def __init__(self, settings: TransportSettings):
-        self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(target=sink, args=(theirs,), daemon=True)
+        self.pipe, sink_pipe = multiprocessing.get_context("spawn").Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(target=sink, args=(sink_pipe,), daemon=True)
         self.process.start()
         transport: Any = settings.transport()
         self.transport = transport(bucket_size=settings.bucket_bytes, **settings.arguments)
-        ours = self.transport.prepare()
-        ours, theirs = transport.build_topology(1, 1, [ours, self.ask("open", settings)])
-        self.pipe.send(("connect", {name: value[0] for name, value in theirs.items()}))
-        self.transport.init_process_group(**{name: value[0] for name, value in ours.items()})
+        addresses = [self.transport.prepare(), self.call("open", settings)]
+        senders, receivers = transport.build_topology(1, 1, addresses)
+        self.pipe.send(("connect", {name: value[0] for name, value in receivers.items()}))
+        self.transport.init_process_group(**{name: value[0] for name, value in senders.items()})
         self.pipe.recv()
 
-    def ask(self, *call: Any) -> Any:
-        self.pipe.send(call)
+    def call(self, *message: Any) -> Any:
+        self.pipe.send(message)
         return self.pipe.recv()
 
     def move(self, weights: list[tuple[str, Tensor]], version: int) -> None:
@@ -122,7 +122,7 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
     weights = list(model.named_parameters())
     num_bytes = sum(tensor.nbytes for _, tensor in weights)
     engine = VLLMEngine(CONFIG, folder / "model")
-    here = CopySync(lambda: weights, engine, None, 0)
+    in_process = CopySync(lambda: weights, engine, None, 0)
     seconds: dict[str, list[float]] = {"in process": [], "reload": [], "fingerprints": []}
 
     async def reload() -> None:
@@ -133,7 +133,7 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
 
     for number in range(rounds + 1):
         run = {
-            "in process": milliseconds(partial(runner.run, here.publish(number))),
+            "in process": milliseconds(partial(runner.run, in_process.publish(number))),
             "reload": milliseconds(partial(runner.run, reload())),
             "fingerprints": milliseconds(lambda: [fingerprint(tensor) for _, tensor in weights]),
         }
@@ -151,25 +151,25 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
     for backend in BACKENDS:
         arguments = {"folder": str(folder / "shared")} if backend == "file" else {}
         settings = TransportSettings(backend, 1 << 30, arguments, "support.reload_clock")
-        weight_transfer, mover = WeightTransfer(settings, InlineGroup(Rank(lambda: weights)), server), Mover(settings)
-        sync = CopySync(lambda: [], server, None, 0, weight_transfer)
+        transfer, mover = WeightTransfer(settings, InlineGroup(WeightsRank(lambda: weights)), server), Mover(settings)
+        sync = CopySync(lambda: [], server, None, 0, transfer)
         publishes, moves, reloads = [], [], []
         for number in range(rounds + 2):
             moves.append(milliseconds(partial(mover.move, weights, number)))
             publishes.append(milliseconds(partial(runner.run, sync.publish(number))))
             reloads.append(1000 * float(reloads_file.read_text()))
-        publish, move, reload_there = (statistics.median(values[2:]) for values in (publishes, moves, reloads))
-        share = (publish - reload_there) / move
-        figures[backend] = {"publish": publish, "reload": reload_there, "move": move, "share": share}
-        print(f"  {backend:6} publish {publish:.1f} ms, reload {reload_there:.1f}, move {move:.1f}: {share:.2f} of it")
+        publish, move, server_reload = (statistics.median(values[2:]) for values in (publishes, moves, reloads))
+        share = (publish - server_reload) / move
+        figures[backend] = {"publish": publish, "reload": server_reload, "move": move, "share": share}
+        print(f"  {backend:6} publish {publish:.1f} ms, reload {server_reload:.1f}, move {move:.1f}: {share:.2f} of it")
         mover.close()
-        runner.run(weight_transfer._close())
+        runner.run(transfer._close())
     server.close()
     return figures
 
 
 def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
-    """What the receipt adds to a GRPO step of the 1M model on vLLM in this process, at the default cadence."""
+    """The receipt's share of a GRPO step of the 1M model on vLLM in this process, with the default `probe_every`."""
     rollout = f"{ARR}.rollout"
     job = [
         *overrides_1m(folder, EQUAL), f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True",
@@ -183,9 +183,32 @@ def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
         loop = run.run.trainer.runner
         probes = [milliseconds(partial(loop.run, sync.probe.check(sync.engine.replicas, 0))) for _ in range(5)]
         step, probe = 1000 * statistics.median(seconds), statistics.median(probes)
-    share = (prints + probe / sync.probe_every) / step
-    print(f"step {step:.0f} ms; fingerprints {prints:.1f}, probe {probe:.1f} every {sync.probe_every}: {share:.2%}")
-    return {"step": step, "fingerprints": prints, "probe": probe, "every": sync.probe_every, "share": share}
+        read_back = statistics.median(time_of_read_back(sync, loop) for _ in range(5))
+    share = (prints + read_back + probe / sync.probe_every) / step
+    figures = {"step": step, "fingerprints": prints, "read_back": read_back, "probe": probe, "every": sync.probe_every}
+    print({name: round(value, 1) for name, value in figures.items()}, f"{share:.2%}")
+    return figures | {"share": share}
+
+
+def time_of_read_back(sync: CopySync, loop: asyncio.Runner) -> float:
+    """Milliseconds of one publish in which the layers are read back and what they should hold is noted."""
+    from verl.workers.rollout.vllm_layout import WeightReader
+
+    spent: list[float] = []
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                spent.append(1000 * (time.perf_counter() - begin))
+
+        return call
+
+    with patch.multiple(WeightReader, compare=timed(WeightReader.compare), record=timed(WeightReader.record)):
+        loop.run(sync.engine.update_weights(sync.weights(), 0))
+    return sum(spent)
 
 
 def main() -> None:
@@ -196,17 +219,17 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as place:
-        os.environ["VERL_FILE_LOGGER_ROOT"] = place
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory() as root:
+        os.environ["VERL_FILE_LOGGER_ROOT"] = root
         for name, make in (("1M", prepare_1m), ("30M", make_30m)):
-            folder = Path(place) / name
+            folder = Path(root) / name
             make(folder)
             if options.only in (None, name):
                 model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
                 figures[name] = measure(model, folder, options.rounds, runner)
                 print(name, {k: v for k, v in figures[name].items() if not isinstance(v, dict)})
         if options.only in (None, "step"):
-            figures["step"] = share_of_a_step(Path(place) / "1M", 8)
+            figures["step"] = share_of_a_step(Path(root) / "1M", 8)
     if options.json:
         known = json.loads(options.json.read_text())["milliseconds"] if options.json.exists() else {}
         save(options.json, {"milliseconds": known | figures})

@@ -6,7 +6,7 @@ trains a tiny random Llama to count down ("start 5" -> "4 3 2 1 0 stop") and pri
 a minute on a CPU. It is also the oracle of the library's tests: slow, naive, and independent of `verl`.
 
 Legend: P prompts, G samples of each (a group), B = P * G sequences, L tokens of the longest, V vocabulary.
-Column t of every (B, L) tensor is about token t; `mask` is True on the tokens the policy sampled.
+Column t of every (B, L) tensor is about token t; `mask` is True on the sampled tokens.
 
 Papers: PPO 1707.06347 · dual clip 1912.09729 · GRPO 2402.03300 · DAPO 2503.14476 (clip-higher, token mean) · Dr.GRPO
 2503.20783 (no std, constant length).
@@ -54,7 +54,7 @@ def countdown_prompts(num_prompts: int, generator: torch.Generator) -> Tensor:
 
 
 def countdown_reward(prompt: list[int], answer: list[int]) -> float:
-    """Share of tokens that are one less than the one before (stop after 0); 1.0 only for the exact countdown."""
+    """Share of tokens that are one less than the previous one (stop after 0); 1.0 only for the exact countdown."""
     steps = zip([prompt[-1], *answer], answer, strict=False)
     hits = sum(after == (before - 1 if 1 <= before <= 9 else STOP) for before, after in steps)
     return hits / max(len(answer), prompt[-1] + 1)
@@ -70,7 +70,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.1,  # wide enough for so small a model to tell its inputs apart
+        initializer_range=0.1,  # large enough for a model this small to distinguish its inputs
         pad_token_id=PAD,
         bos_token_id=START,
         eos_token_id=STOP,
@@ -111,7 +111,7 @@ def group_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
 def token_logprobs(model: torch.nn.Module, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(B, L) log p(token t | tokens before t) and entropy (nats) of the distribution token t is drawn from.
 
-    Rows are padded on the right: a causal model never looks there. Both are 0 for the first token, which has no prefix.
+    Rows are padded on the right, where causal attention never looks. Both are 0 for the first token (it has no prefix).
     """
     logits = model(input_ids=tokens).logits[:, :-1] / temperature  # (B, L-1, V): logits at t-1 predict token t
     log_p = logits - logits.logsumexp(dim=-1, keepdim=True)
@@ -136,7 +136,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
 
 
 def aggregate(losses: Tensor, mask: Tensor, mode: str, max_length: int) -> Tensor:
-    """(B, L) losses of the whole mini-batch to one number."""
+    """One number from the (B, L) losses of the whole mini-batch."""
     rows = [row[m] for row, m in zip(losses, mask, strict=True) if m.any()]
     if mode == "token-mean":  # DAPO §3.3
         return torch.cat(rows).mean()
@@ -205,7 +205,7 @@ def train(steps: int, num_prompts: int, group_size: int, s: Settings, seed: int 
         with torch.no_grad():
             old_logprobs, _ = token_logprobs(model, tokens, s.temperature)
             ref_logprobs = token_logprobs(reference, tokens, s.temperature)[0] if s.kl_coeff else None
-        for rows in torch.randperm(len(tokens), generator=generator).chunk(2):  # two updates: the ratio moves off 1
+        for rows in torch.randperm(len(tokens), generator=generator).chunk(2):  # two updates, so ratios differ from 1
             ref = None if ref_logprobs is None else ref_logprobs[rows]
             update(model, optimizer, tokens[rows], mask[rows], advantages[rows], old_logprobs[rows], ref, s=s)
         history.append(float(rewards.mean()))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install this checkout into a virtual environment: install.sh VENV [EXTRA,...]
 #
-# torch comes first, so that nothing pulls another build of it later: the CPU build where there is no NVIDIA driver (a tenth
-# of the download), the default one otherwise. TORCH=skip keeps a torch that is already there.
+# torch is installed first, so that no other package installs another build of it: the CPU build without an NVIDIA
+# driver (a tenth of the download), otherwise the default build. TORCH=skip keeps an installed torch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check -
 
 if [[ ${TORCH:-} != skip ]]; then
   if [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
-    # PyPI has no CPU build for Linux: a mirror of one's own may, then PyTorch's index; the large default build as the last resort
+    # PyPI has no CPU build for Linux: try a custom mirror, then PyTorch's index, and last the large default build
     "${install[@]}" "torch==$torch+cpu" 2>/dev/null ||
       "${install[@]}" --no-deps --retries 1 --extra-index-url "$cpu_index" "torch==$torch+cpu" ||
       "${install[@]}" "torch==$torch"

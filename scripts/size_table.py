@@ -7,28 +7,30 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 2700,
-    "plugin": 1500,
-    "data": 2000,
+    "config": 2950,
+    "plugin": 1350,
+    "data": 2400,
     "algorithms": 650,
     "runtime": 750,
-    "observe": 1300,
-    "models": 4900,
-    "workers/engine": 3400,
-    "workers/rollout": 2800,
-    "workers": 800,  # the driver-side handles
+    "observe": 1750,
+    "models": 5600,
+    "workers/engine": 3550,
+    "workers/rollout": 3200,
+    "workers": 850,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
-    "weight_sync": 400,
-    "agent": 1450,
-    "rewards": 800,
-    "trainer": 5400,
-    "utils": 550,
+    "weight_sync": 460,
+    "agent": 1960,
+    "rewards": 1000,
+    "trainer": 3300,
+    "commands": 4500,
+    "utils": 1300,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11500, 30000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 9900, 36400, 400
 
 
 def package_of(path: Path) -> str:
@@ -38,10 +40,10 @@ def package_of(path: Path) -> str:
 
 
 def count(root: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """(lines per package, lines per file) of the Python files below root/verl."""
+    """(lines per package, lines per file) of what is written by hand below root/verl."""
     packages: dict[str, int] = dict.fromkeys(CEILINGS, 0)
     files: dict[str, int] = {}
-    for path in sorted((root / "verl").rglob("*.py")):
+    for path in sorted(p for p in (root / "verl").rglob("*") if p.suffix in COUNTED):
         relative = path.relative_to(root / "verl")
         files[str(relative)] = len(path.read_text().splitlines())
         package = package_of(relative)

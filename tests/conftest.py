@@ -2,12 +2,18 @@
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# A suite started in the background of a shell inherits that Ctrl-C is ignored; the tests of Ctrl-C need Python's own.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def skip_or_fail(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The `verl` command: each verb calls the function of its module, which is imported only then."""
+"""The `verl` command: each verb imports one module, when it is called, and runs its function."""
 
 import importlib
 import sys
@@ -15,10 +15,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "merge": ("verl.commands.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
     "generate": ("verl.commands.generate_answers:main", "answer the prompts of a data file"),
     "eval": ("verl.commands.score_answers:main", "score a file of answers: accuracy, pass@k, maj@k with intervals"),
-    "serve": ("verl.commands.serve.server:main", "an OpenAI-compatible server over a rollout engine"),
+    "serve": ("verl.commands.serve:main", "an OpenAI-compatible server over a rollout engine"),
+    "report": ("verl.commands.report:main", "one page about a run, or several over each other, also while they train"),
+    "show": ("verl.commands.show:main", "trajectories of a step as text, tokens coloured by advantage or log-prob"),
     "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
     "doctor": ("verl.commands.doctor:main", "what this machine can and cannot do"),
-    "check-template": ("verl.commands.check_template:main", "what multi-turn training makes of a chat template"),
+    "check-template": ("verl.commands.check_template:main", "check that a chat template works for multi-turn runs"),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
 
@@ -26,11 +28,11 @@ VERBS: dict[str, tuple[str, str]] = {
 def usage() -> str:
     """The text of `verl --help`."""
     verbs = "\n".join(f"  {verb:<16}{text}" for verb, (_, text) in VERBS.items())
-    return f"verl {__version__}\n\nusage: verl VERB [arguments]\n\n{verbs}\n\n`verl VERB --help` tells more about one."
+    return f"verl {__version__}\n\nusage: verl VERB [arguments]\n\n{verbs}\n\n`verl VERB --help` explains one verb."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; its exit code. 2 is a mistake the message explains."""
+    """Run one verb and return its exit code; 2: a mistake the message explains."""
     verb, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help", "help"):
         print(usage())
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(module, function)(arguments) or 0)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 if __name__ == "__main__":

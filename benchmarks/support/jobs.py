@@ -1,4 +1,4 @@
-"""The jobs that several benchmarks run: the 1M model's GRPO job and the quickstart's, stepped from outside."""
+"""Jobs of several benchmarks: GRPO on the 1M model and the quickstart's GRPO stage, run one step at a time."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ class GRPOCase:
 
     name: str
     max_tokens: int
-    natural: bool  # EOS ends a completion; otherwise all have `max_tokens`
+    natural: bool  # EOS ends a completion; if false, every completion has `max_tokens` tokens
     prompts: int = 16
     group: int = 8
     lr: float = 1e-4
@@ -66,7 +66,7 @@ def prepare_1m(folder: Path) -> None:
 
 
 def overrides_1m(folder: Path, case: GRPOCase) -> list[str]:
-    """GRPO on what `prepare_1m` made, as anyone would type it."""
+    """Command-line overrides for GRPO on the files of `prepare_1m`."""
     return [
         f"{ARR}.model.path={folder / 'model'}",
         f"{ARR}.model.enable_gradient_checkpointing=False",
@@ -90,7 +90,7 @@ def overrides_1m(folder: Path, case: GRPOCase) -> list[str]:
 
 
 def unattended(folder: Path, run: str) -> list[str]:
-    """Where a benchmark's run writes, and nothing that is not a training step."""
+    """Overrides: output paths; no validation, checkpoints or resume."""
     return [
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
@@ -104,25 +104,25 @@ def unattended(folder: Path, run: str) -> list[str]:
 
 
 def prepare_quickstart(folder: Path) -> list[str]:
-    """The quickstart up to its GRPO stage (data, model, supervised warm-up); the overrides of that stage."""
+    """Run the quickstart up to its GRPO stage (data, model, supervised warm-up); the overrides of that stage."""
     from verl.commands.quickstart.small_model import make_model
 
     split = make_split(1, NUM_HELD_OUT, NUM_WORKED)
     write_split(split, folder / "data")
     make_model(folder / "model", CHARACTERS, 1)
-    with io.StringIO() as unseen, contextlib.redirect_stdout(unseen), contextlib.redirect_stderr(unseen):
+    with io.StringIO() as discarded, contextlib.redirect_stdout(discarded), contextlib.redirect_stderr(discarded):
         warm = warm_up(folder, 1, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT])
     return [*grpo_overrides(folder, warm, 1, 1_000_000), *unattended(folder, "grpo")]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step with its records and logging: seconds, sampled tokens, and what the file tracker got."""
+    """One training step including records and logging: seconds, sampled tokens, seconds per stage, rollout counters."""
 
     seconds: float
     tokens: int
     timing_s: dict[str, float]
-    rollout: dict[str, float]  # what the rollout engine counted
+    rollout: dict[str, float]  # counters of the rollout engine
 
 
 class Stepper:
@@ -131,9 +131,9 @@ class Stepper:
     def __init__(self, run: TrainingRun, progress: Progress):
         self.run, self.progress = run, progress
         self._record = run.write_records
-        run.write_records = self._keep  # type: ignore[method-assign]
+        run.write_records = self._store_record  # type: ignore[method-assign]
 
-    def _keep(self, record, timer) -> None:
+    def _store_record(self, record, timer) -> None:
         self.tokens, self.timer = int(record.batch["loss_mask"].sum()), timer
         self.rollout = record.rollouts.engine_stats
         self._record(record, timer)
@@ -153,7 +153,7 @@ def stepper(overrides: list[str]) -> Iterator[Stepper]:
         try:
             run.resume()
             run.trainer.publish()
-            with io.StringIO() as unseen, Progress(run.total_steps, 0, unseen) as progress:
+            with io.StringIO() as discarded, Progress(run.total_steps, 0, discarded) as progress:
                 yield Stepper(run, progress)
         finally:
             run.trainer.close()

@@ -1,15 +1,15 @@
-"""This process's memory, where /proc says it."""
+"""Memory of this process, from /proc."""
 
 from pathlib import Path
 
 
 def peak_bytes() -> int:
-    """Most memory since `reset_peak`."""
+    """Peak bytes since `reset_peak`."""
     return _status("VmHWM")
 
 
 def reset_peak() -> int:
-    """Peak := now; what is held now."""
+    """Reset the peak; returns the bytes in use now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

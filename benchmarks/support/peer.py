@@ -1,4 +1,4 @@
-"""A peer in a process and an environment of its own, asleep except while it is asked for something."""
+"""A process with its own Python environment, stopped by a signal except while it serves a request."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ The peer was not run. An environment for it, on the torch and transformers of th
   python benchmarks/<name>.py --peer-python peer/bin/python"""
 
 
-class Asked:
-    """A script under another Python: a JSON line in, a JSON line out; works only between the two."""
+class RequestProcess:
+    """A script under another Python: one JSON line in, one JSON line out; it runs only between the two."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]):
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -39,24 +39,24 @@ class Asked:
             raise SystemExit(f"the peer ended early:\n{self.log.read()[-2000:]}")
         return json.loads(line)
 
-    def ask(self, message: dict[str, Any]) -> Any:
+    def request(self, message: dict[str, Any]) -> Any:
         os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
-        answer = self.read()
-        os.killpg(self.process.pid, signal.SIGSTOP)  # no thread of it spins while others work
-        return answer
+        reply = self.read()
+        os.killpg(self.process.pid, signal.SIGSTOP)  # none of its threads spins while others run
+        return reply
 
     def close(self) -> None:
-        """End it and what it started."""
+        """End the process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
         self.log.close()
 
 
-class Peer(Asked):
-    """TRL, stepped."""
+class Peer(RequestProcess):
+    """TRL's trainer, run in blocks of steps."""
 
     def __init__(self, python: str, folder: Path, case: GRPOCase, threads: int):
         script = Path(__file__).resolve().parent / "trl_steps.py"
@@ -65,15 +65,15 @@ class Peer(Asked):
         super().__init__([python, str(script), str(folder), settings], folder / f"trl_{case.name}.log", environment)
 
     def steps(self, count: int) -> list[tuple[float, int]]:
-        """(seconds, completion tokens) of each."""
-        return [(seconds, tokens) for seconds, tokens in self.ask({"steps": count})]
+        """(seconds, completion tokens) of each step."""
+        return [(seconds, tokens) for seconds, tokens in self.request({"steps": count})]
 
 
 @contextlib.contextmanager
 def peer(python: str | None, folder: Path, case: GRPOCase, threads: int) -> Iterator[Peer | None]:
-    it = Peer(python, folder, case, threads) if python else None
+    process = Peer(python, folder, case, threads) if python else None
     try:
-        yield it
+        yield process
     finally:
-        if it is not None:
-            it.close()
+        if process is not None:
+            process.close()

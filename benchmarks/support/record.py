@@ -1,4 +1,4 @@
-"""Figures on disk, with what they were taken on."""
+"""Benchmark results on disk, with date, processor and versions."""
 
 import datetime
 import json
@@ -10,12 +10,16 @@ from typing import Any
 import torch
 import transformers
 
+from verl.models.fastest import processor
+
 
 def save(path: Path, figures: dict[str, Any]) -> None:
-    """Write `figures` as JSON beside the date, the hardware and the versions of this run."""
+    """Write `figures` as JSON with the date, the processor's make and the versions of this run."""
+    made_by = processor()
     facts = {
         "date": datetime.date.today().isoformat(),
-        "hardware": f"{os.cpu_count()} CPU cores, {cpu_name()}",
+        "hardware": f"{os.cpu_count()} CPU cores, {made_by['name']}",
+        "processor": made_by,
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
@@ -25,11 +29,3 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, **figures}, indent=1) + "\n")
-
-
-def cpu_name() -> str:
-    """The processor's model where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

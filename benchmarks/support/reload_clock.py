@@ -1,7 +1,7 @@
-"""How long a server's engine takes for its own reload, apart from what the receipt does there.
+"""Seconds of a server engine's own reload, without the fingerprints of the receipt.
 
-Imported by every end of a benchmark's transport (`custom_backend_module`). The server writes the seconds of each
-update to the file that VERL_BENCHMARK_RELOADS names.
+Every endpoint of a benchmark's transport imports this module (`custom_backend_module`). The server writes the seconds
+of each update to the file that VERL_BENCHMARK_RELOADS names.
 """
 
 import os
@@ -30,7 +30,7 @@ def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flush_cache(engine: VLLMEngine) -> None:
-    """The last thing of an update."""
+    """Flush the cache, which ends an update, and write the seconds of the update."""
     flush(engine)
     Path(os.environ[VARIABLE]).write_text(str(seconds["engine"] - seconds["receipt"]))
     seconds.update(engine=0.0, receipt=0.0)

@@ -1,6 +1,6 @@
-"""The peer's side of grpo_step.py: TRL's GRPOTrainer, a block of steps whenever stdin asks for one.
+"""TRL's side of grpo_step.py: GRPOTrainer runs one block of steps per request on stdin.
 
-Runs under the peer's own Python; speaks JSON lines: `{"steps": 3}` in, `[[seconds, tokens], ...]` out.
+Runs under TRL's own Python and exchanges JSON lines: `{"steps": 3}` in, `[[seconds, tokens], ...]` out.
 """
 
 import json
@@ -16,10 +16,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Blocks(TrainerCallback):
-    """Steps are timed from one on_log to the next, so with data loading and logging; between blocks the clock stops."""
+    """Times a step from one on_log to the next, with data loading and logging; time between blocks does not count."""
 
     def __init__(self, replies):
-        self.replies, self.left, self.done, self.tokens = replies, 0, [], 0
+        self.replies, self.remaining, self.timings, self.tokens = replies, 0, [], 0
 
     def reward(self, completion_ids, completions, **_):
         self.tokens = sum(map(len, completion_ids))
@@ -29,10 +29,10 @@ class Blocks(TrainerCallback):
         line = sys.stdin.readline()
         if not line:
             control.should_training_stop = True
-            self.left = -1
+            self.remaining = -1
             return
-        self.left, self.done = json.loads(line)["steps"], []
-        self.mark = time.perf_counter()
+        self.remaining, self.timings = json.loads(line)["steps"], []
+        self.started = time.perf_counter()
 
     def reply(self, value):
         print(json.dumps(value), file=self.replies, flush=True)
@@ -42,21 +42,21 @@ class Blocks(TrainerCallback):
         self.next_block(control)
 
     def on_log(self, args, state, control, **_):
-        if self.left < 0:
+        if self.remaining < 0:
             return
         now = time.perf_counter()
-        self.done.append((now - self.mark, self.tokens))
-        self.mark = now
-        self.left -= 1
-        if self.left == 0:
-            self.reply(self.done)
+        self.timings.append((now - self.started, self.tokens))
+        self.started = now
+        self.remaining -= 1
+        if self.remaining == 0:
+            self.reply(self.timings)
             self.next_block(control)
 
 
 def main():
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     torch.set_num_threads(case["threads"])
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     dataset = Dataset.from_list([{"prompt": row["prompt"][0]["content"]} for row in rows])

@@ -56,17 +56,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
-    """The files of a split: the first layout in PATTERNS that is there."""
+    """The files of a split: those of the first pattern in PATTERNS that matches."""
     for pattern in PATTERNS:
-        found = sorted(folder.glob(pattern.format(split=split)))
-        if found:
-            return found
+        files = sorted(folder.glob(pattern.format(split=split)))
+        if files:
+            return files
     looked_for = ", ".join(pattern.format(split=split) for pattern in PATTERNS)
     raise DataError(f"{folder} holds none of {looked_for}; --local_dataset_path must be the folder with the raw data")
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """One parquet file, whole or not at all."""
+    """Write one parquet file atomically."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     atomic_write_bytes(path, buffer.getvalue())

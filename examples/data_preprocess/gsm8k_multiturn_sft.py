@@ -2,8 +2,8 @@
 
     python3 examples/data_preprocess/gsm8k_multiturn_sft.py --local_dataset_path DIR [--local_save_dir ~/data/gsm8k_sft]
 
-DIR is what examples/data_preprocess/gsm8k.py takes. Each row is a question and its worked answer; with --steps the
-answer comes line by line, a turn each, and the user asks for the next.
+DIR is what examples/data_preprocess/gsm8k.py takes. Each row is a question and its worked answer; with --steps every
+line of the answer is a separate assistant turn, and the user asks for the next one.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def main() -> None:
     tables = {}
     for split in SPLITS:
         rows = FileRows(find_files(source, split))
-        talks = [{"messages": messages(raw, rows.location(i), options.steps)} for i, raw in enumerate(rows)]
-        tables[split] = pa.Table.from_pylist(talks)
+        conversations = [{"messages": messages(raw, rows.location(i), options.steps)} for i, raw in enumerate(rows)]
+        tables[split] = pa.Table.from_pylist(conversations)
     for split, table in tables.items():
         write_table(table, target / f"{split}.parquet")
 
@@ -41,10 +41,10 @@ def messages(raw: dict[str, Any], where: str, steps: bool) -> list[dict[str, str
     """The conversation of a raw row."""
     question, answer = texts(raw, where)
     out = []
-    asked = f"{question} {INSTRUCTION}"
+    request = f"{question} {INSTRUCTION}"
     for turn in answer.splitlines() if steps else [answer]:
-        out += [{"role": "user", "content": asked}, {"role": "assistant", "content": turn}]
-        asked = NEXT
+        out += [{"role": "user", "content": request}, {"role": "assistant", "content": turn}]
+        request = NEXT
     return out
 
 

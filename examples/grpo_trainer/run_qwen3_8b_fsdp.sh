@@ -4,7 +4,7 @@
 #   python3 examples/data_preprocess/gsm8k.py
 #   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_fsdp.sh [key=value ...]
 #
-# Every variable below can be set in front of the command; further arguments are overrides and win.
+# Every variable below can be set in front of the command; further arguments are overrides and take precedence.
 set -euo pipefail
 
 if [[ -z ${DEVICE:-} ]]; then
@@ -20,7 +20,7 @@ NNODES=${NNODES:-1}
 if [[ $DEVICE == npu ]]; then
   DEVICES_PER_NODE=${NPUS_PER_NODE:-null}
 else
-  DEVICES_PER_NODE=${NGPUS_PER_NODE:-null} # null: as many as there are
+  DEVICES_PER_NODE=${NGPUS_PER_NODE:-null} # null: all detected devices
 fi
 
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-1024}
@@ -54,7 +54,7 @@ if [[ $DEVICE == npu ]]; then
     options+=(+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=ascend)
   fi
 elif command -v rocm-smi >/dev/null; then
-  # Parameters, gradients and optimiser of 8B do not fit beside the rollout.
+  # Parameters, gradients and optimiser state of 8B do not fit together with the rollout.
   options+=(
     actor_rollout_ref.actor.fsdp_config.param_offload=True
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=True

@@ -1,4 +1,4 @@
-"""Write what the example trains on: a tokenizer of its own, a small random Qwen3, and GSM8K rows for SFT and GRPO.
+"""Write the inputs of the example: a new tokenizer, a small random Qwen3, and GSM8K rows for SFT and GRPO.
 
 python3 examples/gsm8k_calculator/prepare.py --local_dataset_path DIR --out gsm8k_calculator_out
 """
@@ -23,7 +23,7 @@ def read(path):
 
 
 def train_tokenizer(rows):
-    """Byte-level BPE in which every digit is a token of its own."""
+    """A byte-level BPE tokenizer in which every digit is a separate token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

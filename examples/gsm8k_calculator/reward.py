@@ -1,7 +1,7 @@
-"""How well an answer calculates: the arithmetic inside every <<expression=value>>, and the final `#### answer` line.
+"""Scores the arithmetic of an answer: every <<expression=value>>, and the final `#### answer` line.
 
-Score in [0, 1]: 0.8 x the share of right expressions + 0.2 if the final line repeats the last value and it is right.
-Zero with fewer than two expressions that count: an expression counts once, and only if `told` and `says_something`.
+Score in [0, 1]: 0.8 x the share of right expressions + 0.2 if the last value is right and the final line repeats it.
+Zero with fewer than two counted expressions: one counts once, and only if `uses_known_number` and `is_nontrivial`.
 `acc` is 1 when the final answer is the true one. Model text is parsed here, never evaluated as code.
 """
 
@@ -17,37 +17,37 @@ NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """The reward function's usual signature; `extra_info["question"]` is the text that the numbers come from."""
     notes = NOTE.findall(solution_str)
-    known, judged = set(numbers_in(extra_info["question"])), {}
+    known, scored = set(numbers_in(extra_info["question"])), {}
     for expression, value in notes:
-        if not told(expression, known):
+        if not uses_known_number(expression, known):
             continue
         right = verdict(expression, value)
-        if says_something(expression):
-            judged.setdefault(expression.replace(" ", ""), right)
+        if is_nontrivial(expression):
+            scored.setdefault(expression.replace(" ", ""), right)
         if right:
             known.add(number(value))
-    share = sum(judged.values()) / len(judged) if len(judged) >= 2 else 0.0
+    share = sum(scored.values()) / len(scored) if len(scored) >= 2 else 0.0
     final = FINAL.search(solution_str.strip())
     answer = number(final.group(1)) if final else None
     agrees = bool(notes) and verdict(*notes[-1]) and answer is not None and answer == number(notes[-1][1])
     return {
-        "score": 0.8 * share + 0.2 * agrees if len(judged) >= 2 else 0.0,
+        "score": 0.8 * share + 0.2 * agrees if len(scored) >= 2 else 0.0,
         "arithmetic": share,
-        "expressions": len(judged),
+        "expressions": len(scored),
         "acc": float(answer is not None and answer == number(str(ground_truth))),
     }
 
 
-def told(expression, known):
-    """Whether it calculates with what is `known`: a number of the question, or the result of an expression told so."""
+def uses_known_number(expression, known):
+    """Whether `expression` has two or more numbers, at least one `known` (from the question or a right result)."""
     numbers = numbers_in(expression)
     return len(numbers) >= 2 and not known.isdisjoint(numbers)
 
 
-def says_something(expression):
-    """Whether its value takes calculating: none of its numbers is 0 or 1, and its value is not 0, 1 or one of them.
+def is_nontrivial(expression):
+    """Whether none of its numbers is 0 or 1, and its value is not 0, 1 or one of its numbers.
 
-    That leaves out 2/2, 7-7 and 5-3+3.
+    This excludes 2/2, 7-7 and 5-3+3.
     """
     numbers, value = numbers_in(expression), evaluate(expression)
     return {0, 1}.isdisjoint(numbers) and value not in {0, 1, *numbers}
@@ -59,7 +59,7 @@ def numbers_in(text):
 
 
 def verdict(expression, value):
-    """Whether `expression` has `value`, to the digits that are written."""
+    """Whether `expression` has the value `value`, rounded to its written decimals."""
     actual, written = evaluate(expression), number(value)
     if actual is None or written is None:
         return False
@@ -75,7 +75,7 @@ def number(text):
 
 
 def evaluate(expression):
-    """The value of + - * / and parentheses over decimal numbers; None where it is not such an expression."""
+    """The value of an expression of decimal numbers, + - * / and parentheses; None for any other text."""
     tokens, position = [], 0
     expression = expression.strip().replace(",", "")
     while position < len(expression):

@@ -27,7 +27,7 @@ def sft(out, steps):
         "data.train_batch_size=8",
         "data.max_length=512",
         "data.truncation=right",
-        "data.ignore_input_ids_mismatch=True",  # its prompt ends in a space, which begins words in this tokenizer
+        "data.ignore_input_ids_mismatch=True",  # the prompt ends in a space, with which words begin in this tokenizer
         "data.max_token_len_per_gpu=4096",
         "optim.lr=3e-3",
         "optim.betas=[0.9,0.98]",
@@ -80,7 +80,7 @@ def grpo(out, model, steps):
 
 
 def command(module, overrides):
-    """Run a command of the library, printed first."""
+    """Print a command of the library, then run it."""
     print(f"\npython3 -m {module} \\\n  " + " \\\n  ".join(overrides), flush=True)
     subprocess.run([sys.executable, "-m", module, *overrides], check=True)
 
@@ -113,8 +113,8 @@ def draw(rows, result, path):
     rewards = [row["data"]["critic/score/mean"] for row in rows if "critic/score/mean" in row["data"]]
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(steps, rewards, label="training reward (sampled)", color="#4878a8")
-    ends = [result["reward_before"], result["reward_after"]]
-    axes.plot([0, steps[-1]], ends, "o--", color="#b0413e", label="test reward (greedy)")
+    test_rewards = [result["reward_before"], result["reward_after"]]
+    axes.plot([0, steps[-1]], test_rewards, "o--", color="#b0413e", label="test reward (greedy)")
     axes.set(xlabel="GRPO step", ylabel="reward", title="GSM8K calculator: right arithmetic in written solutions")
     axes.legend()
     axes.grid(alpha=0.3)

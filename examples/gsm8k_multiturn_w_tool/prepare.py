@@ -1,4 +1,4 @@
-"""Write what the example trains on: word problems, a tokenizer with tool turns, and a small random Qwen3.
+"""Write the inputs of the example: word problems, a tokenizer with tool turns, and a small random Qwen3.
 
 python3 examples/gsm8k_multiturn_w_tool/prepare.py --out gsm8k_tool_out
 """
@@ -38,7 +38,7 @@ STORIES = [  # text, expression
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem, what to calculate, and the result."""
+    """A word problem, the expression to calculate, and the result."""
 
     question: str
     expression: str
@@ -46,20 +46,20 @@ class Problem:
 
 
 def make_problems(count, seed):
-    """Different problems with numbers from 12 to 98, in random order."""
+    """Distinct problems with numbers from 12 to 98, in random order."""
     calculator = load_tools(None, str(HERE / "tools.py"))["calculator"].function
-    rng, found = random.Random(seed), {}
-    while len(found) < count:
+    rng, problems = random.Random(seed), {}
+    while len(problems) < count:
         text, expression = rng.choice(STORIES)
         numbers = {letter: rng.randint(12, 98) for letter in "abc"}
         question = text.format(name=rng.choice(NAMES), thing=rng.choice(THINGS), **numbers)
         expression = expression.format(**numbers)
-        found[question] = Problem(question, expression, calculator(expression))
-    return list(found.values())
+        problems[question] = Problem(question, expression, calculator(expression))
+    return list(problems.values())
 
 
 def conversation(problem, with_tool):
-    """The problem and its answer: with a call of the calculator and its reply, or straight away."""
+    """The problem and its answer: with a call of the calculator and its reply, or directly."""
     messages = [{"role": "user", "content": problem.question}]
     if with_tool:
         function = {"name": "calculator", "arguments": {"expression": problem.expression}}
@@ -71,7 +71,7 @@ def conversation(problem, with_tool):
 
 
 def train_tokenizer(texts, size=400):
-    """Byte-level BPE in which every digit and every operator is a token of its own."""
+    """A byte-level BPE tokenizer in which every digit and every operator is a separate token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,11 +111,13 @@ def write(path, rows):
 
 
 def prepare(out, seed=1, worked=600, tool_share=0.5, train=4000, test=200):
-    """model/ and data/ under `out`; `worked` problems come with answers, a `tool_share` of them by calculator."""
+    """Write model/ and data/ under `out`; `worked` problems have answers, `tool_share` of them with the calculator."""
     problems = make_problems(worked + train + test, seed)
     rng = random.Random(seed)
     chats = [conversation(p, rng.random() < tool_share) for p in problems[:worked]]
-    schemas = [tool.tool_schema.model_dump() for tool in load_tools(None, str(HERE / "tools.py")).values()]
+    schemas = [
+        tool.tool_schema.model_dump(exclude_unset=True) for tool in load_tools(None, str(HERE / "tools.py")).values()
+    ]
     texts = [p.question for p in problems[:worked]]
     texts += ['\n{"name": "calculator", "arguments": {"expression": "1"}}\n#### '] * worked
     tokenizer = train_tokenizer(texts)

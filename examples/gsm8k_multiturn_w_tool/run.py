@@ -62,7 +62,7 @@ def grpo(out, model, seed, steps):
         f"{ARR}.rollout.n=8",
         f"{ARR}.rollout.dtype=float32",
         f"{ARR}.rollout.seed={seed}",
-        f"{ARR}.rollout.val_kwargs.do_sample=True",  # answers of the test as in training: temperature 1
+        f"{ARR}.rollout.val_kwargs.do_sample=True",  # test answers are sampled as in training: temperature 1
         f"{ARR}.rollout.val_kwargs.temperature=1.0",
         f"{ARR}.actor.ppo_mini_batch_size=32",
         f"{ARR}.actor.use_dynamic_bsz=True",
@@ -84,7 +84,7 @@ def grpo(out, model, seed, steps):
 
 
 def command(module, overrides):
-    """Run a command of the library, printed first."""
+    """Print a command of the library, then run it."""
     print(f"\npython3 -m {module} \\\n  " + " \\\n  ".join(overrides), flush=True)
     subprocess.run([sys.executable, "-m", module, *overrides], check=True)
 
@@ -94,7 +94,7 @@ def newest(root):
 
 
 def answers(folder, step):
-    """Dumped conversations of a step, in order."""
+    """The dumped conversations of a step, in order."""
     return [json.loads(line) for line in (folder / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -112,11 +112,11 @@ def paired(before, after):
 
 
 def show(before, after, count=2):
-    """Conversations of the same problem before and after; first those that GRPO turned round."""
+    """Print conversations of the same problem before and after GRPO; first those with the largest gain."""
     pairs = sorted(zip(before, after, strict=True), key=lambda pair: pair[0]["score"] - pair[1]["score"])
-    for one, two in pairs[:count]:
-        print(f"\n{one['input']}  ({one['gts']} is right)")
-        for name, row in (("before", one), ("after", two)):
+    for first, second in pairs[:count]:
+        print(f"\n{first['input']}  ({first['gts']} is right)")
+        for name, row in (("before", first), ("after", second)):
             print(f"--- {name}: reward {row['score']:g}")
             print(re.sub(r"(</tool_(?:call|response)>)", r"\1\n", row["output"]))
 
@@ -131,8 +131,8 @@ def draw(out, steps, result, path):
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for key, label, color in (("score", "reward", "#4878a8"), ("tool", "answers with a successful call", "#6aa84f")):
         axes.plot(range(1, steps + 1), [mean(r[key] for r in rows) for rows in dumped], color=color, label=label)
-    ends = [result["reward_before"], result["reward_after"]]
-    axes.plot([0, steps], ends, "o", color="#b0413e", label="reward on held-out problems")
+    test_rewards = [result["reward_before"], result["reward_after"]]
+    axes.plot([0, steps], test_rewards, "o", color="#b0413e", label="reward on held-out problems")
     axes.set(xlabel="GRPO step", ylabel="mean over answers", ylim=(0, 1), title="Learning to use a calculator")
     axes.legend()
     axes.grid(alpha=0.3)
@@ -149,8 +149,8 @@ def main():
     options = parser.parse_args()
     start, out, steps = time.time(), Path(options.out).resolve(), options.grpo_steps
     os.environ["VERL_FILE_LOGGER_ROOT"] = str(out / "metrics")
-    setting_up = [sys.executable, str(HERE / "prepare.py"), "--out", str(out), "--seed", str(options.seed)]
-    subprocess.run(setting_up, check=True)
+    preparation = [sys.executable, str(HERE / "prepare.py"), "--out", str(out), "--seed", str(options.seed)]
+    subprocess.run(preparation, check=True)
     command("verl.trainer.sft_trainer", sft(out, options.seed, options.sft_steps))
     trained = time.time()
     command("verl.trainer.main_ppo", grpo(out, newest(out / "sft") / "huggingface", options.seed, steps))

@@ -1,4 +1,4 @@
-"""The tool: a calculator. Its input is text of a model, so it is parsed and walked, never evaluated as code."""
+"""A calculator tool. Its input is model text, so it is parsed into a syntax tree, never evaluated as code."""
 
 import ast
 import operator

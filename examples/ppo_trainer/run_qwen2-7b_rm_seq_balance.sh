@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO with a critic and a served reward model, Qwen2-7B, batches by token budget and balanced over ranks.
-# The actor's budget is 3 x (prompt + response), the critic's and forward-only ones are 4 x.
+# PPO with a critic and a served reward model, Qwen2-7B; token budgets, sequences balanced over ranks.
+# The actor's budget is 3 x (prompt + response); those of the critic and of forward-only passes are 4 x.
 #
 #   bash examples/ppo_trainer/run_qwen2-7b_rm_seq_balance.sh [key=value ...]
 set -euo pipefail

@@ -5,7 +5,7 @@
 #   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/ppo_trainer/run_qwen3_8b_fsdp.sh [key=value ...]
 #
 # Set MATH_TRAIN_FILE and MATH_TEST_FILE to add MATH. Every variable can be set in front of the command; further
-# arguments are overrides and win.
+# arguments are overrides and take precedence.
 set -euo pipefail
 
 if [[ -z ${DEVICE:-} ]]; then
@@ -21,7 +21,7 @@ train_files="$GSM8K_TRAIN_FILE${MATH_TRAIN_FILE:+,$MATH_TRAIN_FILE}"
 test_files="$GSM8K_TEST_FILE${MATH_TEST_FILE:+,$MATH_TEST_FILE}"
 
 NNODES=${NNODES:-1}
-NDEVICES_PER_NODE=${NDEVICES_PER_NODE:-null} # null: as many as there are
+NDEVICES_PER_NODE=${NDEVICES_PER_NODE:-null} # null: all detected devices
 
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-1024}
 PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-256}

@@ -1,4 +1,4 @@
-"""A random Qwen3 of two small layers with the tokenizer of a real model: to try fine-tuning on a CPU.
+"""Write a random Qwen3 of two small layers with the tokenizer of a real model, to try fine-tuning on a CPU.
 
 python3 examples/sft/small_model.py --tokenizer DIR --out out/small_model
 """

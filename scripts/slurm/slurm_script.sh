@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Several machines under SLURM: a container on each node, a Ray cluster over them, a check of the cluster, then a command.
+# Several machines under SLURM: start a container on each node and a Ray cluster, check the cluster, run a command.
 #
 #   sbatch --nodes=2 --export=ALL,IMAGE=my/verl:rocm,COMMAND="bash examples/grpo_trainer/run_qwen3_8b_fsdp.sh" \
 #     scripts/slurm/slurm_script.sh
@@ -9,7 +9,7 @@
 # VENDOR     amd, nvidia, ascend, or none                              (amd)
 # WORKDIR    the checkout, mounted at the same path                    (the folder of submission)
 # MOUNTS     more folders to mount at the same path, colon-separated   (the home folder)
-# COMMAND    what to run on the first node once the cluster is up      (GRPO of examples/grpo_trainer)
+# COMMAND    command for the first node, run when the cluster is up    (GRPO of examples/grpo_trainer)
 # RAY        the ray program inside the container                      (ray)
 # RAY_PORT   port of the head                                          (6379)
 # START_TIMEOUT_S  how long to wait for all nodes to join              (300)
@@ -19,7 +19,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-set -o monitor # a process group for each background job, so that one signal ends it and what it started
+set -o monitor # a process group for each background job, so that one signal ends the job with its children
 
 CONTAINER=${CONTAINER:-docker}
 VENDOR=${VENDOR:-amd}
@@ -38,13 +38,13 @@ if [[ $CONTAINER != none && -z ${IMAGE:-} ]]; then
   exit 2
 fi
 
-# --- what the vendor's runtime and Ray need, set before ray starts ---------------------------------------------------
+# --- variables of the vendor's runtime and of Ray, set before ray starts ---------------------------------------------
 
 every=$(seq --separator=, 0 $((GPUS > 0 ? GPUS - 1 : 0)))
 case $VENDOR in
 amd)
   export HIP_VISIBLE_DEVICES=$every
-  # Ray from 2.45 on reads the first name, older ones the second: neither may hide devices from the workers.
+  # Ray 2.45 and newer reads the first variable, older Ray the second: Ray must not hide devices from the workers.
   export RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES=1
   export RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES=1
   export HSA_NO_SCRATCH_RECLAIM=1
@@ -128,7 +128,7 @@ stop_everything() {
   local status=$?
   trap - EXIT
   for ray in "${rays[@]}"; do
-    kill -TERM -- "-$ray" 2>/dev/null || true # the process group: srun, which ends its step on the node
+    kill -TERM -- "-$ray" 2>/dev/null || true # the process group of srun, which ends its step on the node
   done
   for ray in "${rays[@]}"; do
     wait "$ray" 2>/dev/null || true
@@ -160,7 +160,7 @@ inside "$head" "$RAY" start --head --node-ip-address="$head_address" --port="$RA
   --num-cpus="${SLURM_CPUS_ON_NODE:-1}" --disable-usage-stats --include-dashboard=false --block &
 rays+=($!)
 
-# A worker that asks before the head listens gives up: wait for the port.
+# A worker that connects before the head listens gives up: wait for the port.
 for ((second = 0; ; second++)); do
   if (exec 3<>"/dev/tcp/$head_address/$RAY_PORT") 2>/dev/null; then
     break

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from pathlib import Path
 
@@ -74,6 +75,9 @@ class Counter:
             os.write(2, b"about to go\n")
             os.kill(os.getpid(), signal.SIGKILL)
         return self.sum_over_ranks(1.0)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     async def nap(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -252,6 +256,20 @@ def test_every_call_in_flight_hears_of_a_death_though_their_caller_gives_up_at_t
         process.join(60)
     assert [process.exitcode for process in group._processes] == [-signal.SIGKILL] * 2
     group.close()
+
+
+def test_a_call_of_another_thread_fails_when_the_group_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.runtime.processes.GRACE_S", 0.2)
+    group = ProcessGroup(Counter, Layout(dp=2))
+    [nap] = group.post(1, "nap", [(600.0,)])
+    with ThreadPoolExecutor(1) as thread:
+        sleep = thread.submit(group.broadcast, "sleep", 600.0)
+        while len(group._calls) < 2:
+            time.sleep(0.01)
+        group.close()
+        with pytest.raises(WorkerError, match=r"failed in sleep\(\): the group was closed before it answered"):
+            sleep.result(timeout=60)
+    assert isinstance(nap.exception(timeout=60), WorkerError)
 
 
 def test_an_answer_that_comes_after_another_rank_died_is_dropped():

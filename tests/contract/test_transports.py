@@ -286,7 +286,7 @@ def test_shards_and_adapters_arrive_and_forgotten_adapters_are_noticed(
     for version in range(3):
         shards.broadcast("move", version)
         receipt = asyncio.run(sync.publish(version))
-    assert all(result.difference < 1e-5 and result.trainer_change > 1e-3 for result in receipt.probes)
+    assert all(result.difference < 1e-5 < result.bound for result in receipt.probes)
     shards.broadcast("forget_adapters", True)
     shards.broadcast("move", 4)
     with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 3"):

@@ -130,17 +130,17 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
         import verl.workers.rollout.vllm_worker as worker
 
         monkeypatch.setattr(worker, "refresh_tied_weights", lambda model: None)
-        with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 4"):
+        with pytest.raises(StaleWeightsError, match="lm_head computes with another"):
             asyncio.run(sync.publish(4))
     else:
         sync.weights = lambda: [(n, p) for n, p in model.named_parameters() if n != "model.norm.weight"]
-        with pytest.raises(StaleWeightsError, match=r"no value for 1 of vLLM's parameters, first model.norm.weight"):
+        with pytest.raises(StaleWeightsError, match=r"no value for 1 of .*, first model.norm.weight"):
             asyncio.run(sync.publish(4))
         sync.weights = lambda: model.named_parameters()
         asyncio.run(sync.publish(5))
         sync.weights = lambda: [(n, p) for n, p in model.named_parameters() if "layers.1.mlp.up" not in n]
         step(model)
-        with pytest.raises(StaleWeightsError, match="replica 0 does not compute with version 6"):
+        with pytest.raises(StaleWeightsError, match=r"first 64 of 128 rows of .*1.mlp.gate_up_proj"):
             asyncio.run(sync.publish(6))
 
 
@@ -239,7 +239,7 @@ def test_a_replica_of_two_devices_holds_one_version(folder: Path, monkeypatch: p
     for version in range(2):
         step(model)
         receipt = asyncio.run(sync.publish(version))
-    assert receipt.probes[0].trainer_change > 0 and answer(engine)[0].policy_version == (1, 1)
+    assert receipt.num_read_back == receipt.num_tensors and answer(engine)[0].policy_version == (1, 1)
     engine.close()
     engine.process.wait(60)  # a limit on a hang
 

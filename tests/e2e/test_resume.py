@@ -19,6 +19,7 @@ from verl.models.tensor_file import file_digest, write_tensors
 from verl.observe.ledger import read_ledger
 from verl.observe.trackers import FileBackend
 from verl.observe.tracking import TrackingError
+from verl.trainer import main_ppo
 from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.resume import find_resume
@@ -244,25 +245,73 @@ def test_a_run_that_starts_over_logs_its_first_validation_once(folder: Path):
 def test_validation_alone_takes_nothing_of_a_run_away(folder: Path):
     dumps = [f"trainer.rollout_data_dir={folder / 'dumps'}", "trainer.save_freq=1"]
     jobs.train(folder, "run", *dumps, "trainer.total_training_steps=3")
-    lines = (folder / "metrics" / "e2e" / "run.jsonl").read_text()
+    lines = jobs.metrics(folder, "run")
     records = sorted(path for place in ("run/ledger", "dumps") for path in (folder / place).rglob("*"))
     earlier = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / 'run' / 'global_step_1'}"]
     for how in (earlier, ["trainer.resume_mode=disable"]):
         jobs.train(folder, "run", *dumps, "trainer.total_training_steps=3", "trainer.val_only=True", *how)
-        assert (folder / "metrics" / "e2e" / "run.jsonl").read_text().startswith(lines)
+        now = jobs.metrics(folder, "run")  # no step twice
+        assert list(now) == list(lines) and all(now[step].items() >= lines[step].items() for step in (2, 3))
+        assert any(name.startswith("val-core/") for name in now[1])
+        assert without_validation(now) == without_validation(lines)
         assert sorted(path for place in ("run/ledger", "dumps") for path in (folder / place).rglob("*")) == records
 
 
-def test_ctrl_c_saves_what_nothing_else_would(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    original = PPOTrainer.step
+def without_validation(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {step: {k: v for k, v in row.items() if not k.startswith("val-")} for step, row in rows.items()}
 
-    def interrupted(trainer: PPOTrainer, timer: Any) -> Any:
+
+@pytest.mark.parametrize(("number", "late"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_saves_what_nothing_else_would_and_its_status_says_so(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    late: bool,
+    capsys: pytest.CaptureFixture[str],
+):
+    where = (FileBackend, "log") if late else (PPOTrainer, "step")
+    original = getattr(*where)
+
+    def interrupted(*args: Any) -> Any:
+        signal.raise_signal(number)
+        if number == signal.SIGTERM:
+            signal.raise_signal(number)  # schedulers send it more than once
+        return original(*args)
+
+    monkeypatch.setattr(*where, interrupted)
+    quiet = ["trainer.save_freq=-1", "trainer.val_before_train=False"]
+    assert main_ppo.main(jobs.overrides(folder, "run", *quiet)) == 128 + number
+    assert complete_steps(folder / "run") == [1]
+    assert "after step 1 of 6, which is saved in" in capsys.readouterr().err
+
+
+def test_ctrl_c_twice_ends_with_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        return original(trainer, timer)
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(PPOTrainer, "step", interrupted)
-    jobs.train(folder, "run", "trainer.save_freq=-1")
-    assert complete_steps(folder / "run") == [1]
+    assert main_ppo.main(jobs.overrides(folder, "run", "trainer.val_before_train=False")) == 130
+    assert "error: stopped at once by Ctrl-C" in capsys.readouterr().err
+    assert complete_steps(folder / "run") == []
+
+
+def test_pythons_and_numpys_generators_are_seeded_and_go_on_where_they_were(folder: Path):
+    imports = "import random, numpy, torch\n"
+    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    body = "    return random.random() + numpy.random.rand() + torch.rand(()).item()\n"
+    (folder / "reward.py").write_text(imports + signature + body)
+    ranks = ["trainer.runtime=processes", "trainer.val_before_train=False", EVERY_STEP]  # rewards are the driver's
+    jobs.train(folder, "whole", *ranks, "trainer.total_training_steps=2")
+    random.seed(5)
+    jobs.train(folder, "parts", *ranks, *stopping(folder, 1))
+    random.seed(6)
+    jobs.train(folder, "parts", *ranks, "trainer.total_training_steps=2")
+    whole, parts = (jobs.metrics(folder, run) for run in ("whole", "parts"))
+    for step in (1, 2):  # rewards come in any order, so the sum is rounded in another
+        assert whole[step]["critic/score/mean"] == pytest.approx(parts[step]["critic/score/mean"], abs=1e-6)
 
 
 NUM_KILLS = 20

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -22,9 +23,10 @@ from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.commands import generate_answers, score_answers
 from verl.commands.generate_answers import run_fingerprint
 from verl.commands.score_answers import majority, pass_at, proportion
-from verl.commands.serve import server
+from verl.commands.serve import command
 from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
+from verl.data.data_files import FileRows
 from verl.data.prompts import train_prompts
 from verl.models.load import load_tokenizer
 from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
@@ -103,6 +105,22 @@ def test_no_column_is_lost_and_what_parquet_cannot_hold_is_said_first(folder: Pa
     assert "cannot be written as parquet" in capsys.readouterr().err and not list(folder.glob("*.parts"))
     assert generate_answers.main(generation(folder, f"data.output_path={folder / 'a.jsonl'}")) == 0
     assert json.loads((folder / "a.jsonl").read_text())["extra_info"] == {}
+
+
+def test_answers_to_parquet_rows_keep_the_types_of_their_columns(tmp_path: Path):
+    types = {"prompt": pa.string(), "level": pa.int32(), "score": pa.float32(), "kind": pa.dictionary(pa.int8(), "str")}
+    types |= {"extra": pa.map_("str", pa.int16()), "when": pa.timestamp("ns"), "void": pa.null()}
+    row = {"prompt": "1+1=", "level": 3, "score": 0.5, "kind": "a", "extra": [("x", 1)], "when": 1, "void": None}
+    table = pa.table({name: pa.array([row[name]] * 3, kind) for name, kind in types.items()}).replace_schema_metadata(
+        {"x": "y"}
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    rows = FileRows([tmp_path / "rows.parquet"])
+    generate_answers.write_answers(rows, [0, 2], [["2"], ["3", "4"]], tmp_path / "answers.parquet")
+    written = pq.read_table(tmp_path / "answers.parquet")
+    assert written.drop_columns(["responses"]).schema.equals(rows.arrow_table().schema, check_metadata=True)
+    assert written.drop_columns(["responses"]).to_pylist() == [rows[0], rows[2]]
+    assert written["responses"].to_pylist() == [["2"], ["3", "4"]]
 
 
 class Twice(AgentLoopBase):
@@ -184,6 +202,13 @@ def evaluate_rows(folder: Path, *rows: dict[str, Any], key: str = "reward.custom
     return score_answers.score_file(load_config(words, config_name="evaluation"))
 
 
+def test_the_table_of_figures_cuts_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = "openai/gsm8k-" + "x" * 90
+    evaluate_rows(tmp_path, {"responses": ["1", "1"], "data_source": source}, {"responses": ["1", "2"]})
+    table = capsys.readouterr().out
+    assert table.count(f" {source} ") == 4 and "95 % interval" in table and "…" not in table
+
+
 def test_answers_without_a_score_are_left_out_of_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [{"responses": ["?", "?"]}, {"responses": ["1", "1", "2"]}, {"responses": ["2", "2", "?"]}]
     figures = evaluate_rows(tmp_path, *rows)
@@ -259,8 +284,8 @@ def test_the_official_client_talks_to_the_server(address: str):
         client.completions.create(model="small", prompt="1" * 12, max_tokens=6)
     with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
         client.completions.create(model="small", prompt="1", extra_body={"temperature": "hot"})
-    with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
-        client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0.5)
+    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
+        client.completions.create(model="small", prompt="1", max_tokens=2, logit_bias={"3": 5})
     client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0, echo=False)
 
 
@@ -282,19 +307,24 @@ def post(address: str, path: str, data: bytes) -> tuple[int, str]:
         ("[1]", "must be a JSON object"),
         ('{"prompt": [1, 1000000], "max_tokens": 2}', "token id 1000000 of the prompt is not in 0 to"),
         ('{"prompt": [true]}', "prompt must be a text, token ids"),
-        ('{"prompt": "1", "temperature": NaN}', "temperature=nan 0 or in [1e-06, 1e+06]"),
+        ('{"prompt": "1", "temperature": NaN}', "temperature must be a number, found nan"),
         ('{"prompt": "1", "temperature": 1e-300}', "temperature=1e-300 0 or in"),
-        ('{"prompt": "1", "max_tokens": 0}', "max_tokens=0 must be at least 1"),
+        ('{"prompt": "1", "max_tokens": 0}', "max_tokens must be a whole number"),
         ('{"prompt": "1", "max_tokens": "abc"}', "max_tokens must be a whole number"),
         ('{"prompt": "1", "n": 1.5}', "n must be a whole number of at most 1024"),
         ('{"prompt": "1", "seed": [1]}', "seed must be a whole number"),
         ('{"prompt": "1", "top_k": 10000000000}', "top_k must be a whole number"),
-        ('{"prompt": "1", "stop": 5}', "stop must be a text or a list of texts, found 5"),
+        ('{"prompt": "1", "stop": 5}', "stop must be a text or a list of texts (1 to 4096 characters"),
         ('{"prompt": "1", "stop_token_ids": 5}', "stop_token_ids must be a list of token ids"),
         ('{"prompt": "1", "stream": "yes"}', "stream must be true or false"),
         ('{"prompt": "1", "stream": true, "stream_options": "x"}', "stream_options must be an object"),
-        ('{"prompt": "1", "logprobs": 5}', "logprobs must be 0 or 1"),
-        ('{"prompt": "1", "repetition_penalty": 1.3}', "repetition_penalty is not supported here"),
+        ('{"prompt": "1", "logprobs": 21}', "logprobs must be a whole number of at most 20"),
+        ('{"prompt": "1", "min_p": 0.1}', "min_p is not supported here"),
+        ('{"prompt": "1", "stop_token_ids": [99999], "max_tokens": 2}', "stop_token_ids=[99999] must be in 0 to"),
+        (
+            '{"prompt": "1", "response_format": {"type": "json_object"}}',
+            "response_format: this server's",
+        ),
         ('{"prompt": "1", "guided_regex": "a+"}', "guided_regex is not supported here"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', "message 0 has role 'bot'"),
         ('{"messages": [{"role": "user", "content": "1"}], "chat_template_kwargs": {"tokenize": true}}', "tokenize"),
@@ -311,11 +341,11 @@ def test_an_address_that_cannot_be_listened_on_is_said(folder: Path, capsys: pyt
         taken.listen()
         port = taken.getsockname()[1]
         lengths = ["rollout.prompt_length=5000", "rollout.response_length=8"]
-        assert server.main([f"model={folder / 'model'}", "--port", str(port), *lengths]) == 2
+        assert command.main([f"model={folder / 'model'}", "--port", str(port), *lengths]) == 2
     said = capsys.readouterr()
     assert f"cannot listen on --host 127.0.0.1 --port {port}" in said.err
     positions = json.loads((folder / "model" / "config.json").read_text())["max_position_embeddings"]
-    assert positions < 5008 and f"(at most {positions} tokens a conversation)" in said.out
+    assert positions < 5008 and f"at most {positions} tokens a conversation" in said.out
 
 
 def test_a_server_before_another_needs_the_tokenizer_alone(
@@ -324,12 +354,12 @@ def test_a_server_before_another_needs_the_tokenizer_alone(
     for file in (folder / "model").glob("*token*"):
         shutil.copy(file, tmp_path)
     other = ["rollout.name=tgi", "rollout.server.url=http://127.0.0.1:9", "rollout.response_length=8"]
-    assert server.main([f"model={tmp_path}", "--port", "70000", *other]) == 2
-    assert "(at most 520 tokens a conversation)" in capsys.readouterr().out
+    assert command.main([f"model={tmp_path}", "--port", "70000", *other]) == 2
+    assert "at most 520 tokens a conversation" in capsys.readouterr().out
 
 
 def test_a_server_without_a_model_is_a_mistake():
-    assert server.main([]) == 2
+    assert command.main([]) == 2
 
 
 def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
@@ -338,11 +368,12 @@ def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     server = OpenAIServer(load_rollout_engine(config, tokenizer), tokenizer, "small", 72, sampling)
-    first = server._request({}, [1, 2])
-    assert first.sampling == replace(sampling, n=1, max_tokens=70, seed=1) and first.sampling.temperature == 0
-    asked = server._request({"temperature": 0.5, "stop": "x", "min_tokens": 3, "ignore_eos": True, "seed": 9}, [1])
+    first = server.read_request({}, [1, 2])
+    assert first.sampling == replace(sampling, n=1, max_tokens=64) and first.sampling.temperature == 0
+    assert server.read_request({}, [1] * 20).sampling.max_tokens == 52  # what is left
+    asked = server.read_request({"temperature": 0.5, "stop": "x", "min_tokens": 3, "ignore_eos": True, "seed": 9}, [1])
     assert asked.sampling == replace(
-        sampling, n=1, max_tokens=71, temperature=0.5, stop=("x",), min_tokens=3, ignore_eos=True, seed=9
+        sampling, n=1, max_tokens=64, temperature=0.5, stop=("x",), min_tokens=3, ignore_eos=True, seed=9
     )
 
 

@@ -184,6 +184,48 @@ def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(
     assert done.returncode and done.stderr.count("error: trainer.resume_mode=resume_path needs") == 1
 
 
+KILLER = """
+import os, signal
+from verl.trainer.sft import SFTTrainer
+
+update = SFTTrainer.update
+
+def kill_one(trainer, batch):
+    if trainer.global_step == 1 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(trainer, batch)
+
+SFTTrainer.update = kill_one
+"""
+
+
+def run_that_loses_a_rank(folder: Path, *launcher: str, extra: tuple[str, ...] = ()) -> tuple[int, str]:
+    (folder / "killer.py").write_text(KILLER)
+    words = test_sft.overrides(folder, "run", "trainer.total_training_steps=9", "model.external_lib=killer", *extra)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    environment.pop("MASTER_PORT")
+    command = [sys.executable, "-m", *launcher, "verl.trainer.sft_trainer", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_lost_rank_is_one_line_with_its_signal_and_call_and_the_tracebacks_are_in_a_file(folder: Path):
+    code, stderr = run_that_loses_a_rank(folder, extra=("trainer.n_gpus_per_node=2",))
+    assert code == 1 and len(stderr.splitlines()) == 1, stderr
+    assert stderr.startswith("error: rank 1 failed in update(): its process was killed by SIGKILL")
+    report = folder / "run" / "lost_rank.txt"
+    assert stderr.endswith(f"where the others were is in {report}\n")
+    assert "rank_0.txt" in report.read_text() and "in update" in report.read_text()
+
+
+def test_ranks_of_a_users_torchrun_name_the_call_in_which_they_lost_one(folder: Path):
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    code, stderr = run_that_loses_a_rank(folder, *launcher)
+    [line] = [line for line in stderr.splitlines() if line.startswith("error: rank 0")]
+    assert code == 1 and "lost another rank in update()" in line and "[rank0]" not in stderr
+    assert "Traceback" in (folder / "run" / "rank_0_lost_rank.txt").read_text()
+
+
 def test_a_mistake_that_only_one_rank_meets_is_not_swallowed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -218,22 +260,22 @@ def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch
         missing("trainer.n_gpus_per_node=4")
 
 
-def test_ctrl_c_is_the_end_of_a_run_not_a_traceback(monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_is_the_end_of_a_run_not_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(arguments: list[str]) -> None:
         raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
 
     monkeypatch.setattr("torch.distributed.run.main", interrupted)
-    assert rank_launch.start_ranks(2, []) == 130
+    assert rank_launch.start_ranks(2, [], tmp_path) == 130
 
 
-def test_ranks_started_here_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_started_here_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
     monkeypatch.setattr("torch.distributed.run.main", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
     monkeypatch.setattr(rank_launch, "num_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    rank_launch.start_ranks(3, [])
+    rank_launch.start_ranks(3, [], tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    rank_launch.start_ranks(3, [])
+    rank_launch.start_ranks(3, [], tmp_path)
     assert seen == ["5", "7"]
 
 

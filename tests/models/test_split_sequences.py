@@ -30,7 +30,7 @@ def run_split(numbers: list[int]) -> list[tuple[np.ndarray, Found]]:
         model = build(*MODELS[number], attention=None)
         make_packed(model)
         keep_float64(model)
-        check_sequence_parallel(model.config, True, group.size())
+        check_sequence_parallel(model.config, True, group.size(), group.size())
         split = SplitPacking.over(Packing.of_lengths(LENGTHS, torch.device("cpu")), sum(LENGTHS), group)
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
         ids, places = split.local_slice(torch.cat(rows)), split.local_slice(positions)

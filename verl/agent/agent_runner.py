@@ -1,6 +1,7 @@
-"""Which loop answers a row, and many of them at once."""
+"""Runs the agent loop of each data row and returns its trajectories."""
 
 import asyncio
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,12 @@ from verl.agent import single_turn
 from verl.agent.loop import (
     AGENT_LOOPS,
     AgentLoopBase,
-    AgentLoopOutput,
     ConfigWrap,
     LLMServerClient,
     ToolListWrap,
     make_incremental_template,
 )
+from verl.agent.loop_limits import bounded_run, checked_outputs
 from verl.agent.tool_agent import TOOL_AGENT
 from verl.agent.tool_parsers import TOOL_PARSERS
 from verl.agent.tools import load_tools, read_yaml
@@ -29,7 +30,7 @@ from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 
 class AgentRunner:
-    """Answers rows by the loop their `agent_name` says, else `rollout.agent.default_agent_loop`."""
+    """Runs the loop that a row's `agent_name` selects, else `rollout.agent.default_agent_loop`."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase):
         self.config, self.tokenizer = config, tokenizer
@@ -37,29 +38,29 @@ class AgentRunner:
         self.default_loop = rollout.agent.default_agent_loop
         self.configured_loops = load_agent_loops(rollout.agent.agent_loop_config_path)
         self.tools = load_tools(rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
-        self.loop_factory(self.default_loop)  # a misspelt default or format is found before the run
+        self.loop_factory(self.default_loop)  # an unknown default loop or format fails before the run
         TOOL_PARSERS.get(rollout.multi_turn.format)
 
     def loop_factory(self, name: str) -> Callable[..., AgentLoopBase] | None:
-        """The loop called `name`; None for the single turn."""
+        """The constructor of the loop called `name`; None for the built-in single turn."""
         if name in self.configured_loops:
             return self.configured_loops[name]
         return None if name == single_turn.NAME and name not in AGENT_LOOPS else AGENT_LOOPS.get(name)
 
     def tool_prompt_tokens(self, agent_name: str | None) -> int:
-        """Tokens that descriptions of tools add to the prompt of a row; ConfigError where its loop is unknown."""
+        """Number of tokens that tool descriptions add to a row's prompt; ConfigError where its loop is unknown."""
         return 0 if self.loop_factory(self.loop_name(agent_name)) is None else self._tool_description_tokens
 
     @functools.cached_property
     def _tool_description_tokens(self) -> int:
         question = [{"role": "user", "content": "?"}]
-        with_tools, bare = (
+        with_tools, without = (
             make_incremental_template(self.config, self.tokenizer, t) for t in (list(self.tools.values()), [])
         )
-        return len(with_tools.initial_tokens(question)) - len(bare.initial_tokens(question)) if self.tools else 0
+        return len(with_tools.initial_tokens(question)) - len(without.initial_tokens(question)) if self.tools else 0
 
     def loop_name(self, agent_name: str | None) -> str:
-        """The loop of a row that says `agent_name`."""
+        """Name of the loop for a row with this `agent_name`."""
         if agent_name:
             return agent_name
         if self.config.actor_rollout_ref.rollout.multi_turn.enable and self.default_loop == single_turn.NAME:
@@ -69,7 +70,7 @@ class AgentRunner:
     async def answer(
         self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine
     ) -> list[Trajectory]:
-        """`sampling.n` conversations (a loop may return several sequences each, which then share its sample)."""
+        """Trajectories of `sampling.n` conversations; a loop may return several trajectories per conversation."""
         factory = self.loop_factory(self.loop_name(row.agent_name))
         if factory is None:
             return await single_turn.single_turn(row, request_id, sampling, engine)
@@ -87,8 +88,24 @@ class AgentRunner:
     ) -> list[Trajectory]:
         rollout = self.config.actor_rollout_ref.rollout
         max_sequence_length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-        server = LLMServerClient(engine, sampling, max_sequence_length, request_id, sample)
-        loop = factory(
+        vocabulary_size = len(self.tokenizer)
+        server = LLMServerClient(engine, sampling, max_sequence_length, request_id, sample, vocabulary_size)
+        columns = {**row.columns, "raw_prompt": row.messages, "index": row.index, "extra_info": row.extra_info}
+        columns["tools_kwargs"] = row.extra_info.get("tools_kwargs") or {}
+        columns = copy.deepcopy(columns)  # a loop of others may change its row
+        sampling_params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+
+        async def run() -> Any:
+            return await self._make_loop(factory, server).run(sampling_params, **columns)
+
+        try:
+            outputs = checked_outputs(await bounded_run(run(), server, rollout.agent.timeout_s), server)
+            return [output.to_trajectory(request_id, row.index, server.answers) for output in outputs]
+        except DataError as error:
+            raise DataError(f"agent loop {self.loop_name(row.agent_name)} on {row.location}: {error}") from error
+
+    def _make_loop(self, factory: Callable[..., AgentLoopBase], server: LLMServerClient) -> AgentLoopBase:
+        return factory(
             trainer_config=ConfigWrap(self.config),
             server_manager=server,
             tokenizer=self.tokenizer,
@@ -98,19 +115,10 @@ class AgentRunner:
             hf_model_type=None,
             tools=ToolListWrap(list(self.tools.values())),
         )
-        columns = {**row.columns, "raw_prompt": row.messages, "index": row.index, "extra_info": row.extra_info}
-        columns["tools_kwargs"] = row.extra_info.get("tools_kwargs") or {}
-        sampling_params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        result = await loop.run(sampling_params, **columns)
-        outputs = result if isinstance(result, list) else [result]
-        if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
-            name = self.loop_name(row.agent_name)
-            raise DataError(f"{row.location}: agent loop {name} returned {result!r}, not AgentLoopOutput")
-        return [output.to_trajectory(request_id, row.index, server.answers) for output in outputs]
 
 
 def load_agent_loops(path: str | None) -> dict[str, Callable[..., AgentLoopBase]]:
-    """`- name: x`, `_target_: package.Class` and constructor arguments, from `agent.agent_loop_config_path`."""
+    """Loop constructors by name, from a YAML list of `name`, `_target_: package.Class` and constructor arguments."""
     if path is None:
         return {}
     key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"

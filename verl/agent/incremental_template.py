@@ -1,8 +1,8 @@
-"""A conversation as one growing list of token ids: what the policy sampled stays as it is, only new turns are rendered.
+"""Incremental chat template: sampled token ids are kept unchanged, and only appended turns are rendered.
 
-Rendering a whole conversation again would change tokens the policy sampled (another split of the same text, a template
-that drops earlier thinking). So an appended turn is rendered after a placeholder for the last answer, and only what the
-template writes after that answer's end mark is tokenised.
+Rendering the whole conversation again could change sampled tokens: the tokenizer may split the text differently, or the
+template may drop earlier thinking. So an appended turn is rendered after a placeholder answer, and only the text after
+that answer's end-of-turn token is tokenised.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,17 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl.data.chat import Message
+from verl.data.control_marks import control_marks, encode_hidden, hide_marks
 from verl.utils.errors import ConfigError
 
-PLACEHOLDER = "\u2063answer\u2063"  # invisible separators: no conversation holds it
+PLACEHOLDER = "\u2063answer\u2063"  # invisible separators, so that no conversation contains it
 
 
 class IncrementalTemplate:
-    """Initial and appended tokens of one chat template, with the tools the policy is shown."""
+    """Token ids of initial messages and of appended turns, for one chat template and list of tool schemas.
+
+    Control marks in a tool's text are tokenised as text.
+    """
 
     def __init__(
         self,
@@ -28,47 +32,53 @@ class IncrementalTemplate:
         template_kwargs: dict[str, Any] | None = None,
     ):
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, list(tools), dict(template_kwargs or {})
+        self.marks = control_marks(tokenizer)
         candidates = [*end_token_ids, tokenizer.eos_token_id]
         self.end_token_ids = tuple(dict.fromkeys(int(i) for i in candidates if i is not None))
         self.end_texts = [str(tokenizer.convert_ids_to_tokens(i)) for i in self.end_token_ids]
 
     def initial_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the prompt, ready to be answered."""
-        return self.tokenize(self.render(messages, True))
+        """Token ids of the prompt, with the generation prompt at the end."""
+        shown, hidden = hide_marks(messages, self.marks)
+        return encode_hidden(self.render(shown, True), hidden, self.tokenize)
 
     def appended_tokens(self, messages: Sequence[Message], answer_ids: Sequence[int] = ()) -> list[int]:
-        """Token ids that `messages` (tool or user turns) add after an answer, with the start of the next answer.
+        """Token ids of `messages` (tool or user turns) after an answer, with the generation prompt at the end.
 
-        `answer_ids`: the answer as sampled; where it was cut before its end mark, the mark is added first.
+        `answer_ids`: the sampled answer; if its end-of-turn token is missing, that token is added first.
         """
-        text = self.appended_text(messages)
-        if answer_ids and answer_ids[-1] not in self.end_token_ids and self.end_texts:
-            text = self.end_texts[-1] + text
-        return self.tokenize(text)
+        end = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.missing_end_token(answer_ids)]
+        shown, hidden = hide_marks(messages, self.marks)
+        return encode_hidden("".join(end) + self.appended_text(shown), hidden, self.tokenize)
+
+    def missing_end_token(self, answer_ids: Sequence[int]) -> list[int]:
+        """The end-of-turn token if a sampled answer lacks one; else nothing."""
+        is_cut = answer_ids and answer_ids[-1] not in self.end_token_ids and self.end_token_ids
+        return [self.end_token_ids[-1]] if is_cut else []
 
     def appended_text(self, messages: Sequence[Message]) -> str:
-        """What the template writes after the end mark of the answer that `messages` follow."""
-        problem: Exception | None = None
+        """The text of `messages` as the template renders it after the end-of-turn token of an answer."""
+        last_error: Exception | None = None
         for placeholder in self._placeholder_answers(messages):
             try:
                 rendered = self.render([{"role": "user", "content": "?"}, placeholder, *messages], True)
             except (TemplateError, TypeError, ValueError) as error:
-                problem = error
+                last_error = error
                 continue
-            _, found, after = rendered.rpartition(PLACEHOLDER)
-            marks_found = [(after.index(end), end) for end in self.end_texts if end in after]
-            if found and marks_found:
-                index, end = min(marks_found)
+            _, separator, after = rendered.rpartition(PLACEHOLDER)
+            end_positions = [(after.index(end), end) for end in self.end_texts if end in after]
+            if separator and end_positions:
+                index, end = min(end_positions)
                 return after[index + len(end) :]
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise ConfigError(
             f"the chat template cannot append {roles} turns to an answer"
-            + (f": {problem}" if problem else f": it writes none of the end marks {self.end_texts} after an answer")
+            + (f": {last_error}" if last_error else f": it writes none of the end tokens {self.end_texts} after one")
             + "; run `verl check-template` on it, or give actor_rollout_ref.model.custom_chat_template"
         )
 
     def _placeholder_answers(self, messages: Sequence[Message]) -> list[Message]:
-        """Answers to render `messages` after: plain text; then a tool call, which some templates insist on."""
+        """Answers to render before `messages`: plain text, then a tool call, which some templates require."""
         calls = [
             {
                 "id": str(message.get("tool_call_id", f"call_{number}")),
@@ -82,7 +92,7 @@ class IncrementalTemplate:
         return [plain, {"role": "assistant", "content": "", "tool_calls": calls}] if calls else [plain]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The whole conversation as the template writes it."""
+        """The whole conversation as text, rendered by the chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"conversations need a chat template, and the tokenizer {self.tokenizer.name_or_path!r} has no chat "
@@ -100,7 +110,7 @@ class IncrementalTemplate:
         return text
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of rendered text: a template writes its special tokens itself."""
-        text = text.encode(errors="replace").decode()  # half a surrogate pair (a tool's JSON may hold one) has no bytes
+        """Token ids of rendered text; no special tokens are added, because the template writes them."""
+        text = text.encode(errors="replace").decode()  # a lone surrogate (possible in a tool's JSON) has no bytes
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids

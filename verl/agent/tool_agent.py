@@ -1,24 +1,35 @@
-"""`tool_agent`: answer, carry out the tool calls in it, append their results, and again."""
+"""`tool_agent`: sample an answer, run its tool calls, append their results, and repeat."""
 
 import asyncio
 import time
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, new_request_id, register
 from verl.agent.tool_parsers import FunctionCall, ToolParser
+from verl.agent.tool_schemas import schema_dict
 from verl.agent.tools import call_tool, truncate_text
 from verl.data.chat import Message
 from verl.utils.errors import DataError
 
 
+class AgentState(Enum):
+    """What a conversation does next."""
+
+    PENDING = "pending"  # its prompt has no tokens yet
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    TERMINATED = "terminated"
+
+
 @dataclass
 class AgentData:
-    """A conversation under way; tools get it as `agent_data`."""
+    """A running conversation; tools get it as `agent_data`."""
 
     messages: list[Message]
-    prompt_ids: list[int]
     tools_kwargs: dict[str, Any]
+    prompt_ids: list[int] = field(default_factory=list)
     request_id: str = field(default_factory=new_request_id)
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
@@ -28,6 +39,8 @@ class AgentData:
     tool_rewards: list[float] = field(default_factory=list)
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     stop_reason: str = "stop"
+    state: AgentState = AgentState.PENDING
+    tool_calls: list[FunctionCall] = field(default_factory=list)
 
 
 TOOL_AGENT = "tool_agent"
@@ -35,28 +48,26 @@ TOOL_AGENT = "tool_agent"
 
 @register(TOOL_AGENT)
 class ToolAgentLoop(AgentLoopBase):
-    """Stops when an answer calls no tool, or at response_length, max_assistant_turns or max_user_turns."""
+    """Ends when an answer calls no tool, or at response_length, max_assistant_turns or max_user_turns."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings = self.rollout_config.multi_turn
         self.parser = ToolParser.get_tool_parser(self.settings.format, self.tokenizer)
-        self.schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
+        self.schemas = [schema_dict(tool.tool_schema) for tool in self.tools.values()]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        messages = list(kwargs["raw_prompt"])
-        data = AgentData(
-            messages, self.incremental_template.initial_tokens(messages), dict(kwargs.get("tools_kwargs") or {})
-        )
-        limit = self.rollout_config.prompt_length
-        if len(data.prompt_ids) > limit:
-            raise DataError(
-                f"row {kwargs.get('index')}: the prompt with the tools' descriptions has {len(data.prompt_ids)} "
-                f"tokens, more than data.max_prompt_length={limit}; raise it, or offer fewer tools"
-            )
-        while calls := await self.generate_turn(data, sampling_params):
-            if not await self.run_tool_calls(data, calls):
-                break
+        data = AgentData(list(kwargs["raw_prompt"]), dict(kwargs.get("tools_kwargs") or {}))
+        while data.state is not AgentState.TERMINATED:
+            if data.state is AgentState.PENDING:
+                self.build_prompt(data, kwargs.get("index"))
+                data.state = AgentState.GENERATING
+            elif data.state is AgentState.GENERATING:
+                data.tool_calls = await self.generate_turn(data, sampling_params)
+                data.state = AgentState.PROCESSING_TOOLS if data.tool_calls else AgentState.TERMINATED
+            else:
+                fits = await self.run_tool_calls(data, data.tool_calls)
+                data.state = AgentState.GENERATING if fits else AgentState.TERMINATED
         return AgentLoopOutput(
             prompt_ids=data.prompt_ids,
             response_ids=data.response_ids,
@@ -70,13 +81,23 @@ class ToolAgentLoop(AgentLoopBase):
             },
         )
 
+    def build_prompt(self, data: AgentData, row: Any) -> None:
+        """Tokenise the messages; DataError where they are longer than data.max_prompt_length."""
+        data.prompt_ids = self.incremental_template.initial_tokens(data.messages)
+        limit = self.rollout_config.prompt_length
+        if len(data.prompt_ids) > limit:
+            raise DataError(
+                f"row {row}: the prompt with the tools' descriptions has {len(data.prompt_ids)} "
+                f"tokens, more than data.max_prompt_length={limit}; raise it, or offer fewer tools"
+            )
+
     def remaining_tokens(self, data: AgentData) -> int:
-        """Tokens the response may still grow by."""
+        """Number of tokens that still fit into response_length."""
         return int(self.rollout_config.response_length) - len(data.response_ids)
 
     async def generate_turn(self, data: AgentData, sampling_params: dict[str, Any]) -> list[FunctionCall]:
-        """One turn of the policy; the tool calls to carry out, none when the conversation is over."""
-        begin = time.perf_counter()
+        """Sample one turn of the policy; returns its tool calls, or none when the conversation is over."""
+        start_time = time.perf_counter()
         output = await self.server_manager.generate(
             data.request_id,
             prompt_ids=[*data.prompt_ids, *data.response_ids],
@@ -86,7 +107,7 @@ class ToolAgentLoop(AgentLoopBase):
                 "stop_token_ids": self.parser.stop_token_ids,
             },
         )
-        data.metrics.generate_sequences += time.perf_counter() - begin
+        data.metrics.generate_sequences += time.perf_counter() - start_time
         data.response_ids += output.token_ids
         data.response_mask += [1] * len(output.token_ids)
         data.response_logprobs += output.log_probs or [0.0] * len(output.token_ids)
@@ -105,15 +126,15 @@ class ToolAgentLoop(AgentLoopBase):
         return calls[: self.settings.max_parallel_calls]
 
     async def run_tool_calls(self, data: AgentData, calls: list[FunctionCall]) -> bool:
-        """Run the calls together and append what they say; False when that does not fit any more."""
-        begin = time.perf_counter()
+        """Run the calls concurrently and append their results; False when the results do not fit."""
+        start_time = time.perf_counter()
         results = await asyncio.gather(
             *(
                 call_tool(self.tools, call.name, call.arguments, self._create_kwargs(data, call.name), data)
                 for call in calls
             )
         )
-        data.metrics.tool_calls += time.perf_counter() - begin
+        data.metrics.tool_calls += time.perf_counter() - start_time
         replies: list[Message] = []
         for call, (response, reward, _) in zip(calls, results, strict=True):
             text = truncate_text(

@@ -1,7 +1,7 @@
-"""Tool calls in the text of an answer, in the formats that model families are trained on (`multi_turn.format`).
+"""Parsers of tool calls in the text of an answer, one per format of a model family (`multi_turn.format`).
 
-Nothing is evaluated: arguments are JSON, or text that stays text unless the tool's schema says otherwise. A call that
-cannot be read is handed on as it is, so that the policy is told what is wrong with it.
+No text is evaluated as code: arguments are JSON, or plain text that is converted to the type in the tool's schema. An
+unreadable call is passed on unchanged, so that the tool's error reply goes to the policy.
 """
 
 import json
@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.agent.tool_schemas import schema_dict
 from verl.utils.registry import Registry
 
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call as written: `arguments` is JSON text, valid or not."""
+    """A call as the policy wrote it: `arguments` is JSON text, valid or not."""
 
     name: str
     arguments: str
@@ -27,14 +28,16 @@ TOOL_PARSERS: Registry[type["ToolParser"]] = Registry("tool parser")
 
 
 class ToolParser(ABC):
-    """Finds tool calls in sampled tokens. Parsers of your own: `@ToolParser.register(name)`."""
+    """Finds tool calls in sampled tokens. Register your own parser with `@ToolParser.register(name)`."""
+
+    start_mark: str | None = None  # the text with which calls begin, where it is always the same
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
 
     @staticmethod
     def register(name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
-        """File a parser under a value of `multi_turn.format`."""
+        """Decorator that registers a parser for a value of `multi_turn.format`."""
         return TOOL_PARSERS.register(name)
 
     @staticmethod
@@ -44,14 +47,14 @@ class ToolParser(ABC):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a turn with a call, where the end-of-sequence token does not."""
+        """Tokens that end a turn with a call, besides the end-of-sequence token."""
         return []
 
     @abstractmethod
     async def extract_tool_calls(
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """Text around the calls, and the calls in order. `tools`: schemas, for formats that do not type arguments."""
+        """Text around the calls, and the calls in order. `tools`: schemas, for formats without argument types."""
 
 
 class TextParser(ToolParser):
@@ -70,21 +73,21 @@ class TextParser(ToolParser):
 
 def parameter_types(tools: Sequence[Any] | None) -> dict[str, dict[str, str]]:
     """JSON types by tool and parameter, from schemas (objects or dictionaries)."""
-    found: dict[str, dict[str, str]] = {}
+    types: dict[str, dict[str, str]] = {}
     for tool in tools or ():
-        function = (tool if isinstance(tool, dict) else tool.model_dump())["function"]
+        function = schema_dict(tool)["function"]
         properties = (function.get("parameters") or {}).get("properties") or {}
-        found[function["name"]] = {name: str(value.get("type", "string")) for name, value in properties.items()}
-    return found
+        types[function["name"]] = {name: str(value.get("type", "string")) for name, value in properties.items()}
+    return types
 
 
 def _parse_argument(text: str, kind: str) -> Any:
-    """An argument written as plain text, in the type its schema wants; text where it cannot be."""
+    """A plain-text argument converted to JSON type `kind`; the text itself where that fails."""
     if kind == "string":
         return text
     try:
         value = json.loads(text)
-        json.dumps(value)  # what is nested too deeply to be written again stays text
+        json.dumps(value)  # a value nested too deeply to be serialised stays text
         return value
     except (ValueError, RecursionError):
         return {"true": True, "false": False}.get(text.strip().lower(), text)
@@ -97,7 +100,7 @@ def _make_call(name: str, values: dict[str, str], types: dict[str, dict[str, str
 
 
 def _parse_json_call(text: str) -> FunctionCall:
-    """`{"name": …, "arguments": {…}}`; what is not valid JSON becomes a call that says so."""
+    """The call in `{"name": …, "arguments": {…}}`; invalid JSON becomes the arguments, unchanged."""
     try:
         raw = json.loads(text)
         arguments = raw.get("arguments", raw.get("parameters", {}))
@@ -108,19 +111,19 @@ def _parse_json_call(text: str) -> FunctionCall:
 
 
 def extract_between(text: str, start_mark: str, end_mark: str, allow_unclosed: bool = False) -> tuple[str, list[str]]:
-    """`text` without what lies between the marks, and that; `allow_unclosed`: the last piece needs no closing mark.
+    """`text` without its marked pieces, and these pieces; `allow_unclosed`: the last piece needs no end mark.
 
-    In time proportional to the text, which a pattern is not: a policy that repeats one token would stop the run.
+    Takes linear time. A regular expression would not: a policy that repeats one token would stall the run.
     """
-    outside, inside, place = [], [], 0
-    while (begin := text.find(start_mark, place)) >= 0:
+    outside, inside, position = [], [], 0
+    while (begin := text.find(start_mark, position)) >= 0:
         end = text.find(end_mark, begin + len(start_mark))
         if end < 0 and not allow_unclosed:
             break
-        outside.append(text[place:begin])
+        outside.append(text[position:begin])
         inside.append(text[begin + len(start_mark) : end if end >= 0 else len(text)])
-        place = end + len(end_mark) if end >= 0 else len(text)
-    return "".join([*outside, text[place:]]).strip(), inside
+        position = end + len(end_mark) if end >= 0 else len(text)
+    return "".join([*outside, text[position:]]).strip(), inside
 
 
 def _named_blocks(text: str, start_mark: str, end_mark: str, allow_unclosed: bool = False) -> list[tuple[str, str]]:
@@ -130,7 +133,7 @@ def _named_blocks(text: str, start_mark: str, end_mark: str, allow_unclosed: boo
 
 
 class TagParser(TextParser):
-    """A parser of calls between two marks."""
+    """A parser of calls between a start mark and an end mark."""
 
     start_mark: str
     end_mark: str
@@ -172,13 +175,13 @@ class Qwen3CoderParser(TagParser):
 
 
 def _strip_frame_newlines(value: str) -> str:
-    """A value without the one newline that the format puts before and after it."""
+    """`value` without the newline that the format puts before and after it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 @TOOL_PARSERS.register("seed")
 class SeedParser(Qwen3CoderParser):
-    """The same in `<seed:tool_call>` (Seed-OSS)."""
+    """The Qwen3-Coder format in `<seed:tool_call>` (Seed-OSS)."""
 
     start_mark, end_mark = "<seed:tool_call>", "</seed:tool_call>"
 
@@ -199,10 +202,10 @@ class MiniMaxParser(TagParser):
             for attributes, value in _named_blocks(
                 body, f"<{self.tag_prefix}parameter name=", f"</{self.tag_prefix}parameter>"
             ):
-                found = self.parameter_pattern.fullmatch(attributes)
-                if found is None:
+                match = self.parameter_pattern.fullmatch(attributes)
+                if match is None:
                     continue
-                key, is_string = found.groups()
+                key, is_string = match.groups()
                 values[key] = _strip_frame_newlines(value)
                 if is_string:
                     kinds[key] = "string" if is_string == "true" else "object"
@@ -212,7 +215,7 @@ class MiniMaxParser(TagParser):
 
 @TOOL_PARSERS.register("deepseek_v4")
 class DeepSeekV4Parser(MiniMaxParser):
-    """Invokes marked DSML, which say themselves whether a value is text (DeepSeek-V3.2 and V4)."""
+    """The MiniMax format with DSML tags; an attribute says whether a value is text (DeepSeek-V3.2 and V4)."""
 
     tag_prefix = "\uff5cDSML\uff5c"  # between two full-width bars
     start_mark, end_mark = f"<{tag_prefix}tool_calls>", f"</{tag_prefix}tool_calls>"
@@ -241,10 +244,10 @@ class GLMParser(TagParser):
 class KimiParser(TextParser):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section (Kimi-K2)."""
 
+    start_mark = "<|tool_calls_section_begin|>"
+
     def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        outside, sections = extract_between(
-            text, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", allow_unclosed=True
-        )
+        outside, sections = extract_between(text, self.start_mark, "<|tool_calls_section_end|>", allow_unclosed=True)
         pieces = [p for s in sections for p in extract_between(s, "<|tool_call_begin|>", "<|tool_call_end|>")[1]]
         calls = []
         for head, mark, arguments in (piece.partition("<|tool_call_argument_begin|>") for piece in pieces):
@@ -267,39 +270,40 @@ class GPTOSSParser(TextParser):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        found = self.tokenizer.convert_tokens_to_ids("<|call|>")
-        return [found] if isinstance(found, int) and found != self.tokenizer.unk_token_id else []
+        call_id = self.tokenizer.convert_tokens_to_ids("<|call|>")
+        return [call_id] if isinstance(call_id, int) and call_id != self.tokenizer.unk_token_id else []
 
     def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        calls, outside, done = [], [], 0
+        calls, outside, position = [], [], 0
         for match in self.call_pattern.finditer(text):
             name = match["early"] or match["late"]
             if name:  # a commentary without recipient is a preamble for the user
                 calls.append(FunctionCall(name, match["arguments"]))
-                outside.append(text[done : match.start()])
-                done = match.end()
-        return "".join([*outside, text[done:]]).strip(), calls
+                outside.append(text[position : match.start()])
+                position = match.end()
+        return "".join([*outside, text[position:]]).strip(), calls
 
 
 @TOOL_PARSERS.register("gemma4")
 class Gemma4Parser(TextParser):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,number:3}<tool_call|>` (Gemma 4)."""
 
+    start_mark = "<|tool_call>"
     string_pattern = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
     key_pattern = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
 
     def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
-        outside, pieces = extract_between(text, "<|tool_call>", "<tool_call|>")
+        outside, pieces = extract_between(text, self.start_mark, "<tool_call|>")
         heads = (piece.strip().removeprefix("call:").partition("{") for piece in pieces)
         return outside, [FunctionCall(name.strip(), self._to_json(brace + body)) for name, brace, body in heads]
 
     def _to_json(self, body: str) -> str:
-        """The body as JSON: texts are taken out first, so that nothing inside them is mistaken for syntax."""
+        """The body as JSON. Placeholders replace strings first, so that no text inside them is parsed as syntax."""
         texts: list[str] = []
 
-        def take(match: "re.Match[str]") -> str:
+        def insert_placeholder(match: "re.Match[str]") -> str:
             texts.append(json.dumps(match.group(1), ensure_ascii=False))
             return f"\x00{len(texts) - 1}\x00"
 
-        keyed = self.key_pattern.sub(r'\1"\2":', self.string_pattern.sub(take, body))
+        keyed = self.key_pattern.sub(r'\1"\2":', self.string_pattern.sub(insert_placeholder, body))
         return re.sub(r"\x00(\d+)\x00", lambda match: texts[int(match.group(1))], keyed)

@@ -1,83 +1,48 @@
-"""Tools a policy may call: classes with a schema, or plain functions. A failing tool is a reply, never a crash."""
+"""Tools a policy may call: classes with a schema, or plain functions. A failing tool gives an error reply."""
 
 import asyncio
 import contextlib
 import contextvars
 import inspect
 import json
+import math
 import threading
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from verl.agent.tool_schemas import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.external_code import load_module, load_object, user_traceback
 from verl.utils.suggest import did_you_mean
 
+POLL_S = 0.5  # how often a running call is looked at
 DEFAULT_TIMEOUT = 60.0  # seconds one call may take
 
 
 @dataclass
 class ToolResponse:
-    """What a tool says: text for the conversation; images and videos are for multimodal policies."""
+    """Reply of a tool: text for the conversation; images and videos are for multimodal policies."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
 
+    def is_empty(self) -> bool:
+        """Whether there is no text, image or video."""
+        return not (self.text or self.image or self.video)
 
-@dataclass(frozen=True)
-class FunctionSchema:
-    """Name, description and JSON-schema parameters of a tool."""
-
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}, "required": []})
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class OpenAIFunctionToolSchema:
-    """A tool's description as chat templates and OpenAI-compatible servers read it."""
-
-    function: FunctionSchema
-    type: str = "function"
-
-    @classmethod
-    def model_validate(cls, raw: dict[str, Any]) -> "OpenAIFunctionToolSchema":
-        """From `{type: function, function: {name, description, parameters, strict}}`."""
-        function = raw.get("function") if isinstance(raw, dict) and raw.get("type", "function") == "function" else None
-        function = function if isinstance(function, dict) and function.get("name") else None
-        parameters = (function or {}).get("parameters", {"properties": {}})
-        properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
-        if (
-            not function
-            or not isinstance(properties, dict)
-            or not all(isinstance(p, dict) for p in properties.values())
-        ):
-            raise ConfigError(
-                "a tool schema must be {type: function, function: {name: …, parameters: {type: object, properties: "
-                f"{{NAME: {{type: …}}}}}}}}}}, found {raw!r}"
-            )
-        known = {name: function[name] for name in ("name", "description", "parameters", "strict") if name in function}
-        return cls(FunctionSchema(**known))
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """As a dictionary for templates."""
-        function = {
-            "name": self.function.name,
-            "description": self.function.description,
-            "parameters": self.function.parameters,
-        }
-        return {"type": self.type, "function": function}
+    def is_text_only(self) -> bool:
+        """Whether there is text and nothing else."""
+        return bool(self.text) and not (self.image or self.video)
 
 
 class BaseTool:
-    """One tool. Override `execute`; `create`, `calc_reward` and `release` frame each call where they are needed."""
+    """One tool. Override `execute`, and `create`, `calc_reward` and `release` where a call needs them."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         self.config = config
@@ -91,17 +56,17 @@ class BaseTool:
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin a call; `create_kwargs` of the row's tools_kwargs arrive here."""
+        """Begin a call; `kwargs` has the `create_kwargs` of the row's tools_kwargs."""
         return instance_id or str(uuid.uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Carry the call out: response, reward of this step, metrics."""
+        """Run the call: response, reward of this call, metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """A reward for the state the tool is in."""
+        """Reward for the tool's current state."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -112,7 +77,11 @@ class FunctionTool(BaseTool):
     """A plain or async function as a tool."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str | None, schema: dict[str, Any] | None, timeout: float | None
+        self,
+        function: Callable[..., Any],
+        name: str | None,
+        schema: OpenAIFunctionToolSchema | dict[str, Any] | None,
+        timeout: float | None,
     ):
         self.function = function
         raw = schema or function_schema(function, name)
@@ -132,8 +101,8 @@ class FunctionTool(BaseTool):
 
 
 async def run_in_thread(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """`function(**parameters)` in a thread of its own, so that neither other calls nor the end of the run wait for one
-    that hangs."""
+    """Result of `function(**parameters)`, run in its own thread, so that neither other calls nor the end of the run
+    wait for a hanging call."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -147,7 +116,7 @@ async def run_in_thread(function: Callable[..., Any], parameters: dict[str, Any]
             outcome = context.run(function, **parameters), None
         except BaseException as error:  # a tool may call sys.exit()
             outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits
             loop.call_soon_threadsafe(set_outcome, outcome)
 
     threading.Thread(target=work, name="tool", daemon=True).start()
@@ -158,7 +127,7 @@ async def run_in_thread(function: Callable[..., Any], parameters: dict[str, Any]
 
 
 def to_tool_response(value: Any) -> ToolResponse:
-    """A ToolResponse as it is, text as text, everything else as JSON."""
+    """`value` as a ToolResponse: a ToolResponse unchanged, text as text, any other value as JSON."""
     if isinstance(value, ToolResponse):
         if value.image or value.video:
             raise ValueError("it returned images or videos; only text is supported so far")
@@ -167,7 +136,7 @@ def to_tool_response(value: Any) -> ToolResponse:
 
 
 def function_schema(function: Callable[..., Any], name: str | None) -> dict[str, Any]:
-    """From type hints and the Google-style `Args:` of the docstring."""
+    """Schema of a function, from its type hints and the Google-style `Args:` of its docstring."""
     from transformers.utils import get_json_schema
 
     try:
@@ -186,17 +155,21 @@ _registered_functions: dict[str, FunctionTool] = {}
 
 
 def function_tool(
-    name: str | Callable[..., Any] | None = None, *, schema: dict[str, Any] | None = None, timeout: float | None = None
+    name: str | Callable[..., Any] | None = None,
+    *,
+    schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None,
+    timeout: float | None = None,
 ) -> Any:
-    """`@function_tool`, `@function_tool("name")`, `@function_tool(schema=…, timeout=…)`: offer a function as a tool.
+    """`@function_tool`, `@function_tool("name")`, `@function_tool(schema=…, timeout=…)`: register a function as a tool.
 
-    The function returns text, something JSON can hold, a ToolResponse, or a tuple (response[, reward[, metrics]]).
+    `schema`: an OpenAIFunctionToolSchema or its dictionary. The function returns text, a JSON-serialisable value, a
+    ToolResponse, or a tuple (response[, reward[, metrics]]).
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         tool = FunctionTool(function, name if isinstance(name, str) else None, schema, timeout)
-        known = _registered_functions.get(tool.name)
-        if known is not None and known.function is not function and known.function.__module__ == function.__module__:
+        other = _registered_functions.get(tool.name)
+        if other is not None and other.function is not function and other.function.__module__ == function.__module__:
             raise ConfigError(f"two function tools are called {tool.name!r}; give one another name")
         _registered_functions[tool.name] = tool
         return function
@@ -228,7 +201,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
 
 
 def read_yaml(path: str, key: str) -> Any:
-    """What the YAML file that `key` names holds."""
+    """Content of the YAML file `path`, which is the value of config key `key`."""
     try:
         return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -271,7 +244,7 @@ def _tools_from_yaml(path: str) -> list[BaseTool]:
 async def call_tool(
     tools: dict[str, BaseTool], name: str, arguments: str, create_kwargs: dict[str, Any], agent_data: Any = None
 ) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """One call from its parsed text. Unknown tools, bad arguments, failures and timeouts become replies of reward 0."""
+    """Run one tool call. Unknown tools, bad arguments, failures and timeouts become error replies with reward 0."""
     if name not in tools:
         return ToolResponse(text=f"Error: there is no tool {name!r}; {did_you_mean(name, tools)}"), 0.0, {}
     try:
@@ -283,22 +256,58 @@ async def call_tool(
     tool = tools[name]
     seconds = float(tool.config.get("timeout", DEFAULT_TIMEOUT))
     try:
-        async with asyncio.timeout(seconds) as limit:
-            instance, _ = await tool.create(create_kwargs=create_kwargs)
-            try:
-                response, reward, metrics = await tool.execute(instance, parameters, agent_data=agent_data)
-            finally:
-                await asyncio.wait_for(tool.release(instance), seconds)
-        return to_tool_response(response), float(reward or 0.0), dict(metrics or {})
-    except (Exception, SystemExit) as error:
-        if isinstance(error, TimeoutError) and limit.expired():
-            return ToolResponse(text=f"Error: {name} took longer than {seconds:g} seconds"), 0.0, {}
+        result, failure = await _within(seconds, _execute(tool, create_kwargs, parameters, agent_data))
+        if failure is not None:
+            raise failure
+        response, reward, metrics = result
+        if not math.isfinite(reward := float(reward or 0.0)):
+            raise ValueError(f"its reward is {reward}; it must be finite")
+        return to_tool_response(response), reward, dict(metrics or {})
+    except _TooSlowError:
+        return ToolResponse(text=f"Error: {name} took longer than {seconds:g} seconds"), 0.0, {}
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+            raise  # the run is over
         text = user_traceback(error, frames=0).strip().splitlines()[-1].strip()
         return ToolResponse(text=f"Error when executing {name}: {text}"), 0.0, {}
 
 
+class _TooSlowError(Exception):
+    """A tool call took longer than its limit."""
+
+
+async def _execute(
+    tool: BaseTool, create_kwargs: dict[str, Any], parameters: dict[str, Any], agent_data: Any
+) -> tuple[Any, BaseException | None]:
+    """(what the tool returned, None), or (None, what it raised): in a task of its own SystemExit would end the run."""
+    try:
+        instance, _ = await tool.create(create_kwargs=create_kwargs)
+        try:
+            return await tool.execute(instance, parameters, agent_data=agent_data), None
+        finally:
+            await tool.release(instance)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return None, error
+
+
+async def _within(seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
+    """The call's result within so many seconds, counted in polls: time in which the process is stopped is not its."""
+    task, step, used_s = asyncio.ensure_future(call), min(POLL_S, seconds / 4), 0.0
+    try:
+        while not task.done() and used_s < seconds:
+            await asyncio.wait({task}, timeout=step)
+            used_s += step
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=seconds)  # its release
+            raise _TooSlowError
+        return task.result()
+    finally:
+        task.cancel()
+
+
 def truncate_text(text: str, limit: int, side: str) -> str:
-    """At most `limit` characters of a tool's text, cut on the left, in the middle or on the right, with a mark."""
+    """`text` cut to `limit` characters on the left, in the middle or on the right; a mark shows the cut."""
     if len(text) <= limit:
         return text
     mark = "...(truncated)..."

@@ -1,7 +1,7 @@
-"""Advantage estimators: from token rewards to how much better than expected each sampled token was.
+"""Advantage estimators: from token rewards to the advantage and return of each sampled token.
 
 Shapes: N sequences, T packed tokens, M sampled tokens (loss_mask True). An estimator is a plain function
-`fn(batch, config) -> (advantages (T,), returns (T,))`, zero where loss_mask is False. It sees the whole batch of a
+`fn(batch, config) -> (advantages (T,), returns (T,))`, zero where loss_mask is False. It receives the whole batch of a
 step, so group and batch statistics need no collectives.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.config import AlgorithmConfig
 from verl.data.batch import Batch
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import RegistryError, RewardError
 from verl.utils.registry import Registry
 
 AdvantageEstimator = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -31,7 +31,7 @@ PLANNED = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
-STD_EPSILON = 1e-6  # keeps a group of (nearly) equal scores at advantages of (nearly) 0
+STD_EPSILON = 1e-6  # makes the advantages of a group of (nearly) equal scores (nearly) 0
 
 
 def register_advantage(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
@@ -40,10 +40,10 @@ def register_advantage(name: str) -> Callable[[AdvantageEstimator], AdvantageEst
 
 
 def get_advantage(name: str) -> AdvantageEstimator:
-    """The estimator filed under `name`; ConfigError for an unknown one."""
+    """The estimator registered as `name`; ConfigError for an unknown one."""
     if name in PLANNED and name not in ADVANTAGES:
         known = ", ".join(ADVANTAGES.names())
-        raise ConfigError(f"algorithm.adv_estimator={name} is still to come; available now: {known}")
+        raise RegistryError(f"algorithm.adv_estimator={name} is still to come; available now: {known}")
     return ADVANTAGES.get(name)
 
 
@@ -56,7 +56,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
 def with_token_rewards(batch: Batch) -> Batch:
     """The batch with `token_rewards` (T,): the reward of a sequence on its last sampled token, 0 elsewhere.
 
-    A sequence without a sampled token carries its reward on its last token: it counts in its group, and trains nothing.
+    A sequence without a sampled token has its reward on its last token: it counts in its group but is not trained.
     """
     rewards = batch.require("rewards", "Reward.score")
     missing = torch.nonzero(rewards.isnan()).flatten().tolist()
@@ -84,8 +84,8 @@ def last_sampled_positions(batch: Batch) -> Tensor:
 def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over sampled tokens, whitened; returns = raw advantages + values.
 
-    Tokens that were not sampled are skipped: the successor of a sampled token is the next *sampled* token of its
-    sequence, across tool turns too. Source: arXiv 1506.02438, eq. 16.
+    Tokens that were not sampled are skipped: a sampled token is followed by the next *sampled* token of its
+    sequence, also across tool turns. Source: arXiv 1506.02438, eq. 16.
     """
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
     values = batch.require("values", "Critic.values")
@@ -102,21 +102,21 @@ def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 def discounted_suffix_sums(x: Tensor, sequence: Tensor, discount: float) -> Tensor:
     """y[t] = x[t] + discount * y[t+1] inside each run of equal `sequence`, (M,) -> (M,).
 
-    By doubling: after round k, y[t] covers 2^k terms. log2(longest) passes over M numbers instead of one Python step
-    per token.
+    By doubling: after round k, y[t] is the sum of 2^k terms. This takes log2(longest) tensor operations instead of
+    one Python step per token.
     """
-    y, reach, factor = x.clone(), 1, discount
-    while reach < len(y) and factor != 0.0:
-        same = sequence[reach:] == sequence[:-reach]
+    y, shift, factor = x.clone(), 1, discount
+    while shift < len(y) and factor != 0.0:
+        same = sequence[shift:] == sequence[:-shift]
         if not bool(same.any()):
             break
-        y[:-reach] = y[:-reach] + factor * torch.where(same, y[reach:], 0.0)
-        reach, factor = 2 * reach, factor * factor
+        y[:-shift] = y[:-shift] + factor * torch.where(same, y[shift:], 0.0)
+        shift, factor = 2 * shift, factor * factor
     return y
 
 
 def whiten(x: Tensor) -> Tensor:
-    """(M,) shifted to mean 0 and scaled to unbiased variance 1."""
+    """(M,) `x` shifted to mean 0 and scaled to unbiased variance 1."""
     if len(x) < 2:
         return torch.zeros_like(x)
     return (x - x.mean()) * torch.rsqrt(x.var() + 1e-8)
@@ -125,13 +125,13 @@ def whiten(x: Tensor) -> Tensor:
 @register_advantage("grpo_vectorized")
 @register_advantage("grpo")
 def grpo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Score of a sequence against its group, the same number on every sampled token; returns are the advantages.
+    """Score of each sequence relative to its group, on each of its sampled tokens; the returns equal the advantages.
 
-    (score - mean) / (std + 1e-6) with the unbiased std of the group, or the plain difference when
+    (score - mean) / (std + 1e-6) with the unbiased std of the group, or only the difference when
     `norm_adv_by_std_in_grpo` is false (Dr.GRPO). A group of one has mean 0 and std 1. Source: arXiv 2402.03300, §4.1.2.
     """
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
-    # float64: in float32 the rounding of the mean of equal scores, divided by 1e-6, would be a real advantage
+    # float64: in float32 the rounding error of the mean of equal scores, divided by 1e-6, would be a large advantage
     scores = batch.sum_per_sequence(rewards.double())
     means, stds = group_mean_and_std(scores, batch.require("group_ids", "Batch.pack").to(scores.device))
     advantages_N = scores - means

@@ -1,7 +1,7 @@
-"""How much each token's loss counts: `loss_agg_mode` as one weight per token.
+"""Loss aggregation: `loss_agg_mode` as one loss weight per token.
 
-The weights are computed once per mini-batch from *all* its sequences. After that every loss is a plain sum
-Σ w·ℓ, so micro-batch size, packing, accumulation and data-parallel degree cannot change it.
+The weights are computed once per mini-batch from *all* its sequences. Every loss is then the plain
+sum Σ w·ℓ, so micro-batch size, packing, accumulation and data-parallel degree cannot change it.
 """
 
 import torch
@@ -16,15 +16,15 @@ from verl.utils.suggest import did_you_mean
 def loss_weights(
     batch: Batch, mode: str, loss_scale_factor: float | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(T,) weights of `mode` over `loss_mask`, 0 on tokens that were not sampled; `batch` is the whole mini-batch.
+    """(T,) loss weights of `mode`, 0 on tokens that were not sampled (`loss_mask`); `batch` is the whole mini-batch.
 
-    token-mean: every sampled token counts the same. token-sum: no normalisation. seq-mean-token-sum and
+    token-mean: mean over sampled tokens. token-sum: no normalisation. seq-mean-token-sum and
     seq-mean-token-mean: sum or mean over a sequence, then mean over sequences. seq-mean-token-sum-norm:
     seq-mean-token-sum divided by a constant length (Dr.GRPO, arXiv 2503.20783).
 
     Sequences without a sampled token do not count as sequences. `loss_scale_factor` is the constant length of
-    seq-mean-token-sum-norm: `actor.loss_scale_factor`, or else the configured max response length. It never is the
-    width of some padded tensor, which would change with the packing. Computed in float64, returned as `dtype`.
+    seq-mean-token-sum-norm: `actor.loss_scale_factor`, or else the configured max response length. It is never the
+    width of a padded tensor, which would change with the packing. Computed in float64, returned as `dtype`.
     """
     mask = batch.require("loss_mask", "Batch.pack").double()
     tokens_per_sequence = batch.sum_per_sequence(mask)  # (N,)

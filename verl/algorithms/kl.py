@@ -63,12 +63,12 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
 
 
 def get_kl_estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator of a name, with or without `+`; ConfigError for an unknown one."""
+    """The estimator called `name`, with or without `+`; ConfigError for an unknown one."""
     base = name.removesuffix("+")
     if base == "full":
         raise ConfigError(
             "KL estimator 'full' needs the whole distribution of both models at every token, and only the log-prob of "
-            f"the sampled token is kept; choose one of {', '.join(KL_ESTIMATORS)}"
+            f"the sampled token is stored; choose one of {', '.join(KL_ESTIMATORS)}"
         )
     if base not in KL_ESTIMATORS:
         raise ConfigError(f"unknown KL estimator {name!r}; {did_you_mean(base, KL_ESTIMATORS)}")
@@ -88,23 +88,23 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The configuration holds the coefficient; a resumed run may change it."""
+        """Does nothing: the coefficient is read from the configuration, so a resumed run may change it."""
 
 
 class AdaptiveKLController:
-    """A coefficient that steers the measured KL to `target_kl`. Source: arXiv 1909.08593, §2.2."""
+    """A coefficient that is adapted to bring the measured KL to `target_kl`. Source: arXiv 1909.08593, §2.2."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
         self.value, self.target, self.horizon = init_kl_coef, target_kl, horizon
@@ -138,8 +138,8 @@ def get_kl_controller(config: KLControlConfig) -> KLController:
 def apply_kl_in_reward(batch: Batch, controller: KLController, estimator: str) -> tuple[Batch, Metrics]:
     """The batch with `token_rewards` = sequence reward on the last sampled token - coef * KL(old, ref) on each.
 
-    The controller then sees the KL per sampled token, averaged over sequences. Metrics: actor/reward_kl_penalty (that
-    KL) and actor/reward_kl_penalty_coeff (the coefficient that was applied).
+    The controller is then updated with the KL per sampled token, averaged over sequences. Metrics:
+    actor/reward_kl_penalty (that KL) and actor/reward_kl_penalty_coeff (the coefficient that was applied).
     """
     mask = batch["loss_mask"]
     old = batch.require("old_logprobs", "Actor.logprobs")

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 class LikelihoodLoss:
-    """-log p of each trained token, times its weight."""
+    """-log p of each trained token, times its loss weight."""
 
     per_token = True
     outputs: tuple[str, ...] = ("logprobs",)

@@ -1,12 +1,12 @@
-"""Losses per token: the policy losses, the value loss, and how the engine receives them.
+"""Losses per token: the policy losses, the value loss, and their interface to the engine.
 
-Shapes: M tokens of a micro-batch, or of a slice of one. Nothing here reduces: aggregation lives in the column
-`loss_weights` (see aggregation.py).
+Shapes: M tokens of a micro-batch, or of a slice of one. No loss reduces over tokens: aggregation is done by the
+column `loss_weights` (see aggregation.py).
 
-Metrics have bare names (`pg_loss`); whoever trains adds `actor/` or `critic/`. A loss returns one number per token and
-the engine merges them in one of two ways:
-- a name that ends in `_loss` is summed with `loss_weights`, so it equals the aggregated loss of the mini-batch;
-- every other name is averaged over the sampled tokens.
+Metrics have names without prefix (`pg_loss`); the caller adds `actor/` or `critic/`. A loss returns each metric as one
+number per token, and the engine merges them in one of two ways:
+- a metric whose name ends in `_loss` is summed with `loss_weights`, so it equals the aggregated loss of the mini-batch;
+- every other metric is averaged over the sampled tokens.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.algorithms.kl import get_kl_estimator, kl_penalty
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, RegistryError
 from verl.utils.registry import Registry
 
 TokenMetrics = dict[str, Tensor]
@@ -29,17 +29,17 @@ LOG_RATIO_LIMIT = 20.0  # nats; e^20 is far outside every clip range and still f
 
 
 class TokenLoss(Protocol):
-    """What the engine trains on: reads model outputs and batch columns, returns weighted losses per token."""
+    """A loss that the engine can train: maps model outputs and batch columns to one loss per token."""
 
-    outputs: tuple[str, ...]  # wanted from the model: logprobs, entropy or values
-    columns: tuple[str, ...]  # needed from the batch
-    optional_columns: tuple[str, ...]  # read where the batch has them
-    per_token: bool  # True: entry t depends on entry t of the inputs only, so any slice of tokens will do
+    outputs: tuple[str, ...]  # required from the model: logprobs, entropy or values
+    columns: tuple[str, ...]  # required from the batch
+    optional_columns: tuple[str, ...]  # read if the batch has them
+    per_token: bool  # True: entry t depends on entry t of the inputs only, so any slice of tokens is a valid input
 
     def __call__(
         self, outputs: dict[str, Tensor], columns: dict[str, Tensor], cu_seqlens: Tensor | None
     ) -> tuple[Tensor, TokenMetrics]:
-        """(M,) losses times `loss_weights`, and detached metrics (M,). `cu_seqlens` may be None when per_token."""
+        """(M,) losses times `loss_weights`, and detached metrics (M,). `cu_seqlens` may be None if per_token."""
         ...
 
 
@@ -49,21 +49,21 @@ class PolicyLoss:
 
     function: PolicyLossFunction
     per_token: bool
-    check: Callable[[ActorConfig], None]  # raises ConfigError before the first step where the loss cannot be used
+    check: Callable[[ActorConfig], None]  # raises ConfigError, before the first step, if the loss cannot be used
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
     ) -> tuple[Tensor, TokenMetrics]:
-        """What the function says; ConfigError unless that is one loss per token, which broadcasting would hide."""
+        """The function's result; ConfigError if that is not one loss per token, which broadcasting would hide."""
         returned = self.function(logprobs, old_logprobs, advantages, batch, config)
         losses = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
         if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
-            seen = (
+            received = (
                 type(returned).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
             )
             raise ConfigError(
-                f"policy loss {config.policy_loss.loss_mode!r} returned {seen}; it must return (losses, metrics) with "
-                f"one loss per token, {tuple(logprobs.shape)}: reducing is the trainer's, by actor.loss_agg_mode"
+                f"policy loss {config.policy_loss.loss_mode!r} returned {received}; it must return (losses, metrics) "
+                f"with one loss per token, {tuple(logprobs.shape)}: the trainer reduces, by actor.loss_agg_mode"
             )
         return losses, returned[1]
 
@@ -73,7 +73,7 @@ PLANNED = ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "g
 
 
 def accept_any_config(config: ActorConfig) -> None:
-    """Nothing to check."""
+    """Accepts every configuration."""
 
 
 def register_policy_loss(
@@ -89,15 +89,15 @@ def register_policy_loss(
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """The loss filed under `name`; ConfigError for an unknown one."""
+    """The loss registered as `name`; ConfigError for an unknown one."""
     if name in PLANNED and name not in POLICY_LOSSES:
         known = ", ".join(POLICY_LOSSES.names())
-        raise ConfigError(f"actor.policy_loss.loss_mode={name} is still to come; available now: {known}")
+        raise RegistryError(f"actor.policy_loss.loss_mode={name} is still to come; available now: {known}")
     return POLICY_LOSSES.get(name)
 
 
 def check_clip_ratios(config: ActorConfig) -> None:
-    """Refuses a dual clip that would also clip inside the trust region."""
+    """ConfigError for a dual clip that would also clip inside the trust region."""
     if config.clip_ratio_c <= 1.0:
         raise ConfigError(f"actor.clip_ratio_c={config.clip_ratio_c} must be greater than 1")
 
@@ -147,7 +147,7 @@ class ActorLoss:
     ) -> tuple[Tensor, TokenMetrics]:
         config, logprobs = self.config, outputs["logprobs"]
         batch = Batch(torch.tensor([0, len(logprobs)]) if cu_seqlens is None else cu_seqlens, columns, {})
-        # Without old log-probs the policy in training is the one that sampled: ratio 1, with its gradient.
+        # Without old log-probs the trained policy is the one that sampled: the ratio is 1, and its gradient is kept.
         old = columns["old_logprobs"] if "old_logprobs" in columns else logprobs.detach()
         losses, metrics = self.policy_loss(logprobs, old, columns["advantages"], batch, config)
         metrics["pg_loss"] = losses
@@ -165,9 +165,9 @@ class ActorLoss:
 
 
 class ValueLoss:
-    """Half the squared error of the values, the larger of unclipped and clipped to the old ones ± `cliprange_value`.
+    """Half the squared error: the maximum over unclipped values and values clipped to the old ± `cliprange_value`.
 
-    Columns: `values` are those of the collecting critic, `returns` the targets. Source: PPO's reference implementation;
+    Columns: `values` are those before the update, `returns` the targets. Source: PPO's reference implementation;
     see arXiv 2005.12729, §3.
     """
 
@@ -191,7 +191,7 @@ class ValueLoss:
 
 
 def make_actor_loss(config: ActorConfig) -> TokenLoss:
-    """The loss of `actor.*`; a configuration that cannot be used is refused here, before the first step."""
+    """The loss of `actor.*`; ConfigError, before the first step, for a configuration that cannot be used."""
     return ActorLoss(config)
 
 
@@ -201,5 +201,5 @@ def make_value_loss(config: CriticConfig) -> TokenLoss:
 
 
 def detach_metrics(metrics: TokenMetrics) -> TokenMetrics:
-    """The same numbers outside the graph, booleans as 0 and 1."""
+    """The same numbers detached from the autograd graph, booleans as 0 and 1."""
     return {name: (m.float() if m.dtype == torch.bool else m).detach() for name, m in metrics.items()}

@@ -1,4 +1,4 @@
-"""Stable path for transports of weights that others write (see `base`)."""
+"""Stable import path for weight transports from outside this library (see `base`)."""
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, TensorMeta
 

@@ -1,4 +1,4 @@
-"""The interface of a weight transport between trainer and rollout, as vendors' plug-ins implement it, and ours."""
+"""The interface of weight transports between trainer and rollout; vendors' plug-ins and our transports implement it."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 class TensorMeta(TypedDict):
-    """Where one tensor lies in a bucket; `offset` in bytes."""
+    """Position of one tensor in a bucket; `offset` in bytes."""
 
     name: str
     shape: torch.Size
@@ -26,7 +26,7 @@ class TensorMeta(TypedDict):
 
 
 class CheckpointEngine(ABC):
-    """Sends the trainer's weights, receives them in a rollout worker.
+    """Sends the trainer's weights and receives them in rollout workers.
 
     Order of calls: `prepare` on every worker, `build_topology` once on the driver with what they returned,
     `init_process_group` on every worker, then `send_weights` and `receive_weights` at the same time, `finalize`.
@@ -36,14 +36,14 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
-        """Allocate buffers; returns what the others must know about this worker."""
+        """Allocate buffers; returns metadata of this worker for the others."""
 
     @classmethod
     @abstractmethod
     def build_topology(
         cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Arguments of `init_process_group`, one list entry per worker: for the actor's, then for the rollout's."""
+        """Arguments of `init_process_group`, one list entry per worker: the actor's, then the rollout's."""
 
     @abstractmethod
     def init_process_group(self, *args: Any, **kwargs: Any) -> None:
@@ -63,10 +63,10 @@ class CheckpointEngine(ABC):
 
 
 class BucketTransport(CheckpointEngine):
-    """What ours share: the first rank of the trainer sends buckets of many tensors to every worker of the rollout.
+    """Base of our transports: rank 0 of the trainer sends buckets of many tensors to every rollout worker.
 
-    A transport stays connected from publish to publish, until `finalize`. Trainer ranks but the first only take part
-    in producing the weights. `timeout`: seconds one end waits for another before it raises TransportError.
+    A transport stays connected between publishes, until `finalize`. The other trainer ranks only take part in
+    producing the weights. `timeout`: seconds one endpoint waits for another before it raises TransportError.
     """
 
     sends_first: ClassVar[bool] = False  # whether everything is sent before anything is received
@@ -80,23 +80,23 @@ class BucketTransport(CheckpointEngine):
 
     @classmethod
     def topology_by_rank(cls, actor_world_size: int, rollout_world_size: int, **common: Any) -> Any:
-        """What `build_topology` returns when workers differ in nothing but their rank."""
+        """Result of `build_topology` when workers differ only in their rank."""
         ranks = ([0] + [-1] * (actor_world_size - 1), list(range(1, rollout_world_size + 1)))
         return tuple({"rank": r, **{name: [value] * len(r) for name, value in common.items()}} for r in ranks)
 
     @abstractmethod
     def send_buckets(self, buckets: Iterable[Bucket], dtype: torch.dtype | None, version: int) -> Iterator[Bucket]:
-        """Send buckets, floating-point tensors as `dtype`; yields each as it travels, valid until the next is asked."""
+        """Send buckets, floating-point tensors as `dtype`; yields each bucket as sent, valid until the next one."""
 
     @abstractmethod
     def receive_buckets(self, version: int) -> Iterator[Bucket]:
-        """What arrives, in memory that belongs to the receiver."""
+        """Received buckets, in memory that the receiver owns."""
 
     def fail(self, reason: str) -> None:
-        """Tell receivers that nothing more will come."""
+        """Notify the receivers that no more weights will come."""
 
     def max_bucket_bytes(self) -> int:
-        """Bytes of one bucket; there are two, one is filled while the other is read."""
+        """Bytes of one of two buckets: one is filled while the other is read."""
         return max(self.bucket_size // 2, 1)
 
     async def send_weights(self, weights: NamedTensors, global_steps: int | None = None) -> None:
@@ -110,7 +110,7 @@ class BucketTransport(CheckpointEngine):
 
 
 class CheckpointEngineRegistry:
-    """Backend names to transports; a backend whose library is missing is remembered with the reason."""
+    """Maps backend names to transports; remembers why a backend cannot be imported."""
 
     BUILTIN: ClassVar[dict[str, str]] = {
         "naive": "shared_memory.SharedMemoryTransport", "nccl": "broadcast.BroadcastTransport",
@@ -122,7 +122,7 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def register(cls, backend: str) -> Callable[[EngineClass], EngineClass]:
-        """Decorator that files a transport under `backend`; a vendor may replace one."""
+        """Decorator that registers a transport as `backend`; a vendor may replace one."""
 
         def add(engine_class: EngineClass) -> EngineClass:
             cls._registry[backend] = engine_class
@@ -132,12 +132,12 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def record_import_error(cls, backend: str, error: BaseException) -> None:
-        """Remember why `backend` is not there, to say so to whoever asks for it."""
+        """Remember why `backend` cannot be imported; `get` raises it."""
         cls._import_errors[backend] = error
 
     @classmethod
     def get(cls, backend: str) -> type[CheckpointEngine]:
-        """The transport filed under `backend`: a plug-in's, or ours of that name."""
+        """The transport class of `backend`: a plug-in's, else ours."""
         from verl.plugin import load_plugins
 
         load_plugins()
@@ -156,5 +156,5 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def new(cls, backend: str, *args: Any, **kwargs: Any) -> CheckpointEngine:
-        """An instance of the transport filed under `backend`."""
+        """An instance of the transport registered as `backend`."""
         return cls.get(backend)(*args, **kwargs)

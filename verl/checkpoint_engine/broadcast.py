@@ -1,8 +1,8 @@
 """`checkpoint_engine.backend=nccl`: a collective broadcast by the platform's own library (NCCL, HCCL; gloo on a CPU).
 
-Rank 0 of the trainer and every worker of the rollout meet at a TCPStore, on loopback unless
-`engine_kwargs.nccl.address` names an address of the trainer's machine. The store carries JSON, where each tensor lies
-in a buffer of bytes; the broadcast carries the buffer. Neither has any authentication: use a network of your own.
+Rank 0 of the trainer and every rollout worker connect to a TCPStore, on loopback unless
+`engine_kwargs.nccl.address` names an address of the trainer's machine. JSON messages in the store give the position of
+each tensor in a byte buffer; the broadcast sends the buffer. Neither has any authentication: use a private network.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ CPU_BUCKET_BYTES = 16 << 20  # bytes
 
 
 class BroadcastTransport(BucketTransport):
-    """All workers of trainer and rollout in one process group of its own."""
+    """Broadcasts in a separate process group of trainer rank 0 and all rollout workers."""
 
     library: str | None = None  # None: the platform's
 
@@ -40,12 +40,12 @@ class BroadcastTransport(BucketTransport):
         self.store: dist.Store | None = None
         self.group: Any = None
         self.buffers: dict[int, Tensor] = {}
-        self.works: dict[int, Any] = {}  # broadcasts under way by half; one that lives keeps the connections open
-        self.num_messages = 0  # messages, since the group was formed
-        self.num_deleted = 0  # of them; the others are in the store
+        self.works: dict[int, Any] = {}  # pending broadcasts by buffer half; a live one keeps the connections open
+        self.num_messages = 0  # messages posted or read since the group was formed
+        self.num_deleted = 0  # messages already deleted from the store
 
     def prepare(self) -> dict[str, Any]:
-        """A port that the first rank of the trainer will listen on; the others give theirs up."""
+        """Address and port for rank 0 of the trainer to listen on; the other workers close theirs."""
         with contextlib.suppress(OSError):  # an engine on another machine does not have the trainer's address
             self.listener = socket.create_server((self.address, 0))
         return {"address": self.address, "port": self.listener.getsockname()[1] if self.listener else 0}
@@ -69,7 +69,7 @@ class BroadcastTransport(BucketTransport):
             listener.close()
         if rank < 0:
             return
-        with transport_errors("the workers did not meet"):
+        with transport_errors("the workers could not connect"):
             timeout = timedelta(seconds=self.timeout)
             self.store = dist.TCPStore(
                 address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
@@ -105,9 +105,9 @@ class BroadcastTransport(BucketTransport):
         self.num_messages += 1
 
     def _delete_old_messages(self) -> None:
-        """Delete the messages of the publish before, which has ended everywhere.
+        """Delete the messages of the previous publish, which has ended on every worker.
 
-        Not earlier: a broadcast that is over here may not have begun at a worker that gets it from other workers.
+        Not earlier: a broadcast that is done here may not have started on a worker that gets it from other workers.
         """
         assert self.store is not None
         with transport_errors("the store of the weights' transport failed"):
@@ -116,7 +116,7 @@ class BroadcastTransport(BucketTransport):
         self.num_deleted = self.num_messages
 
     def _broadcast(self, half: int, buffer: Tensor) -> None:
-        """Begin to send or receive `buffer`."""
+        """Start to send or receive `buffer`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self.timeout)
@@ -124,12 +124,12 @@ class BroadcastTransport(BucketTransport):
             self.works[half] = self.group.broadcast([buffer], options)
 
     def _wait_for_broadcast(self, half: int) -> None:
-        """Wait until the broadcast of this half is done. No frame holds it: an error's traceback would keep it."""
+        """Wait until the broadcast of this half is done. No local refers to it: a traceback would keep it alive."""
         if half not in self.works:
             return
         end = time.monotonic() + self.timeout
         with transport_errors("the broadcast of weights failed"):
-            while self.device != "cpu" and not self.works[half].is_completed():  # where wait() waits for a stream only
+            while self.device != "cpu" and not self.works[half].is_completed():  # wait() only blocks a stream there
                 if time.monotonic() > end:
                     raise RuntimeError(f"not done after {self.timeout} s")
                 time.sleep(0.0002)
@@ -169,13 +169,13 @@ class BroadcastTransport(BucketTransport):
 
 
 class GlooTransport(BroadcastTransport):
-    """Through the memory of the hosts, whatever the platform."""
+    """Broadcasts through host memory, on any platform."""
 
     library = "gloo"
 
 
 def process_group(library: str, store: dist.Store, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
-    """A process group of `library` beside the default one, for tensors on its device."""
+    """A process group of `library` for tensors on its device, separate from the default group."""
     if library == "gloo":
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -201,7 +201,7 @@ def process_group(library: str, store: dist.Store, rank: int, size: int, timeout
 
 @contextlib.contextmanager
 def transport_errors(problem: str) -> Iterator[None]:
-    """What torch.distributed raises, as TransportError."""
+    """Raise errors of torch.distributed as TransportError."""
     try:
         yield
     except (RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Weights on their way: buckets of tensors, and where each tensor of a bucket lies in one buffer of bytes."""
+"""Buckets of weight tensors, and the position of each tensor of a bucket in one byte buffer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ from torch import Tensor
 SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64  # bytes; tensors of a buffer start at multiples of it
 NamedTensor = tuple[str, Tensor]
-TensorSpec = Sequence[Any]  # name, dtype, shape, offset in bytes: what JSON carries
+TensorSpec = Sequence[Any]  # name, dtype, shape, offset in bytes; sent as JSON
 
 
 def buckets(
     tensors: Iterable[NamedTensor], max_bytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[list[NamedTensor]]:
-    """Tensors in their order, floating ones cast to `dtype`, at most `max_bytes` at once (a larger tensor alone)."""
+    """Yield tensors in order, floating ones cast to `dtype`, at most `max_bytes` at once (a larger tensor alone)."""
     bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
@@ -33,7 +33,7 @@ def buckets(
 
 
 def assign_offsets(bucket: Iterable[NamedTensor], dtype: torch.dtype | None = None) -> tuple[list[TensorSpec], int]:
-    """Where each tensor goes, floating ones as `dtype`, and the bytes that all take."""
+    """Position of each tensor in a buffer, floating ones as `dtype`, and the size of the buffer in bytes."""
     tensor_specs: list[TensorSpec] = []
     size = 0
     for name, tensor in bucket:
@@ -48,7 +48,7 @@ def assign_offsets(bucket: Iterable[NamedTensor], dtype: torch.dtype | None = No
 def write_bucket(
     bucket: Iterable[NamedTensor], tensor_specs: Sequence[TensorSpec], buffer: Tensor
 ) -> list[NamedTensor]:
-    """Copy tensors to their places in `buffer`, bytes on any device; returns them as they lie there."""
+    """Copy tensors to their positions in `buffer` (uint8, any device); returns the copies, views of `buffer`."""
     placed = read_bucket(tensor_specs, buffer)
     for (_, source), (_, target) in zip(bucket, placed, strict=True):
         target.copy_(source)
@@ -56,7 +56,7 @@ def write_bucket(
 
 
 def read_bucket(tensor_specs: Iterable[TensorSpec], buffer: Tensor) -> list[NamedTensor]:
-    """The tensors that lie in `buffer`; they share its memory."""
+    """The tensors in `buffer`, as views of it."""
     tensors = []
     for name, dtype_name, shape, offset in tensor_specs:
         dtype, count = getattr(torch, dtype_name), 1

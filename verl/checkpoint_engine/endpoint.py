@@ -24,7 +24,7 @@ Manifest = dict[str, str]  # fingerprints of tensors by name
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """Which transport, and what it is built with."""
+    """The backend of a transport, and its constructor's arguments."""
 
     backend: str
     bucket_bytes: int
@@ -39,19 +39,19 @@ class TransportSettings:
 
 
 class TransportEndpoint:
-    """One worker's endpoint. An error closes it: the other endpoints notice, and the driver opens all again."""
+    """One worker's endpoint. An error closes it; the other endpoints then fail, and the driver reopens all."""
 
     transport: CheckpointEngine | None = None
 
     def open(self, settings: TransportSettings) -> dict[str, Any]:
-        """Build the transport; what the other endpoints must know about it."""
+        """Build the transport; returns metadata for the other endpoints."""
         self.close()
         build: Callable[..., CheckpointEngine] = settings.transport()
         self.transport = build(bucket_size=settings.bucket_bytes, **settings.arguments)
         return self.transport.prepare() or {}
 
     def connect(self, arguments: dict[str, Any]) -> None:
-        """Meet the other endpoints, which do the same at this time."""
+        """Connect to the other endpoints, which connect at the same time."""
         assert self.transport is not None, "open() comes first"
         try:
             self.transport.init_process_group(**arguments)
@@ -60,7 +60,7 @@ class TransportEndpoint:
             raise
 
     def send(self, weights: Iterable[NamedTensor], version: int, dtype: str | None) -> tuple[Manifest, int]:
-        """Send all weights, floating-point ones as `dtype`; the fingerprints of what was sent, and its bytes."""
+        """Send all weights, floating-point ones as `dtype`; returns fingerprints and total bytes of what was sent."""
         transport, wire_dtype = self.transport, None if dtype is None else getattr(torch, dtype)
         assert transport is not None, "open() comes first"
         if isinstance(transport, BucketTransport) and transport.rank != 0:
@@ -90,7 +90,7 @@ class TransportEndpoint:
         return manifest, sum(sizes)
 
     def receive(self, version: int) -> Generator[Bucket, None, None]:
-        """What arrives, some tensors at a time; close the iterator where they cannot be used."""
+        """Received buckets of tensors; the caller closes the iterator if it cannot use them."""
         assert self.transport is not None, "open() comes first"
         try:
             if isinstance(self.transport, BucketTransport):
@@ -102,21 +102,21 @@ class TransportEndpoint:
             raise
 
     def close(self, _: Any = None) -> None:
-        """End the connections; the other endpoints fail where they still wait for this one."""
+        """Close the connections; endpoints that still wait for this one fail."""
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.finalize()
 
 
 def record_each(weights: Iterable[NamedTensor], dtype: torch.dtype | None, record: Any) -> NamedTensors:
-    """The weights as they are sent, each given to `record` first."""
+    """The weights as they are sent; passes each to `record` first."""
     for [named] in buckets(weights, 0, dtype):
         record([named])
         yield named
 
 
 def run_blocking(call: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns; an event loop may be running in this thread already."""
+    """The result of a coroutine, also if an event loop already runs in this thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, call).result()
 

@@ -1,7 +1,7 @@
 """`checkpoint_engine.backend=file`: safetensors files in a folder that trainer and rollout both see.
 
-For engines on other machines of a shared file system. A publish is a folder that gets its name when it is whole, and
-names are never used twice, so that no cache of the file system can answer for an older one.
+For engines on other machines with a shared file system. A publish writes a folder and renames it when it is complete.
+Folder names are never reused, so that a file system cache cannot return older weights.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from verl.utils.errors import ConfigError, TransportError
 
 
 class FileTransport(BucketTransport):
-    """Rank 0 writes everything, then the others read it."""
+    """Rank 0 writes all weights, then the others read them."""
 
     sends_first = True
 
@@ -47,13 +47,13 @@ class FileTransport(BucketTransport):
     def send_buckets(self, buckets: Iterable[Bucket], dtype: torch.dtype | None, version: int) -> Iterator[Bucket]:
         version_folder = self._next_version_folder(version)
         partial_folder = version_folder.with_suffix(".partial")
-        shutil.rmtree(self.folder, ignore_errors=True)  # every replica has read what is there
+        shutil.rmtree(self.folder, ignore_errors=True)  # every replica has read the previous publish
         partial_folder.mkdir(parents=True, mode=0o700)
         with ThreadPoolExecutor(1) as writer:
             for number, bucket in enumerate(buckets):
                 sent_bucket = [(name, to_host(tensor, dtype)) for name, tensor in bucket]
                 written = writer.submit(save_file, dict(sent_bucket), partial_folder / f"{number:05d}.safetensors")
-                yield sent_bucket  # its fingerprints are taken meanwhile
+                yield sent_bucket  # the caller computes fingerprints meanwhile
                 written.result()
         partial_folder.rename(version_folder)
 
@@ -75,6 +75,6 @@ class FileTransport(BucketTransport):
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor as it is written: on the host, without gaps."""
+    """A tensor as written to the file: on the host, contiguous, floating ones as `dtype`."""
     written_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", written_dtype).contiguous()

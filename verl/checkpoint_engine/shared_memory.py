@@ -1,8 +1,8 @@
 """`checkpoint_engine.backend=naive`: processes of one machine share a buffer; one half is filled while one is read.
 
-The buffer is memory without a name or, where all of them use one device that can share it (CUDA IPC), device memory.
-They meet at a Unix socket in a folder that only this user can enter; it carries JSON: where each tensor lies. A
-receiver copies a half out before it says so: engines may keep what they are given.
+The buffer is anonymous host memory, or device memory if all processes use one device that can share it (CUDA IPC). The
+processes connect to a Unix socket in a folder that only this user can enter; JSON messages give the position of each
+tensor. A receiver copies a half before it acknowledges it, as engines may keep the tensors that they load.
 """
 
 import base64
@@ -27,15 +27,13 @@ from verl.checkpoint_engine.buckets import SHARED_MEMORY, assign_offsets, read_b
 from verl.plugin.platform import get_platform
 from verl.utils.errors import TransportError
 
-CPU_BUCKET_BYTES = (
-    16 << 20
-)  # bytes: what processor caches and the allocator's free lists still hold; more gains nothing
+CPU_BUCKET_BYTES = 16 << 20  # bytes: fits processor caches and the allocator's free lists; more is not faster
 HEADER_BYTES = 8  # bytes of a message's length, little-endian
 
 
 @dataclass
 class BufferHalf:
-    """One half of the buffer: bytes, and how others reach them."""
+    """One half of the buffer, and how other processes open it."""
 
     buffer: Tensor
     descriptor: int = -1  # of host memory
@@ -44,10 +42,10 @@ class BufferHalf:
 
 @dataclass
 class ReceiverConnection:
-    """A receiver, as the sender sees it."""
+    """The sender's connection to one receiver."""
 
     socket: socket.socket
-    num_read: int = 0  # buckets
+    num_read: int = 0  # buckets it has copied
 
 
 class SharedMemoryTransport(BucketTransport):
@@ -116,7 +114,7 @@ class SharedMemoryTransport(BucketTransport):
         already_read, number = (self.receivers[0].num_read if self.receivers else 0), 0
         for number, bucket in enumerate(buckets, 1):
             tensor_specs, size = assign_offsets(bucket, dtype)
-            self._wait_until_read(already_read + number - 2)  # for who still reads this half
+            self._wait_until_read(already_read + number - 2)  # a receiver may still read this half
             half, is_new = self._buffer_half(number % 2, size)
             sent_bucket = write_bucket(bucket, tensor_specs, half.buffer)
             if self.on_device:
@@ -137,7 +135,7 @@ class SharedMemoryTransport(BucketTransport):
             send_message(receiver.socket, {"end": ""})
 
     def _wait_until_read(self, count: int) -> None:
-        """Until every receiver has copied out so many buckets."""
+        """Wait until every receiver has copied `count` buckets."""
         for number, receiver in enumerate(self.receivers):
             while receiver.num_read < count:
                 try:
@@ -149,11 +147,11 @@ class SharedMemoryTransport(BucketTransport):
                 except OSError:
                     acknowledged = b""
                 if not acknowledged:
-                    raise TransportError(f"rollout worker {number} went away while it was sent weights")
+                    raise TransportError(f"rollout worker {number} disconnected while it was sent weights")
                 receiver.num_read += len(acknowledged)
 
     def _buffer_half(self, number: int, size: int) -> tuple[BufferHalf, bool]:
-        """Room for `size` bytes; whether it is memory that the receivers do not know."""
+        """A half of at least `size` bytes, and whether its memory is new to the receivers."""
         current = self.halves.get(number)
         if current is not None and len(current.buffer) >= size:
             return current, False
@@ -206,7 +204,7 @@ def send_bytes(connection: socket.socket, data: bytes) -> None:
     try:
         connection.sendall(data)
     except OSError as error:
-        raise TransportError(f"the other end of the weights' transport went away ({error})") from error
+        raise TransportError(f"the other endpoint of the weight transport disconnected ({error})") from error
 
 
 def receive_message(connection: socket.socket) -> dict[str, Any]:
@@ -221,17 +219,17 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
         except TimeoutError:
             raise TransportError(f"no weights came for {connection.gettimeout()} s") from None
         except OSError as error:
-            raise TransportError(f"the other end of the weights' transport went away ({error})") from error
+            raise TransportError(f"the other endpoint of the weight transport disconnected ({error})") from error
         if not part:
-            raise TransportError("the other end of the weights' transport went away")
+            raise TransportError("the other endpoint of the weight transport disconnected")
         parts += part
     return bytes(parts)
 
 
 def allocate_host_half(size: int) -> BufferHalf:
-    """Memory that other processes can map: no name in any folder, nothing left when all have ended."""
+    """Anonymous memory that other processes can map; it is freed when all of them have ended."""
     descriptor = os.memfd_create("verl-weights")
-    os.posix_fallocate(descriptor, 0, size)  # an error here, not a signal at the first write
+    os.posix_fallocate(descriptor, 0, size)  # raises here, instead of a signal at the first write
     return BufferHalf(map_memory(descriptor, size), descriptor)
 
 
@@ -247,15 +245,15 @@ def allocate_device_half(size: int) -> BufferHalf:
 
 
 def open_device_memory(handle: list[Any]) -> Tensor:
-    """What `allocate_device_half` made, in another process."""
-    device = get_platform().current_device()  # its number here; the sender's may differ
+    """The memory of another process's `allocate_device_half`."""
+    device = get_platform().current_device()  # the receiver's device index; the sender's may differ
     parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle[1:]]
     storage = torch.UntypedStorage._new_shared_cuda(device, *parts)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def device_identity() -> str:
-    """Names the chip of this process where its memory can be shared with other processes; "" where it cannot."""
+    """UUID of this process's device, or "" if its memory cannot be shared with other processes."""
     platform = get_platform()
     if platform.device_name != "cuda" or not platform.is_ipc_supported():
         return ""

@@ -1,8 +1,8 @@
-"""`verl check-template`: can conversations of many turns be trained on this chat template, and what of them is trained?
+"""`verl check-template`: check that a chat template works for multi-turn training, and show which tokens are trained.
 
-Random conversations are rendered turn by turn. Three things must hold: an answer ends with a mark the policy can learn;
-tool and user turns can be appended; what is rendered turn by turn equals the template's own rendering, token for token,
-wherever the template leaves earlier turns alone. Templates that rewrite earlier turns are told apart, with an example.
+Random conversations are rendered turn by turn. Three things must hold: an answer ends with an end-of-sequence token;
+tool and user turns can be appended; the incremental tokens equal the template's own rendering of the conversation,
+unless the template rewrites earlier turns. Templates that rewrite earlier turns are reported with an example.
 """
 
 import argparse
@@ -53,7 +53,7 @@ THINKING = "<think>\nstep by step\n</think>\n\n"
 
 @dataclass
 class TemplateReport:
-    """What was found. `problems` make multi-turn training wrong; `notes` are handled."""
+    """Result of the checks. `problems` make multi-turn training wrong; `notes` are handled."""
 
     conversations: int = 0
     checks_reached: set[str] = field(default_factory=set)  # checks that were reached
@@ -69,7 +69,7 @@ class TemplateReport:
 def check_template(
     tokenizer: PreTrainedTokenizerBase, conversations: int = 100, seed: int = 0, **template_kwargs: Any
 ) -> TemplateReport:
-    """Fuzz the tokenizer's chat template."""
+    """Report on the tokenizer's chat template from `conversations` random conversations."""
     if not tokenizer.chat_template:
         raise ConfigError("this tokenizer has no chat template; give one, or train on single turns of plain text")
     report, rng = TemplateReport(), random.Random(seed)
@@ -95,7 +95,7 @@ def _random_conversation(rng: random.Random, tools: bool) -> list[Message]:
     for _ in range(rng.randint(1, 3)):
         thought = THINKING if rng.random() < 0.5 else ""
         messages.append({"role": "assistant", "content": thought + _random_text(rng)})
-        if tools and rng.random() < 0.5:  # results of one call, or of several side by side
+        if tools and rng.random() < 0.5:  # results of one call, or of several parallel calls
             results = [
                 {"role": "tool", "name": "look_up", "content": _random_text(rng)} for _ in range(rng.randint(1, 3))
             ]
@@ -106,15 +106,15 @@ def _random_conversation(rng: random.Random, tools: bool) -> list[Message]:
 
 
 def _check_conversation(template: IncrementalTemplate, messages: list[Message], report: TemplateReport) -> None:
-    """One conversation, rendered turn by turn as a rollout would and compared with whole renderings."""
+    """Render one conversation turn by turn, as a rollout does, and compare it with whole renderings."""
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     check_name = f"{messages[0]['role']} turns can be rendered"
     report.checks_reached.add(check_name)
     try:
         ids = template.initial_tokens(messages[: answers[0]])
     except (TemplateError, TypeError, ValueError) as error:
-        where = report.notes if messages[0]["role"] == "system" else report.problems
-        where.setdefault(check_name, f"{type(error).__name__}: {error}")
+        findings = report.notes if messages[0]["role"] == "system" else report.problems
+        findings.setdefault(check_name, f"{type(error).__name__}: {error}")
         return
     mask = [False] * len(ids)
     rewritten = False
@@ -142,7 +142,7 @@ def _check_conversation(template: IncrementalTemplate, messages: list[Message], 
 def _prefix_unchanged(
     template: IncrementalTemplate, messages: list[Message], answer: int, report: TemplateReport
 ) -> bool:
-    """Whether the rendering up to the last answer is the beginning of the rendering with what follows it."""
+    """Whether the rendering up to the last answer is a prefix of the rendering with the turns after it."""
     report.checks_reached.add("earlier turns are left alone")
     before = template.render(messages[:answer], True) + str(messages[answer]["content"])
     after = template.render(messages, True)
@@ -160,7 +160,7 @@ def _prefix_unchanged(
 def _compare_renderings(
     template: IncrementalTemplate, ids: list[int], messages: list[Message], report: TemplateReport
 ) -> None:
-    """Incremental ids against the template's own rendering of the whole conversation."""
+    """Compare incremental ids with the template's own rendering of the whole conversation."""
     report.checks_reached |= {
         "incremental turns equal the template's rendering",
         "tokens of a rendering are those of its parts",
@@ -194,7 +194,7 @@ CHECKS = (
 
 
 def print_report(report: TemplateReport, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """The table of checks, and the shortest conversation with what is trained in colour."""
+    """Print the table of checks and the shortest conversation with its trained tokens in colour."""
     table = Table("check", "result", "example")
     for check in CHECKS:
         if check in report.problems:
@@ -209,7 +209,7 @@ def print_report(report: TemplateReport, tokenizer: PreTrainedTokenizerBase, con
         line = Text()
         for token, trained in zip(*report.shortest_example, strict=True):
             line.append(str(tokenizer.decode([token])), style="bold green" if trained else "dim")
-        console.print("One conversation; what is trained is in bold green:")
+        console.print("One conversation; trained tokens are in bold green:")
         console.print(line)
 
 

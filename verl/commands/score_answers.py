@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from verl.config import load_config
 from verl.config.evaluation import EvalConfig
@@ -32,7 +32,7 @@ usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.
   data.response_key, data.data_source_key, data.reward_model_key, data.prompt_key    other names of columns
   custom_reward_function.path, custom_reward_function.name    a compute_score of your own
 """
-RIGHT_ABOVE = 0.5  # a score above it counts as right where no `acc` is given
+RIGHT_ABOVE = 0.5  # without `acc`, a score above this counts as right
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def score_file(config: EvalConfig) -> dict[str, float]:
-    """Score, show, and return every figure by name."""
+    """Score the file and print the table; returns every metric by name."""
     if not config.data.path:
         raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
     rows = FileRows(config.data.path)
@@ -53,7 +53,9 @@ def score_file(config: EvalConfig) -> dict[str, float]:
     scorer = custom_reward(reward) if reward.custom_reward_function.path else built_in_reward(reward)
     scores = asyncio.run(scorer.score(inputs))
     figures: dict[str, float] = {}
-    table = Table("data source", "prompts", "answers", "figure", "value", "95 % interval")
+    table = Table(Column("data source", overflow="fold"))  # a terminal breaks long names; nothing is cut
+    for header in ("prompts", "answers", "figure", "value", "95 % interval"):
+        table.add_column(header, no_wrap=True)
     for source in dict.fromkeys(sources):
         by_prompt: dict[int, list[Score]] = {}
         for score, prompt_index in zip(scores, prompt_indices, strict=True):
@@ -66,6 +68,8 @@ def score_file(config: EvalConfig) -> dict[str, float]:
             table.add_row(source, str(len(groups)), str(sum(map(len, groups))), name, f"{value:.4f}", bounds)
         figures[f"test_score/{source}"] = figures[f"mean score/{source}"]
     console = Console()
+    if not console.is_terminal:
+        console.width = console.measure(table, options=console.options.update(max_width=1 << 20)).maximum
     console.print(table)
     unscored = sum(score.value is None for score in scores)
     if unscored:
@@ -126,7 +130,7 @@ def metrics(groups: list[list[Score]]) -> list[tuple[str, float, float, float]]:
 
 
 def is_right(score: Score) -> bool:
-    """By `acc` where the scorer gives it."""
+    """Whether an answer is right: its `acc` if the scorer returns one, else its score above RIGHT_ABOVE."""
     return bool(score.extra["acc"]) if "acc" in score.extra else (score.value or 0.0) > RIGHT_ABOVE
 
 
@@ -139,7 +143,7 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 
 def majority(group: list[Score]) -> bool | None:
-    """Whether the answer most often given is right; ties go to the earliest; None where no `pred` is given."""
+    """Whether the answer most often given is right; ties go to the earliest; None without `pred`."""
     votes = [(str(score.extra["pred"]), is_right(score)) for score in group if "pred" in score.extra]
     if not votes:
         return None
@@ -155,17 +159,17 @@ def interval(name: str, values: list[float]) -> tuple[str, float, float, float]:
 
 
 def proportion(name: str, values: list[float]) -> tuple[str, float, float, float]:
-    """The mean of values in [0, 1] and Wilson's 95 % interval: never of no width, never beyond 0 and 1.
+    """The mean of values in [0, 1] and Wilson's 95 % interval, which has a width above 0 and stays in [0, 1].
 
-    Of as many prompts that are right or wrong as would give the mean the same variance (Korn and Graubard, 1998).
+    Uses the number of binary outcomes that would give the mean the same variance (Korn and Graubard, 1998).
     """
     center, n = mean(values), len(values)
     if n < 2:
         return name, center, math.nan, math.nan
     spread = variance(values)
-    weight = 1.96**2 / (n * max(center * (1 - center) / spread, 1.0) if spread else n)
-    middle = (center + weight / 2) / (1 + weight)
-    half = math.sqrt(weight * center * (1 - center) + weight**2 / 4) / (1 + weight)
+    z2_over_n = 1.96**2 / (n * max(center * (1 - center) / spread, 1.0) if spread else n)
+    middle = (center + z2_over_n / 2) / (1 + z2_over_n)
+    half = math.sqrt(z2_over_n * center * (1 - center) + z2_over_n**2 / 4) / (1 + z2_over_n)
     return name, center, middle - half, middle + half
 
 
@@ -175,7 +179,7 @@ def variance(values: list[float]) -> float:
 
 
 def mean(values: Sequence[Any]) -> float:
-    """nan where there are none."""
+    """The mean; nan without values."""
     return sum(values) / len(values) if values else math.nan
 
 

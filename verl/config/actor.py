@@ -1,15 +1,16 @@
-"""The policy that is trained, and the reference it is compared with."""
+"""Configuration of the actor and of the reference policy."""
 
+import math
 from dataclasses import dataclass
 
 from verl.config.algorithm import KL_CHOICES, LOSS_AGG_MODES
-from verl.config.base import Section, key, section
+from verl.config.base import LARGEST_SEED, Section, accepts_keywords, key, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
-# the keys that cut a pass into micro-batches: whether by tokens, how many sequences, how many tokens
+# keys that set the micro-batches of a pass: use a token budget, number of sequences, number of tokens
 PPO_BATCHING_KEYS = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 FORWARD_BATCHING_KEYS = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
 LOG_PROB_BATCHING_KEYS = (
@@ -22,12 +23,12 @@ SFT_BATCHING_KEYS = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_l
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig(Section):
-    """Which policy loss, and the constants of those that need some."""
+    """The policy loss and its constants."""
 
     loss_mode: str = key("vanilla", "Policy loss: vanilla (dual-clip PPO) or one registered by name.")
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens without gradient.")
     clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance.")
-    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance.")
+    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance.", maximum=math.inf)
     kl_cov_ratio: float = key(0.0002, "kl_cov: share of tokens penalised.")
     ppo_kl_coef: float = key(0.1, "kl_cov: coefficient.")
     dro_beta: float | None = key(None, "dro: penalty, > 0.")
@@ -35,11 +36,12 @@ class PolicyLossConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterReplayConfig(Section):
-    """Replaying the expert choice of another pass."""
+    """Router replay: use the expert choice of another forward pass."""
 
     mode: str = key("disabled", "Where the expert choice comes from.", choices=("disabled", "R2", "R3"))
 
 
+@accepts_keywords(rollout_n="")
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig(Section):
     """Training of the policy."""
@@ -55,25 +57,25 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and backward pass on one device.", minimum=1)
     ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle sequences before they are cut into mini-batches.")
-    data_loader_seed: int = key(42, "Seed of that shuffle.")
-    clip_ratio: float = key(0.2, "PPO clip range on both sides.", minimum=0)
+    data_loader_seed: int = key(42, "Seed of that shuffle.", minimum=0, maximum=LARGEST_SEED)
+    clip_ratio: float = key(0.2, "PPO clip range below and above 1.", minimum=0)
     clip_ratio_low: float = key(None, "Clip range below 1.", sibling="clip_ratio", minimum=0)
     clip_ratio_high: float = key(None, "Clip range above 1.", sibling="clip_ratio", minimum=0)
     clip_ratio_c: float = key(3.0, "Dual-clip bound of the ratio where the advantage is negative; > 1.", greater_than=1)
     tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive.")
-    tau_neg: float = key(1.05, "sapo: temperature where it is not.")
+    tau_neg: float = key(1.05, "sapo: temperature where the advantage is not positive.")
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
-    loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
+    loss_agg_mode: str = key("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "Divisor of seq-mean-token-sum-norm; null is the response width.", greater_than=0
+        None, "Divisor of seq-mean-token-sum-norm; null is data.max_response_length.", greater_than=0
     )
-    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.", minimum=-1e6, maximum=1e6)
     calculate_entropy: bool = key(False, "Report the entropy even when its weight is 0.")
     use_kl_loss: bool = key(False, "Add kl_loss_coef x KL(policy, reference) to the loss.")
-    kl_loss_coef: float = key(0.001, "Weight of the KL loss.", minimum=0)
+    kl_loss_coef: float = key(0.001, "Weight of the KL loss.", minimum=0, maximum=1e6)
     kl_loss_type: str = key("low_var_kl", "KL estimator of the loss.", choices=KL_CHOICES)
-    use_prefix_grouper: bool = key(False, "Compute the prompt of a group once in training.")
-    use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
+    use_prefix_grouper: bool = key(False, "Compute the shared prompt of a group once in training.")
+    use_torch_compile: bool = key(True, "Compile the elementwise operations of the output head on GPUs.")
     ulysses_sequence_parallel_size: int = key(
         1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", minimum=1
     )
@@ -96,7 +98,7 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward pass on one device.", minimum=1)
     log_prob_use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")
     log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward pass on one device.", minimum=1)
-    use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
+    use_torch_compile: bool = key(True, "Compile the elementwise operations of the output head on GPUs.")
     ulysses_sequence_parallel_size: int = key(
         1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", minimum=1
     )

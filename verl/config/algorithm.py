@@ -1,4 +1,4 @@
-"""The algorithm: advantages, KL, filtering, and the correction for a sampler that differs from the trainer."""
+"""The algorithm: advantages, KL, group filtering, and rollout correction (rollout versus training log-probs)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +15,20 @@ class KLControlConfig(Section):
     """Coefficient of the KL penalty in the reward."""
 
     type: str = key(
-        "fixed", "Constant coefficient, or one that steers the KL to target_kl.", choices=("fixed", "adaptive")
+        "fixed", "Constant coefficient, or one adapted to bring the KL to target_kl.", choices=("fixed", "adaptive")
     )
-    kl_coef: float = key(0.001, "Coefficient, or its start when adaptive.", minimum=0)
-    horizon: int = key(10000, "Sequences over which an adaptive coefficient moves.", minimum=1)
-    target_kl: float = key(0.1, "KL (nats) an adaptive coefficient steers to.", greater_than=0)
+    kl_coef: float = key(0.001, "Coefficient, or its initial value when adaptive.", minimum=0, maximum=1e6)
+    horizon: int = key(10000, "Sequences over which an adaptive coefficient changes.", minimum=1)
+    target_kl: float = key(0.1, "Target KL (nats) of an adaptive coefficient.", greater_than=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterGroupsConfig(Section):
-    """Dynamic sampling: groups whose metric is constant are replaced."""
+    """Dynamic sampling: replaces groups whose metric is constant."""
 
-    enable: bool = key(False, "Drop groups without a learning signal and sample others.")
+    enable: bool = key(False, "Drop groups whose metric is constant and sample others.")
     metric: str | None = key(None, "acc, score, seq_reward, seq_final_reward or any extra key of the reward.")
-    max_num_gen_batches: int = key(0, "Most batches sampled for one step; 0 is no limit.")
+    max_num_gen_batches: int = key(0, "Largest number of batches sampled for one training step; 0 is no limit.")
     max_inflight_gen_batches: int = key(1, "Prompts in flight, in units of train_batch_size.")
 
 
@@ -45,8 +45,8 @@ def _preset(**fixed: Any) -> Any:
         is_threshold: float | str | None = None,
         rs_threshold: float | str | None = None,
     ) -> Any:
-        first = "rollout_is_threshold" if "rollout_is" in fixed else "rollout_rs_threshold"
-        given = [(first, threshold), ("rollout_is_threshold", is_threshold), ("rollout_rs_threshold", rs_threshold)]
+        main_key = "rollout_is_threshold" if "rollout_is" in fixed else "rollout_rs_threshold"
+        given = [(main_key, threshold), ("rollout_is_threshold", is_threshold), ("rollout_rs_threshold", rs_threshold)]
         return cls(**(fixed | {name: value for name, value in given if value is not None}))
 
     return classmethod(build)
@@ -62,9 +62,9 @@ class RolloutCorrectionConfig(Section):
     """Importance weights and rejection for the gap between rollout and training log-probs."""
 
     rollout_is: str | None = key(None, "Importance weights; null is off.", choices=("token", "sequence"))
-    rollout_is_threshold: float | str = key(2.0, "Weights are cut off here; 'lo_hi' zeroes weights outside.")
+    rollout_is_threshold: float | str = key(2.0, "Upper limit of the weights; 'lo_hi' zeroes weights outside.")
     rollout_rs: str | None = key(None, "Comma list of rejection rules; null is off.")
-    rollout_rs_threshold: float | str | None = key(None, "Bound of the rejection, one or one per rule.")
+    rollout_rs_threshold: float | str | None = key(None, "Bound of the rejection: one for all rules, or one per rule.")
     bypass_mode: bool = key(False, "Use the rollout's log-probs as the old ones.")
     loss_type: str = key("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
     rollout_is_batch_normalize: bool = key(False, "Scale the weights of a batch to mean 1.")
@@ -91,7 +91,7 @@ class RolloutCorrectionConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
-    """From rewards to advantages."""
+    """Advantage estimation and the KL penalty."""
 
     adv_estimator: str = key("gae", "Advantage estimator: gae, grpo, or one registered by name.")
     gamma: float = key(1.0, "Discount per token.", minimum=0, maximum=1)

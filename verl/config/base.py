@@ -1,11 +1,20 @@
-"""What every section of the configuration shares: frozen, documented fields, and a record of what was read."""
+"""Base class of configuration sections: documented fields, and a record of the keys that are read."""
 
+import functools
+import inspect
 import sys
+import types
+from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from verl.utils.errors import ConfigError
+
+S = TypeVar("S", bound="type[Section]")
 
 PATH = "_path"
-_METHODS_THAT_COPY = ("__eq__", "__repr__", "__hash__", "__post_init__")  # touch every key without using it
+LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
+_METHODS_THAT_COPY = ("__eq__", "__repr__", "__hash__", "__post_init__")  # they read every key without using it
 _reads: set[tuple[str, str]] = set()
 
 
@@ -19,9 +28,10 @@ def key(
     greater_than: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A configuration key: its default, its meaning, the values allowed: a list or bounds (`greater_than` excludes).
+    """A configuration key: default, meaning, and allowed values as a list or bounds (`greater_than` is exclusive).
+    A number is finite unless `maximum` is inf.
 
-    With `sibling`, the default None means: the value of that key of the same section.
+    With `sibling`, the default None stands for the value of that key of the same section.
     """
     metadata = {"doc": doc, "choices": choices, "sibling": sibling, "bounds": (minimum, greater_than, maximum)}
     if isinstance(default, list | dict):
@@ -30,7 +40,7 @@ def key(
 
 
 def section(cls: type, **defaults: Any) -> Any:
-    """A nested section, with other defaults than its class gives where this place needs them."""
+    """A nested section of class `cls`; `defaults` replace defaults of the class."""
     return field(default_factory=lambda: cls(**defaults), metadata={"doc": (cls.__doc__ or "").strip(), "section": cls})
 
 
@@ -40,7 +50,20 @@ def default_of(item: Field) -> Any:
 
 
 class Section:
-    """Base of all sections. Attributes are the rule; `section["key"]` and `.get` are for functions written that way."""
+    """Base of all sections. Keys are attributes; `section["key"]` and `.get` are for code that expects a mapping."""
+
+    def __init_subclass__(cls) -> None:
+        """Annotate keys so that `OmegaConf.structured(cls)` works too: it knows no unions with lists, and checks None.
+
+        The type of the schema is in the annotation's metadata; `schema.key_types` reads it.
+        """
+        for name, hint in inspect.get_annotations(cls).items():
+            kinds = [get_origin(member) or member for member in get_args(hint) if isinstance(hint, types.UnionType)]
+            item = cls.__dict__.get(name)
+            if len(set(kinds) - {types.NoneType}) > 1 and set(kinds) & {list, dict}:
+                cls.__annotations__[name] = Annotated[Any, hint]
+            elif isinstance(item, Field) and item.metadata.get("sibling"):
+                cls.__annotations__[name] = Annotated[hint | None, hint]
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
@@ -62,6 +85,35 @@ class Section:
         return getattr(self, name) if name in self else default
 
 
+def accepts_keywords(**renamed: str) -> Callable[[S], S]:
+    """Class decorator: keywords of published code that are no keys here, each with the key that gets its value.
+
+    "" keeps the value as an attribute of that name. ConfigError where both spellings are given and differ.
+    """
+
+    def decorate(cls: S) -> S:
+        construct = cls.__init__
+
+        @functools.wraps(construct)
+        def __init__(self: Section, **given: Any) -> None:
+            kept: dict[str, Any] = {}
+            for old, new in renamed.items():
+                if old not in given:
+                    continue
+                value = given.pop(old)
+                if new and given.setdefault(new, value) != value:
+                    raise ConfigError(f"{cls.__name__}({old}={value!r}, {new}={given[new]!r}): give only {new}")
+                kept |= {} if new else {old: value}
+            construct(self, **given)
+            for name, value in kept.items():
+                object.__setattr__(self, name, value)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
 def _recording_getattribute(self: Section, name: str) -> Any:
     value = object.__getattribute__(self, name)
     caller = sys._getframe(1)
@@ -75,7 +127,7 @@ def _recording_getattribute(self: Section, name: str) -> Any:
 
 
 def record_reads(on: bool) -> None:
-    """Switch the record of every key that is read on (and empty it) or off. Off costs nothing."""
+    """Start an empty record of the keys that are read, or stop recording. No cost while stopped."""
     if on:
         _reads.clear()
         Section.__getattribute__ = _recording_getattribute  # type: ignore[method-assign, assignment]
@@ -84,7 +136,7 @@ def record_reads(on: bool) -> None:
 
 
 def recorded_reads() -> set[tuple[str, str]]:
-    """(section path, key) pairs read since `record_reads(True)`; "?Class" is a section built by hand."""
+    """(section path, key) pairs read since `record_reads(True)`; "?Class" is a section built without load_config."""
     return set(_reads)
 
 

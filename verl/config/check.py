@@ -1,24 +1,25 @@
-"""Combinations that cannot work, with the numbers, and features that are still to come."""
+"""Checks of a configuration: values, combinations of keys, and features that are still to come."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from verl.config import foreign_keys, schema
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
-from verl.config.base import Section
+from verl.config.model import HFModelConfig
+from verl.config.no_effect import value_at
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
+from verl.config.value_rules import check_value
 from verl.utils.errors import ConfigError
-
-_CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half", "fp64", "float64", "auto")
 
 
 def check(config: Any) -> None:
     """ConfigError for a value out of range or a combination that cannot work."""
     root: type = type(config)
     for path in schema.keys(root):
-        _check_value(path, path.rsplit(".", 1)[-1], _value_at(config, path))
+        check_value(path, path.rsplit(".", 1)[-1], value_at(config, path))
     if isinstance(config, RunConfig):
         for rule in (
             _check_aliases_agree,
@@ -35,58 +36,46 @@ def check(config: Any) -> None:
 
 
 def check_supported(config: Any) -> None:
-    """ConfigError for a run that lacks what it needs, or asks for a feature that is still to come."""
+    """ConfigError where a run cannot start: a feature still to come, no micro-batch size, no model, no tokenizer."""
     root: type = type(config)
     for path, values in foreign_keys.load_foreign_keys(root).planned.items():
-        found = _value_at(config, path)
-        for asked, feature in values.items():
-            if found == asked or (isinstance(asked, str) and asked.startswith("> ") and (found or 0) > int(asked[2:])):
-                raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={found}", feature))
+        value = value_at(config, path)
+        for rule, feature in values.items():
+            if (
+                foreign_keys.same(value, rule)
+                or (rule == "any" and value is not None)
+                or (isinstance(rule, str) and rule.startswith("> ") and (value or 0) > int(rule[2:]))
+            ):
+                raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={value}", feature))
+    if isinstance(config, RunConfig):
+        _check_micro_batches(config)
+        tokenizer = config.data.tokenizer
+        if tokenizer is not None and not Path(tokenizer).expanduser().is_dir():
+            raise ConfigError(f"data.tokenizer={tokenizer} is not a folder; give one with a tokenizer, or null")
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
     if not model.path:
         prefix = "actor_rollout_ref.model" if isinstance(config, RunConfig) else "model"
         raise ConfigError(f"{prefix}.path is not set; give the folder of a Hugging Face model: {prefix}.path=DIR")
 
 
-def _value_at(config: Section, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _check_value(path: str, name: str, value: Any) -> None:
-    if name == "top_k" and value != -1 and value < 1:
-        raise ConfigError(f"{path}={value} must be -1 (all tokens) or at least 1")
-    if name in ("save_contents", "load_contents") and not set(value) <= set(_CHECKPOINT_CONTENTS):
-        unknown = sorted(set(value) - set(_CHECKPOINT_CONTENTS))
-        raise ConfigError(f"{path} names {', '.join(unknown)}; known parts are {', '.join(_CHECKPOINT_CONTENTS)}")
-    if name in ("dtype", "model_dtype") and value.removeprefix("torch.") not in _DTYPES:
-        raise ConfigError(f"{path}={value!r} is not one of {', '.join(_DTYPES)}")
-    if name == "betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
-        raise ConfigError(f"{path}={value} must be two numbers from 0 up to, not including, 1")
-    if name in ("save_freq", "test_freq") and isinstance(value, str) and value != "after_each_epoch":
-        raise ConfigError(f"{path}={value!r} must be a number of steps or after_each_epoch")
-
-
 def uses_critic(config: RunConfig) -> bool:
-    """With gae, or where `critic.enable` says so."""
+    """Whether the run trains a critic: `critic.enable`, or by default with gae."""
     enable = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
 def uses_reference(config: RunConfig) -> bool:
-    """Where a KL term needs the frozen policy."""
+    """Whether a KL term needs the reference policy."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def _check_aliases_agree(config: RunConfig) -> None:
     """A key of an engine and its short spelling beside the engine must agree where both are set."""
-    given = set(getattr(config, "_set", ()))
+    set_keys = set(getattr(config, "_set", ()))
     for long, short in FOLLOWS.items():
         where, _, name = short.rpartition(".")
-        same = long.startswith(f"{where}.") and long.endswith(f".{name}") and {long, short} <= given
-        if same and (one := _value_at(config, short)) != (other := _value_at(config, long)):
+        same = long.startswith(f"{where}.") and long.endswith(f".{name}") and {long, short} <= set_keys
+        if same and (one := value_at(config, short)) != (other := value_at(config, long)):
             raise ConfigError(f"{short}={one} and {long}={other} say the same thing differently; keep only {long}")
 
 
@@ -108,7 +97,7 @@ def _check_batch_sizes(config: RunConfig) -> None:
 
 
 def check_ranks(config: RunConfig, devices: int) -> None:
-    """ConfigError where the sequences of a step cannot be shared by so many devices."""
+    """ConfigError where `devices` devices cannot divide the sequences of a training step evenly."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     for old, target in getattr(config, "_undivided_totals", {}).items():
         if devices > config.trainer.nnodes:
@@ -129,32 +118,42 @@ def check_ranks(config: RunConfig, devices: int) -> None:
             )
 
 
-def _check_token_budgets(config: RunConfig) -> None:
-    arr, critic, data = config.actor_rollout_ref, config.critic, config.data
-    max_length = data.max_prompt_length + data.max_response_length
-    sp_size = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
-    passes: list[tuple[str, Any, str, str, str, int]] = [
-        ("actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size)
-    ]
-    passes.append(("actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size))
+def _passes(config: RunConfig) -> Iterator[tuple[str, Any, str, str, str, int]]:
+    """Role, its section, its keys of batching, and the ranks that split each sequence, of every pass of a step."""
+    arr, critic = config.actor_rollout_ref, config.critic
+    sp_size = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that split each sequence
+    yield "actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size
+    yield "actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size
     if uses_reference(config):
-        uses_lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path is not None  # the actor's engine answers
+        uses_lora = has_adapters(arr.model)  # the actor's engine computes it
         ref_sp_size = sp_size if uses_lora else arr.ref.fsdp_config.ulysses_sequence_parallel_size
-        passes.append(("actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size))
+        yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size
     if uses_critic(config):
-        passes += [
-            ("critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size)
-            for keys in (PPO_BATCHING_KEYS, FORWARD_BATCHING_KEYS)
-        ]
-    for role, part, flag, micro, budget, pass_sp_size in passes:
-        if not part[flag] and part[micro] is None:
-            raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")
-        if part[flag] and part[budget] * pass_sp_size < max_length:
+        for keys in (PPO_BATCHING_KEYS, FORWARD_BATCHING_KEYS):
+            yield "critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size
+
+
+def has_adapters(model: HFModelConfig) -> bool:
+    """Whether LoRA adapters are trained instead of the whole model."""
+    return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def _check_token_budgets(config: RunConfig) -> None:
+    data = config.data
+    max_length = data.max_prompt_length + data.max_response_length
+    for role, part, flag, _, budget, sp_size in _passes(config):
+        if part[flag] and part[budget] * sp_size < max_length:
             raise ConfigError(
-                f"{role}.{budget}={part[budget]} holds no sequence of "
+                f"{role}.{budget}={part[budget]} is too small for a sequence of "
                 f"data.max_prompt_length={data.max_prompt_length} + max_response_length={data.max_response_length} = "
                 f"{max_length} tokens; raise it to {max_length} or more"
             )
+
+
+def _check_micro_batches(config: RunConfig) -> None:
+    for role, part, flag, micro, *_ in _passes(config):
+        if not part[flag] and part[micro] is None:
+            raise ConfigError(f"{role}.{flag}=False needs {role}.{micro}; set it, or {role}.{flag}=True")
 
 
 def _check_rollout(config: RunConfig) -> None:
@@ -218,13 +217,29 @@ def _check_engines(config: RunConfig) -> None:
         if engine_config.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
             size = engine_config.ulysses_sequence_parallel_size
             raise ConfigError(f"{role}.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
-    if arr.actor.use_prefix_grouper and not arr.model.use_remove_padding:
-        raise ConfigError(
-            "actor_rollout_ref.actor.use_prefix_grouper=True needs actor_rollout_ref.model.use_remove_padding=True"
-        )
+
+
+def _check_adapters(prefix: str, model: HFModelConfig) -> None:
+    """Modules chosen for adapters must not be passed over because there are no adapters."""
+    if has_adapters(model):
+        return
+    for name, default in (("target_modules", "all-linear"), ("exclude_modules", None)):
+        if model[name] != default:
+            raise ConfigError(
+                f"{prefix}.{name}={model[name]} chooses modules for adapters, but {prefix}.lora_rank=0 trains the "
+                f"whole model; set {prefix}.lora_rank above 0, or drop {prefix}.{name}"
+            )
 
 
 def _check_run(config: RunConfig) -> None:
+    _check_adapters("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    _check_adapters("critic.model", config.critic.model)
+    tokenizer, own = config.data.tokenizer, config.actor_rollout_ref.model.tokenizer_path
+    if tokenizer is not None and tokenizer != own:
+        raise ConfigError(
+            f"data.tokenizer={tokenizer} and actor_rollout_ref.model.tokenizer_path={own} name two tokenizers; a run "
+            "has one: keep only one of the keys"
+        )
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     custom = config.data.custom_cls
     if bool(custom.path) != bool(custom.name):
@@ -241,12 +256,13 @@ def _check_resume(mode: str, path: str | None) -> None:
 
 
 def _check_sft(config: SFTConfig) -> None:
+    _check_adapters("model", config.model)
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     data, engine = config.data, config.engine
     budget = data.max_token_len_per_gpu * engine.ulysses_sequence_parallel_size
     if data.use_dynamic_bsz and budget < data.max_length:
         raise ConfigError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} holds no sequence of "
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is too small for a sequence of "
             f"data.max_length={data.max_length} tokens; raise it to {data.max_length} or more"
         )
     if engine.ulysses_sequence_parallel_size > 1 and not config.model.use_remove_padding:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds."""
+"""Contents of a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ class CheckpointConfig(Section):
         ["model", "optimizer", "extra", "hf_model"], "Parts to save, out of model, optimizer, extra, hf_model."
     )
     load_contents: list[str] = key(None, "Parts to restore on resume.", sibling="save_contents")
-    async_save: bool = key(False, "Write in the background while training goes on.")
+    async_save: bool = key(False, "Write in the background while training continues.")
     save_lora_only: bool = key(False, "Save the adapters instead of the whole model.")
     verify: str = key(
         "auto",
-        "How a saved Hugging Face folder is checked: digests of all tensors, logits too, or logits when small (auto).",
+        "Check of a saved Hugging Face folder: tensor digests, logits as well, or logits for small models only (auto).",
         choices=("auto", "digest", "logits"),
     )

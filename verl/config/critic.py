@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from verl.config.algorithm import LOSS_AGG_MODES
-from verl.config.base import Section, key, section
+from verl.config.base import LARGEST_SEED, Section, accepts_keywords, key, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig
 from verl.config.model import HFModelConfig
@@ -11,11 +11,12 @@ from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
 
+@accepts_keywords(rollout_n="")
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(Section):
     """Training of the value model."""
 
-    enable: bool | None = key(None, "Train a critic; null is yes exactly when adv_estimator is gae.")
+    enable: bool | None = key(None, "Train a critic; null is true only when adv_estimator is gae.")
     strategy: str = key("fsdp2", "Training engine of the critic.")
     ppo_mini_batch_size: int = key(256, "Prompts per optimiser step, over all devices.", minimum=1)
     ppo_micro_batch_size_per_gpu: int | None = key(
@@ -31,11 +32,11 @@ class CriticConfig(Section):
     )
     ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle sequences before they are cut into mini-batches.")
-    data_loader_seed: int = key(42, "Seed of that shuffle.")
+    data_loader_seed: int = key(42, "Seed of that shuffle.", minimum=0, maximum=LARGEST_SEED)
     cliprange_value: float = key(0.5, "Clip range of the value loss.", minimum=0)
-    loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
+    loss_agg_mode: str = key("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "Divisor of seq-mean-token-sum-norm; null is the response width.", greater_than=0
+        None, "Divisor of seq-mean-token-sum-norm; null is data.max_response_length.", greater_than=0
     )
     ulysses_sequence_parallel_size: int = key(1, "Short spelling of fsdp.ulysses_sequence_parallel_size.", minimum=1)
     model: HFModelConfig = section(HFModelConfig)

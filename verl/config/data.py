@@ -1,9 +1,9 @@
-"""Prompts: files, columns, lengths, order."""
+"""Training and validation data: files, columns, lengths, order."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import Section, key, section
+from verl.config.base import LARGEST_SEED, Section, key, section
 
 TRUNCATION = ("error", "left", "right", "middle")
 
@@ -23,24 +23,24 @@ class DataConfig(Section):
     train_files: str | list[str] = key(
         "~/data/rlhf/gsm8k/train.parquet", "Training rows: parquet, json or jsonl files."
     )
-    val_files: str | list[str] | None = key("~/data/rlhf/gsm8k/test.parquet", "Validation rows; null validates never.")
+    val_files: str | list[str] | None = key("~/data/rlhf/gsm8k/test.parquet", "Validation rows; null is no validation.")
     train_max_samples: int = key(-1, "Rows used for training; -1 is all.")
     val_max_samples: int = key(-1, "Rows used for validation; -1 is all.")
     tokenizer: str | None = key(None, "Folder of another tokenizer; null is the model's.")
     prompt_key: str = key("prompt", "Column with the chat messages.")
     reward_fn_key: str = key("data_source", "Column that selects the scorer and groups validation metrics.")
-    image_key: str = key("images", "Column with images (rows that have some are refused so far).")
-    video_key: str = key("videos", "Column with videos (rows that have some are refused so far).")
-    audio_key: str = key("audios", "Column with audio (rows that have some are refused so far).")
+    image_key: str = key("images", "Column with images (not supported yet: rows with images are refused).")
+    video_key: str = key("videos", "Column with videos (not supported yet: rows with videos are refused).")
+    audio_key: str = key("audios", "Column with audio (not supported yet: rows with audio are refused).")
     max_prompt_length: int = key(512, "Longest prompt in tokens.", minimum=1)
     max_response_length: int = key(512, "Longest answer in tokens.", minimum=1)
     truncation: str = key("error", "What happens to longer prompts.", choices=TRUNCATION)
-    filter_overlong_prompts: bool = key(False, "Leave rows with longer prompts out, and count them.")
+    filter_overlong_prompts: bool = key(False, "Leave out rows with longer prompts, and count them.")
     train_batch_size: int = key(1024, "Prompts per training step, over all devices.", minimum=1)
-    gen_batch_size: int | None = key(None, "Prompts taken at once from the data; null is train_batch_size.", minimum=1)
+    gen_batch_size: int | None = key(None, "Prompts read from the data at once; null is train_batch_size.", minimum=1)
     shuffle: bool = key(True, "Shuffle training rows each epoch.")
     validation_shuffle: bool = key(False, "Shuffle validation rows.")
-    seed: int | None = key(None, "Seed of the shuffle; null is 1.")
+    seed: int | None = key(None, "Seed of the shuffle; null is 1.", minimum=0, maximum=LARGEST_SEED)
     output_path: str | None = key(None, "main_generation_server: file for the answers (.parquet or .jsonl).")
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments of the chat template.")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
@@ -64,11 +64,11 @@ class SFTDataConfig(Section):
     tools_key: str = key("tools", "Column with tool schemas.")
     enable_thinking_key: str = key("enable_thinking", "Column with the chat template's thinking switch.")
     enable_thinking_default: bool | None = key(None, "Its value in rows without that column; null passes none.")
-    pad_mode: str = key("no_padding", "Packed, or padded on the right.", choices=("no_padding", "right"))
+    pad_mode: str = key("no_padding", "no_padding packs sequences, right pads them.", choices=("no_padding", "right"))
     max_length: int = key(1024, "Longest sequence in tokens.", minimum=1)
     truncation: str = key("error", "What happens to longer sequences.", choices=TRUNCATION)
     shuffle: bool = key(True, "Shuffle training rows each epoch.")
-    seed: int | None = key(None, "Seed of the shuffle; null is trainer.seed.")
+    seed: int | None = key(None, "Seed of the shuffle; null is trainer.seed.", minimum=0, maximum=LARGEST_SEED)
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments of the chat template.")
-    ignore_input_ids_mismatch: bool = key(False, "Accept rows whose turns tokenise differently alone and together.")
+    ignore_input_ids_mismatch: bool = key(False, "Accept rows whose turns tokenise differently on their own.")

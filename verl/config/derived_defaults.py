@@ -1,4 +1,4 @@
-"""Defaults that depend on what else was set, so that a small run needs few keys."""
+"""Defaults that depend on other keys, so that a small run needs few keys."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _DYNAMIC_BATCHING_KEYS = (
 
 
 def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
-    """Key -> (value, why) for keys that were not set but whose default follows from those that were."""
+    """Key -> (value, reason) for keys that are not set and whose default follows from keys that are set."""
     if root is not RunConfig:
         return {}
     return {**_strategy(values), **_dynamic_batching(values), **_mini_batch(values)}
@@ -26,7 +26,7 @@ def _strategy(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def _dynamic_batching(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Token budgets wherever no micro-batch size is given; the reference refuses to start there."""
+    """Token budgets wherever no micro-batch size is set; reference verl refuses to start there."""
     result: dict[str, tuple[Any, str]] = {}
     actor_flag = _DYNAMIC_BATCHING_KEYS[0][0]
     for flag, micro in _DYNAMIC_BATCHING_KEYS:

@@ -1,17 +1,17 @@
-"""Training engines: how one model is held, sharded and computed."""
+"""Training engines: how a model is sharded, offloaded and computed."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import Section, key, section
+from verl.config.base import LARGEST_SEED, Section, key, section
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrapPolicyConfig(Section):
-    """Which modules become one sharding unit."""
+    """Which modules become FSDP units."""
 
     transformer_layer_cls_to_wrap: list[str] | None = key(
-        None, "Classes of the modules that become a unit; null is the decoder layers of the model's family."
+        None, "Classes of the modules that become units; null is the decoder layers of the model's family."
     )
     min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by class.", minimum=0)
 
@@ -20,40 +20,38 @@ class WrapPolicyConfig(Section):
 class FSDPEngineConfig(Section):
     """The FSDP engine, from one device to many."""
 
-    strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP; the same on one rank.")
+    strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP; no difference on one rank.")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
     optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")
     offload_policy: bool = key(False, "FSDP2's own CPU offload, during training too; needs several ranks.")
-    reshard_after_forward: bool = key(
-        True, "Free gathered parameters after the forward pass (ZeRO-3); false is ZeRO-2."
-    )
-    fsdp_size: int = key(-1, "Ranks that share one copy of the parameters; -1 is all of them, fewer is HSDP.")
-    forward_prefetch: bool = key(False, "Gather the next layer's parameters while the current one computes.")
-    model_dtype: str = key("fp32", "Type the parameters are held in.")
+    reshard_after_forward: bool = key(True, "Reshard parameters after the forward pass (ZeRO-3); false is ZeRO-2.")
+    fsdp_size: int = key(-1, "Ranks that shard one copy of the parameters; -1 is all of them, fewer is HSDP.")
+    forward_prefetch: bool = key(False, "All-gather the next layer's parameters while the current one computes.")
+    model_dtype: str = key("fp32", "Data type of the parameters.")
     dtype: str = key(
         "auto",
-        "Type the forward and backward passes compute in; auto is model_dtype on a CPU and bfloat16 on other devices.",
+        "Data type of the forward and backward passes; auto is model_dtype on a CPU and bfloat16 on other devices.",
     )
     mixed_precision: dict[str, Any] | None = key(
         None, "param_dtype, reduce_dtype, buffer_dtype of FSDP; null follows dtype."
     )
-    seed: int = key(42, "Seed of the engine's random numbers.")
+    seed: int = key(42, "Seed of the engine's random numbers.", minimum=0, maximum=LARGEST_SEED)
     full_determinism: bool = key(False, "Only deterministic kernels; slower.")
     ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share one sequence in attention; needs use_remove_padding.", minimum=1
+        1, "Ranks that split each sequence (Ulysses); needs use_remove_padding.", minimum=1
     )
-    use_torch_compile: bool = key(True, "Compile the elementwise work of the head where that pays: on GPUs.")
+    use_torch_compile: bool = key(True, "Compile the elementwise operations of the output head on GPUs.")
     head_mode: str = key(
         "auto",
-        "How log-probs are taken from hidden states: eager holds all logits, chunked and fused never do, auto picks.",
+        "How log-probs are computed: eager stores all logits, chunked and fused do not, auto selects.",
         choices=("auto", "eager", "chunked", "fused"),
     )
     entropy_from_logits_with_chunking: bool = key(
-        False, "Take log-prob and entropy in chunks of rows (head at least chunked)."
+        False, "Compute log-probs and entropy in chunks of tokens (head_mode chunked or fused)."
     )
-    entropy_from_logits_chunk_size: int = key(2048, "Rows of logits that exist at once in the chunked head.", minimum=1)
-    entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head at least chunked).")
+    entropy_from_logits_chunk_size: int = key(2048, "Tokens per chunk of logits in the chunked head.", minimum=1)
+    entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head_mode chunked or fused).")
     forward_only: bool = key(False, "No optimiser and no gradients.")
 
 
@@ -63,8 +61,8 @@ class VeOmniEngineConfig(Section):
 
     param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
     optimizer_offload: bool = key(False, "Keep optimiser state in CPU memory while the engine is idle.")
-    fsdp_size: int = key(-1, "Ranks that share one copy of the parameters; -1 is all of them.")
-    ulysses_parallel_size: int = key(1, "Ranks that share one sequence in attention.")
+    fsdp_size: int = key(-1, "Ranks that shard one copy of the parameters; -1 is all of them.")
+    ulysses_parallel_size: int = key(1, "Ranks that split each sequence (Ulysses).")
     expert_parallel_size: int = key(1, "Ranks that share one set of experts.")
     attn_implementation: str = key("flash_attention_2", "Attention kernel by VeOmni's name.")
     moe_implementation: str = key("fused", "Expert kernel.", choices=("eager", "fused"))

@@ -14,7 +14,7 @@ class EvalDataConfig(Section):
     path: str | None = key(None, "Data file with a column of answers (a text or a list of texts per row); required.")
     prompt_key: str = key("prompt", "Column of prompts.")
     response_key: str = key("responses", "Column of answers.")
-    data_source_key: str = key("data_source", "Column that selects the scorer and groups the figures.")
+    data_source_key: str = key("data_source", "Column that selects the scorer and groups the metrics.")
     reward_model_key: str = key("reward_model", "Column whose `ground_truth` answers are compared with.")
 
 

@@ -1,4 +1,4 @@
-"""`verl config explain KEY` and `verl config print`, and the reference page in docs/, all from the schema itself."""
+"""`verl config explain`, `verl config print` and docs/reference/config.md, generated from the schema."""
 
 import sys
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import foreign_keys, schema
 from verl.config.load import load_config, parse_command_line
+from verl.config.no_effect import value_at
 from verl.config.run_config import RunConfig
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
@@ -22,11 +23,11 @@ verl config markdown                     the text of docs/reference/config.md"""
 
 DIFFERENT_DEFAULTS = (
     ("trainer.device", "cuda", "auto", "the platform is detected; a laptop has no cuda"),
-    ("trainer.n_gpus_per_node", "8", "null (those found)", "a laptop has one device"),
+    ("trainer.n_gpus_per_node", "8", "null (all devices)", "a laptop has one device"),
     ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
     ("actor_rollout_ref.rollout.name", "required", "native", "nothing to install"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size", "2", "1", "one device"),
-    ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "no model is there by chance"),
+    ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "a run must choose its model"),
     ("*fsdp_config.dtype, *fsdp.dtype, engine.dtype, *rollout.dtype", "bfloat16", "auto", "exact on a CPU"),
     ("*.strategy", "fsdp", "fsdp2", "fsdp is the original FSDP; critic.strategy follows the actor's"),
     ("*checkpoint.save_contents", "without hf_model", "with hf_model", "the result loads in transformers"),
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explain(arguments: Sequence[str]) -> int:
-    """Print what is known about each key; 2 when one is unknown."""
+    """Print the description of each key; ConfigError when one is unknown."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -77,8 +78,8 @@ def describe(path: str, root: type) -> list[str]:
     """Lines about one key or section."""
     rule = foreign_keys.classify(path, root)
     if rule.kind == "alias":
-        share = ", divided by the number of data-parallel ranks" if rule.per_device else ""
-        return [f"{path}: alias of {rule.target}{share}", *describe(rule.target, root)]
+        suffix = ", divided by the number of data-parallel ranks" if rule.per_device else ""
+        return [f"{path}: alias of {rule.target}{suffix}", *describe(rule.target, root)]
     if rule.kind == "inert":
         return [f"{path}: inert (accepted, does nothing): {rule.reason}"]
     if rule.kind == "refused":
@@ -92,20 +93,31 @@ def describe(path: str, root: type) -> list[str]:
     if key.allowed():
         lines.append(f"  allowed   {key.allowed()}")
     lines += [f"  old name  {old}" for old in aliases_of(key.path, root)]
+    if waiting := _waiting_text(key.path, root):
+        lines.append(f"  no effect {waiting}")
     for value, feature in foreign_keys.load_foreign_keys(root).planned.get(key.path, {}).items():
         lines.append(f"  later     {value}: {feature}")
     return lines
 
 
+def _waiting_text(path: str, root: type) -> str:
+    """Why a key of the schema has no effect yet; '' for one that is read."""
+    group = foreign_keys.waiting_for(path, root)
+    if group is None:
+        return ""
+    while_ = [f"{key}={', '.join(map(str, values))}" for key, values in group.only_while.items()]
+    return f"yet: for {group.feature}, still to come" + (f" (with {' and '.join(while_)})" if while_ else "")
+
+
 def default_text(key: schema.Key) -> str:
-    """The default as users read it, with the key it follows."""
+    """The default as text: a value, "required", or the key that it follows."""
     if key.path.endswith("model.path") and not key.follows:
         return "required"
     return f"that of {key.follows}" if key.follows else format_value(key.default)
 
 
 def format_value(value: Any) -> str:
-    """A value as it would be typed in an override."""
+    """A value in the syntax of an override."""
     if isinstance(value, list):
         return "[" + ",".join(format_value(inner) for inner in value) + "]"
     if isinstance(value, dict):
@@ -125,7 +137,7 @@ def aliases_of(path: str, root: type) -> list[str]:
 
 
 def print_config(arguments: Sequence[str]) -> int:
-    """Print every key, its value and where it comes from."""
+    """Print every key with its value and the origin of the value."""
     only_changed = "--changed" in arguments
     command_line = parse_command_line([a for a in arguments if a != "--changed"], "ppo_trainer", USAGE)
     config = load_config(command_line.overrides, command_line.config_name, command_line.config_dir)
@@ -135,13 +147,6 @@ def print_config(arguments: Sequence[str]) -> int:
         if not (only_changed and (origin == "default" or origin.startswith("follows "))):
             print(f"{path}={format_value(value_at(config, path))}  # {origin}")
     return 0
-
-
-def value_at(config: Any, path: str) -> Any:
-    """The value of a dotted key."""
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
 
 
 def print_markdown(arguments: Sequence[str] = ()) -> int:
@@ -183,6 +188,8 @@ def _section_lines(path: str, cls: type, root: type) -> list[str]:
     for key in keys:
         default = default_text(key).replace("|", "\\|")
         limits = f" Allowed: {key.allowed()}." if key.allowed() else ""
+        if waiting := _waiting_text(key.path, root):
+            limits += f" No effect {waiting}."
         name = key.path.rpartition(".")[2]
         lines.append(f"| `{name}` | {schema.type_name(key.type)} | `{default}` | {key.doc}{limits} |")
     return lines

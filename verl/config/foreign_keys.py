@@ -1,4 +1,4 @@
-"""Every key is read, an alias, inert or refused; foreign_keys.yaml holds all but those that are read."""
+"""Every key is read, an alias, inert or refused; foreign_keys.yaml lists the keys of the last three kinds."""
 
 import fnmatch
 import functools
@@ -18,19 +18,17 @@ FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.yaml")
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What happens to one key. `kind`: read, alias, inert, refused, or unknown."""
+    """How one key is treated. `kind`: read, alias, inert, refused, or unknown."""
 
     kind: str
     target: str = ""
-    """alias: the key that is meant."""
+    """alias: the key that gets the value."""
     per_device: bool = False
     """alias: the value is a sum over devices."""
     reason: str = ""
     """inert, refused: why, and what to do."""
     planned: bool = False
     """refused: only because the feature is still to come."""
-    harmless_values: tuple[Any, ...] = ()
-    """refused: values that ask for nothing, and are accepted."""
 
 
 @dataclass
@@ -41,10 +39,22 @@ class ForeignKeys:
     patterns: list[tuple[str, KeyRule]] = field(default_factory=list)
     values: dict[str, dict[Any, Any]] = field(default_factory=dict)
     planned: dict[str, dict[Any, str]] = field(default_factory=dict)
+    defaults: dict[str, list[Any]] = field(default_factory=dict)
+    """refused key -> values at which it asks for nothing."""
+    waiting: list["WaitingKeys"] = field(default_factory=list)
 
 
-EMPTY_VALUES: tuple[Any, ...] = (None, False, "", [], {})
-"""Values of a refused key that ask for nothing."""
+@dataclass(frozen=True)
+class WaitingKeys:
+    """Keys of the schema that are checked but read by nothing until `feature` is there."""
+
+    feature: str
+    patterns: tuple[str, ...]
+    only_while: dict[str, list[Any]]
+    """They wait only while each of these keys has one of its values; otherwise code from outside may read them."""
+
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 @functools.cache
@@ -64,10 +74,16 @@ def load_foreign_keys(root: type) -> ForeignKeys:
         for group in part.get("refused", []):
             planned = "later" in group
             reason = group["later"] if planned else group["because"]
-            rule = KeyRule("refused", reason=reason, planned=planned, harmless_values=tuple(group.get("off", ())))
-            for pattern in group["keys"]:
+            rule, defaults = KeyRule("refused", reason=reason, planned=planned), group.get("defaults", {})
+            for pattern in group.get("keys", defaults):
                 for path in _expand_places(pattern, raw):
                     _add(result, path, rule)
+            for pattern, value in defaults.items():
+                values = value["any"] if isinstance(value, dict) else [value]
+                result.defaults.update({path: values for path in _expand_places(pattern, raw)})
+        for group in part.get("waiting", []):
+            patterns = tuple(path for pattern in group["keys"] for path in _expand_places(pattern, raw))
+            result.waiting.append(WaitingKeys(group["for"], patterns, group.get("while", {})))
         result.values.update(
             {p: new for pattern, new in part.get("values", {}).items() for p in _expand_places(pattern, raw)}
         )
@@ -78,15 +94,15 @@ def load_foreign_keys(root: type) -> ForeignKeys:
 
 
 def _expand_places(pattern: str, raw: dict[str, Any]) -> list[str]:
-    head, _, rest = pattern.partition(".")
-    return [f"{place}.{rest}" for place in raw["places"][head]] if head in raw["places"] else [pattern]
+    word, _, key = pattern.partition(".")
+    return [f"{place}.{key}" for place in raw["places"][word]] if word in raw["places"] else [pattern]
 
 
 def _add(result: ForeignKeys, path: str, rule: KeyRule) -> None:
     if "*" in path:
         result.patterns.append((path, rule))
     elif path in result.exact:
-        raise AssertionError(f"{path} stands twice in {FOREIGN_KEYS_FILE.name}")
+        raise AssertionError(f"{path} is listed twice in {FOREIGN_KEYS_FILE.name}")
     else:
         result.exact[path] = rule
 
@@ -97,13 +113,15 @@ def matching_patterns(path: str, root: type) -> list[str]:
 
 
 def _matches(path: str, pattern: str) -> bool:
+    if path == pattern:
+        return True
     if pattern.endswith(".**"):
         return path == pattern[:-3] or path.startswith(pattern[:-2])
     return path.count(".") == pattern.count(".") and fnmatch.fnmatchcase(path, pattern)
 
 
 def classify(path: str, root: type) -> KeyRule:
-    """What becomes of the key `path` in a configuration of class `root`."""
+    """The rule for key `path` in a configuration of class `root`."""
     if schema.owning_key(path, root) is not None or path in schema.sections(root):
         return KeyRule("read")
     foreign = load_foreign_keys(root)
@@ -120,13 +138,36 @@ def classify(path: str, root: type) -> KeyRule:
     return KeyRule("unknown")
 
 
+def same(one: Any, other: Any) -> bool:
+    """Equal, and of one type: 1 is not True and "1" is not 1, but 1 and 1.0 are the same number."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
+    return bool(one == other) and (numbers or type(one) is type(other))
+
+
+def asks_for_nothing(value: Any, defaults: list[Any]) -> bool:
+    """True for a value at which a refused key with these `defaults` has no effect."""
+    if any(same(value, default) for default in (*defaults, *_EMPTY)):
+        return True
+    return value is False and not any(default is True for default in defaults)
+
+
+def waiting_for(path: str, root: type) -> WaitingKeys | None:
+    """The feature that a key of the schema waits for; None where something reads the key."""
+    for group in load_foreign_keys(root).waiting:
+        if any(_matches(path, pattern) for pattern in group.patterns):
+            return group
+    return None
+
+
 def not_yet_supported_message(what: str, feature: str) -> str:
-    """The one sentence for whatever is refused only because it does not exist yet."""
+    """Error text for a feature that does not exist yet."""
     return f"{what} is not supported yet: {feature} is still to come"
 
 
 def unknown_key_message(path: str, root: type) -> str:
-    """Error text for a key that nothing knows, with the nearest keys by last name and by whole path."""
+    """Error text for an unknown key, with the nearest keys by last name and by whole path."""
     table_of_root, leaf = schema.keys(root), path.rsplit(".", 1)[-1]
     same_leaf = [p for p in table_of_root if p.rsplit(".", 1)[-1] == leaf]
     near = closest(path, {**table_of_root, **load_foreign_keys(root).exact})

@@ -1,4 +1,4 @@
-"""Presets and overrides -> one typed configuration. The only file that reads presets (YAML, Hydra, OmegaConf)."""
+"""Presets and overrides to one typed configuration. The only file that reads presets (YAML, Hydra, OmegaConf)."""
 
 import re
 import warnings
@@ -13,10 +13,12 @@ from verl.config import schema
 from verl.config.base import record_reads, recorded_reads
 from verl.config.check import check
 from verl.config.evaluation import EvalConfig
-from verl.config.overrides import parse_override
+from verl.config.no_effect import keys_without_effect
+from verl.config.overrides import MAX_DEPTH, parse_override
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
+from verl.config.value_rules import check_home_folder
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
@@ -37,9 +39,19 @@ class _ConfigYAMLLoader(yaml.SafeLoader):
     """YAML in which 1e-6 is a number, as users of OmegaConf expect."""
 
     yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # noqa: RUF012
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node; ConfigError below MAX_DEPTH levels, where Python's own stack would end."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ConfigError(f"{self.name}: its lists and dictionaries are more than {MAX_DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
-_FLOAT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
+_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _ConfigYAMLLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
@@ -49,7 +61,7 @@ def load_config(
     config_dir: str | None = None,
     root: type | None = None,
 ) -> Any:
-    """What a preset and overrides ask for: SFTConfig for presets named sft*, EvalConfig for evaluation, else RunConfig.
+    """The configuration: SFTConfig for presets named sft*, EvalConfig for evaluation, else RunConfig.
 
     `overrides` may contain --config-name, --config-path and --config-dir. Every mistake is a ConfigError; old spellings
     and keys without effect are warnings.
@@ -71,16 +83,16 @@ def load_config(
     record_reads(False)
     config = builder.build(_resolve_with_omegaconf)
     check(config)
-    for text in builder.warnings:
+    for text in (*builder.warnings, *keys_without_effect(config)):
         warnings.warn(text, ConfigWarning, stacklevel=2)
     record_reads(True)
     return config
 
 
 def unread_keys(config: Any) -> list[str]:
-    """Keys that were set but that nothing has read since load_config; ends the record, which costs a little per read.
+    """Keys that were set but not read since load_config; also stops the recording, which costs a little per read.
 
-    A key counts as read when a key that follows it was.
+    A key counts as read when a key that follows it was read.
     """
     root: type = type(config)
     reads, table = recorded_reads(), schema.keys(root)
@@ -94,13 +106,13 @@ def unread_keys(config: Any) -> list[str]:
         return any(is_read(other) for other, key in table.items() if key.follows == path and other not in set_keys)
 
     checkpoint_keys = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
-    excepted = ("model_engine", *checkpoint_keys)  # read before the record begins, and perhaps only at the last step
+    excepted = ("model_engine", *checkpoint_keys)  # read before the recording, or only at the last training step
     return [path for path in config._set if path.rpartition(".")[2] not in excepted and not is_read(path)]
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command was given: overrides, and where its preset is."""
+    """Parsed arguments of a command: overrides, and the name and folder of its preset."""
 
     overrides: list[str]
     config_name: str
@@ -110,7 +122,7 @@ class CommandLine:
 def parse_command_line(
     arguments: Sequence[str], config_name: str, doc: str | None = None, config_dir: str | None = None
 ) -> CommandLine:
-    """Options apart from overrides. With `doc`, -h and --help print it with the ways to ask for more, and exit."""
+    """Options and overrides, separated. With `doc`, -h and --help print `doc` and general help, and exit."""
     remaining, strings = list(arguments), []
     options: dict[str, str | None] = {"name": config_name, "dir": config_dir}
     while remaining:
@@ -131,6 +143,8 @@ def parse_command_line(
 
 def _find_preset(name: str, folder: str | None) -> Path:
     file_name = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
+    check_home_folder("--config-dir", folder)
+    check_home_folder("--config-name", file_name)
     folders = [Path(folder).expanduser()] if folder else []
     for place in (*folders, PRESETS, Path()):
         if (place / file_name).is_file():
@@ -141,7 +155,8 @@ def _find_preset(name: str, folder: str | None) -> Path:
 
 def _read_preset(file: Path) -> list[tuple[str, Any, str]]:
     try:
-        loader = _ConfigYAMLLoader(file.read_text())
+        loader = _ConfigYAMLLoader(file.read_text(encoding="utf-8"))
+        loader.name = str(file)
         tree = loader.get_single_node()
         if tree is None:
             return []
@@ -153,15 +168,23 @@ def _read_preset(file: Path) -> list[tuple[str, Any, str]]:
         _flatten(tree, "", file, loader, entries)
         return entries
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not text (byte {error.start} is not UTF-8); a preset is a YAML file") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # an impossible date, or a number of thousands of digits
+        raise ConfigError(f"{file} holds a value that cannot be read: {error}") from error
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, file: Path, loader: Any, entries: list[tuple[str, Any, str]]) -> None:
     seen: set[str] = set()
     for key_node, value_node in node.value:
         path, where = prefix + str(key_node.value), f"{file}:{key_node.start_mark.line + 1}"
+        if path.count(".") > MAX_DEPTH:
+            raise ConfigError(f"{where}: the key is more than {MAX_DEPTH} levels deep")
         if path in seen:
-            raise ConfigError(f"{where}: {path} stands twice")
+            raise ConfigError(f"{where}: {path} is set twice")
         seen.add(path)
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             _flatten(value_node, path + ".", file, loader, entries)
@@ -201,7 +224,7 @@ def _resolve_with_omegaconf(flat: dict[str, Any], path: str) -> Any:
             inner = inner.setdefault(head, {})
         inner[leaf] = value
     try:
-        found = OmegaConf.select(OmegaConf.create(tree), path)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        value = OmegaConf.select(OmegaConf.create(tree), path)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}={flat[path]!r} cannot be resolved: {error}") from error

@@ -7,8 +7,10 @@ from typing import Any
 from verl.utils.errors import ConfigError
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~|)(?P<path>[A-Za-z_][\w.@/:-]*)\s*(?P<rest>=.*)?", re.DOTALL)
-_INT = re.compile(r"[+-]?\d+(_\d+)*")
-_FLOAT = re.compile(r"[+-]?((\d+(_\d+)*\.\d*|\.\d+|\d+)([eE][+-]?\d+)?|inf|nan)", re.IGNORECASE)
+_INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[+-]?(([0-9]+(_[0-9]+)*\.[0-9]*|\.[0-9]+|[0-9]+)(e[+-]?[0-9]+)?|inf|nan)", re.IGNORECASE)
+MAX_DEPTH = 64
+"""Lists, dictionaries and names inside one another in one value or key; deeper ones are refused."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,25 @@ class Override:
 
 
 def parse_override(source: str) -> Override:
-    """An override string as its parts; ConfigError says where it cannot be read."""
+    """The parts of an override string; ConfigError where it cannot be parsed."""
     match = _OVERRIDE.fullmatch(source)
     if match is None or (match["rest"] is None and match["mode"] != "~"):
         raise ConfigError(f"override {source!r} is not of the form key=value (+key=value, ++key=value or ~key)")
+    if match["path"].count(".") > MAX_DEPTH:
+        raise ConfigError(f"override {source[:60]!r}... names a key more than {MAX_DEPTH} levels deep")
     text = None if match["rest"] is None else match["rest"][1:].strip()
     value = None if text is None else _ValueParser(text, source).parse()
     return Override(match["mode"], match["path"], value, text, source)
+
+
+def is_number(text: str) -> bool:
+    """True for a number in ASCII digits; inf is one, nan is not."""
+    return _FLOAT.fullmatch(text) is not None and "nan" not in text.lower()
+
+
+def parse_value(text: str) -> Any:
+    """A value as it is written in an override."""
+    return _ValueParser(text.strip(), text).parse()
 
 
 def parse_scalar(text: str) -> Any:
@@ -39,7 +53,7 @@ def parse_scalar(text: str) -> Any:
         return None
     if lowered in ("true", "false"):
         return lowered == "true"
-    if _INT.fullmatch(text):
+    if _INT.fullmatch(text) and len(text) < 1000:
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -47,13 +61,13 @@ def parse_scalar(text: str) -> Any:
 
 
 class _ValueParser:
-    """Reads one value: a quoted string, [list], {dictionary} or word."""
+    """Parses one value: a quoted string, [list], {dictionary} or word."""
 
     def __init__(self, text: str, source: str):
-        self.text, self.source, self.position = text, source, 0
+        self.text, self.source, self.position, self.depth = text, source, 0, 0
 
     def parse(self) -> Any:
-        """The value that takes up all of the text."""
+        """The value of the whole text."""
         if self.text == "":
             return ""
         value = self._parse_value(stops="")
@@ -63,7 +77,8 @@ class _ValueParser:
         return value
 
     def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"override {self.source!r} cannot be read: {what}")
+        shown = repr(self.source) if len(self.source) <= 500 else f"{self.source[:60]!r}..."
+        return ConfigError(f"override {shown} cannot be read: {what}")
 
     def _skip_spaces(self) -> None:
         while self.position < len(self.text) and self.text[self.position].isspace():
@@ -85,6 +100,9 @@ class _ValueParser:
 
     def _parse_items(self, end: str, read: Any) -> list[Any]:
         self.position += 1
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self._error(f"its lists and dictionaries are more than {MAX_DEPTH} levels deep")
         items: list[Any] = []
         while self._peek() != end:
             if not self._peek():
@@ -95,6 +113,7 @@ class _ValueParser:
             elif self._peek() != end:
                 raise self._error(f"expected ',' or {end!r} before {self.text[self.position :]!r}")
         self.position += 1
+        self.depth -= 1
         return items
 
     def _parse_element(self) -> Any:

@@ -20,7 +20,7 @@ class ProfilerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalProfilerConfig(Section):
-    """Profiling of the whole run; roles follow it."""
+    """Profiling of the whole run; the default of every role."""
 
     tool: str | None = key(None, "Profiler; null is off.", choices=_TOOLS)
     steps: list[int] | None = key(None, "Training steps to profile; null is none.")

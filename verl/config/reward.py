@@ -19,18 +19,18 @@ class CustomRewardConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardManagerConfig(Section):
-    """What is done around the scorer."""
+    """The reward manager, which changes the scorer's value."""
 
     name: str = key("naive", "Reward manager by name; naive puts the score on the last token.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(Section):
-    """Judging of answers."""
+    """Scoring of answers."""
 
-    num_workers: int = key(8, "Scorer calls that run at once.", minimum=1)
+    num_workers: int = key(8, "Scorer calls that run concurrently.", minimum=1)
     on_error: str = key(
-        "stop", "A scorer that fails stops the run, or is counted and left out.", choices=("stop", "count")
+        "stop", "A failing scorer stops the run, or its answer is left out and counted.", choices=("stop", "count")
     )
     timeout_s: float | None = key(
         300.0, "Seconds one call may take before it counts as failed; null is no limit.", greater_than=0

@@ -1,9 +1,9 @@
-"""Sampling answers: the engine, its memory, its sampling rules, agents."""
+"""The rollout: engine, memory, sampling parameters, agent loops."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import Section, key, section
+from verl.config.base import LARGEST_SEED, Section, key, section
 from verl.config.profiler import ProfilerConfig
 
 
@@ -12,15 +12,15 @@ class SamplingConfig(Section):
     """Sampling during validation."""
 
     temperature: float = key(0.0, "Softmax temperature; 0 is greedy.")
-    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.", greater_than=0, maximum=1)
-    top_k: int = key(-1, "Most likely tokens kept; -1 keeps all.")
-    n: int = key(1, "Answers per prompt.", minimum=1)
+    top_p: float = key(1.0, "Probability mass of top-p sampling; 1 is off.", greater_than=0, maximum=1)
+    top_k: int = key(-1, "Number of tokens of top-k sampling; -1 is off.")
+    n: int = key(1, "Answers per prompt.", minimum=1, maximum=65536)
     do_sample: bool = key(False, "False is greedy.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKwargsConfig(Section):
-    """Arguments passed to an engine as they are."""
+    """Arguments passed to an engine unchanged."""
 
     vllm: dict[str, Any] = key({}, "Arguments of vLLM.")
     sglang: dict[str, Any] = key({}, "Arguments of SGLang.")
@@ -28,12 +28,12 @@ class EngineKwargsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
-    """Engines in processes of their own."""
+    """Rollout engines in their own processes."""
 
-    python: str | None = key(None, "Python of the servers' own environment; null is this one's.")
+    python: str | None = key(None, "Python executable of the servers; null is this process's.")
     url: str | None = key(None, "sglang, tgi: a server that runs already, such as http://127.0.0.1:30000.")
-    model: str | None = key(None, "tgi: model name to ask an OpenAI-compatible server for.")
-    timeout: float = key(60.0, "Seconds to connect, and to wait for statistics; answers may take any time.")
+    model: str | None = key(None, "tgi: model name in requests to an OpenAI-compatible server.")
+    timeout: float = key(60.0, "Seconds to connect, and to wait for statistics; answers have no limit.")
     max_attempts: int = key(3, "Attempts per request.")
     retry_delay: float = key(2.0, "Seconds between attempts.")
     max_connections: int = key(1000, "Connections open at once.")
@@ -45,13 +45,13 @@ class MultiTurnConfig(Section):
     """Conversations with tools."""
 
     enable: bool = key(False, "Multi-turn rollout; agents also run when a row or agent.default_agent_loop names one.")
-    max_assistant_turns: int | None = key(None, "Most turns of the model; null is no limit.")
-    max_user_turns: int | None = key(None, "Most turns of tools or users; null is no limit.")
-    max_parallel_calls: int = key(1, "Tool calls carried out per turn.", minimum=1)
+    max_assistant_turns: int | None = key(None, "Largest number of assistant turns; null is no limit.")
+    max_user_turns: int | None = key(None, "Largest number of tool or user turns; null is no limit.")
+    max_parallel_calls: int = key(1, "Tool calls run per turn.", minimum=1)
     tool_config_path: str | None = key(None, "YAML file that lists tools.")
     function_tool_path: str | None = key(None, "Python file with @function_tool functions.")
-    max_tool_response_length: int = key(256, "Characters kept of a tool's text.")
-    tool_response_truncate_side: str = key("middle", "Which part is cut.", choices=("left", "middle", "right"))
+    max_tool_response_length: int = key(256, "Longest tool response in characters.")
+    tool_response_truncate_side: str = key("middle", "Side that is cut.", choices=("left", "middle", "right"))
     format: str = key("hermes", "Tool-call parser.")
 
 
@@ -61,21 +61,24 @@ class AgentLoopConfig(Section):
 
     default_agent_loop: str = key("single_turn_agent", "Loop of rows without agent_name.")
     agent_loop_config_path: str | None = key(None, "YAML file that lists further loops.")
+    timeout_s: float | None = key(
+        1800.0, "Seconds a conversation may take besides generation; null is no limit.", greater_than=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEngineConfig(Section):
-    """How weights travel from the trainer to the rollout engine."""
+    """Weight transfer from the trainer to the rollout engine."""
 
     backend: str = key(
         "naive", "Transport; naive (memory of one machine), nccl (broadcast; gloo on a CPU), file, or a plug-in's."
     )
     update_weights_bucket_megabytes: int = key(
-        2048, "Most memory of a transfer in MiB, larger tensors apart; CPUs use less.", minimum=1
+        2048, "Bucket size of a transfer in MiB; larger tensors exceed it, CPUs use less.", minimum=1
     )
     engine_kwargs: dict[str, Any] = key({}, "Constructor arguments per transport, {backend: {name: value}}.")
     probe_every: int = key(
-        10, "Publishes between two probes that compare the engine's own forward pass; 0: the first only.", minimum=0
+        10, "Weight publications between two log-prob probes of the engine; 0 is the first only.", minimum=0
     )
     custom_backend_module: str | None = key(None, "Module imported to register a transport.")
 
@@ -86,42 +89,40 @@ class RolloutConfig(Section):
 
     name: str = key("native", "Rollout engine: native, or one registered by name.")
     temperature: float = key(1.0, "Softmax temperature; 0 is greedy.")
-    top_k: int = key(-1, "Most likely tokens kept; -1 keeps all.")
-    top_p: float = key(1.0, "Smallest probability mass kept; 1 keeps all.", greater_than=0, maximum=1)
-    n: int = key(1, "Answers per prompt.", minimum=1)
+    top_k: int = key(-1, "Number of tokens of top-k sampling; -1 is off.")
+    top_p: float = key(1.0, "Probability mass of top-p sampling; 1 is off.", greater_than=0, maximum=1)
+    n: int = key(1, "Answers per prompt.", minimum=1, maximum=65536)
     do_sample: bool = key(True, "False is greedy.")
-    min_tokens: int = key(0, "Tokens before an answer may end.", minimum=0)
+    min_tokens: int = key(0, "Smallest number of tokens of an answer.", minimum=0)
     stop: list[str] = key([], "Texts that end an answer.")
-    stop_token_ids: list[int] = key([], "Tokens that end an answer, beside the model's own.")
-    ignore_eos: bool = key(False, "Go on past the end-of-sequence token.")
-    seed: int = key(42, "Seed of sampling.")
+    stop_token_ids: list[int] = key([], "Tokens that end an answer, besides the model's own.")
+    ignore_eos: bool = key(False, "Continue past the end-of-sequence token.")
+    seed: int = key(42, "Seed of sampling.", minimum=0, maximum=LARGEST_SEED)
     prompt_length: int = key(512, "Longest prompt in tokens.", minimum=1)
     response_length: int = key(512, "Longest answer in tokens.", minimum=1)
     max_model_len: int | None = key(
         None, "Longest prompt + answer in tokens; null is prompt_length + response_length.", minimum=1
     )
-    dtype: str = key("auto", "Type the rollout computes in; auto is the type the actor computes in.")
+    dtype: str = key("auto", "Data type of the rollout; auto is the type the actor computes in.")
     gpu_memory_utilization: float = key(
-        0.5, "Share of device memory for weights and cache, in (0, 1].", greater_than=0, maximum=1
+        0.5, "Fraction of device memory for weights and KV cache, in (0, 1].", greater_than=0, maximum=1
     )
-    kv_cache_bytes: int | None = key(
-        None, "native: memory for keys and values in bytes; null picks by device.", minimum=1
-    )
+    kv_cache_bytes: int | None = key(None, "native: size of the KV cache in bytes; null selects by device.", minimum=1)
     enforce_eager: bool = key(False, "No CUDA graphs.")
-    cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null picks.")
-    free_cache_engine: bool = key(True, "Free the cache while the trainer works.")
+    cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null: automatic.")
+    free_cache_engine: bool = key(True, "Free the KV cache while the trainer works.")
     enable_sleep_mode: bool = key(True, "vllm: its sleep mode frees memory between rollouts.")
-    tensor_model_parallel_size: int = key(1, "Devices that share one replica.", minimum=1)
-    data_parallel_size: int = key(1, "Replicas; more than one run in processes of their own.", minimum=1)
+    tensor_model_parallel_size: int = key(1, "Devices per replica (tensor parallelism).", minimum=1)
+    data_parallel_size: int = key(1, "Replicas; several replicas run in their own processes.", minimum=1)
     expert_parallel_size: int = key(1, "1, or tensor_model_parallel_size x data_parallel_size.")
     pipeline_model_parallel_size: int = key(1, "Pipeline stages; only 1.")
     max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.", minimum=1)
     max_num_seqs: int = key(256, "Sequences decoded at once.", minimum=1)
-    enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
-    enable_prefix_caching: bool = key(True, "Share the cache of common prefixes.")
+    enable_chunked_prefill: bool = key(True, "Prefill long prompts over several engine steps.")
+    enable_prefix_caching: bool = key(True, "Share the KV cache of common prefixes.")
     logprobs_mode: str = key("processed_logprobs", "vllm: which log-probs it returns.")
     scheduling_policy: str = key("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
-    load_format: str = key("dummy", "Where a separate engine's first weights come from; dummy is from the trainer.")
+    load_format: str = key("dummy", "Source of a separate engine's first weights; dummy is the trainer.")
     skip_tokenizer_init: bool = key(True, "Token ids in and out; the engine needs no tokenizer.")
     disable_log_stats: bool = key(True, "Hide the engine's statistics.")
     calculate_log_probs: bool = key(True, "Return log-probs of sampled tokens.")
@@ -137,4 +138,4 @@ class RolloutConfig(Section):
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     server: ServerConfig = section(ServerConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
-    custom: dict[str, Any] | None = key(None, "Free slot for engines of your own.")
+    custom: dict[str, Any] | None = key(None, "Settings for rollout engines of your own.")

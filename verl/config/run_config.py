@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and which keys follow which."""
+"""The whole configuration of a run, and the keys whose default is the value of another key."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,7 @@ def _follows() -> dict[str, str]:
         "data.tool_config_path": f"{arr}.rollout.multi_turn.tool_config_path",
         "data.function_tool_path": f"{arr}.rollout.multi_turn.function_tool_path",
         "critic.model.path": f"{arr}.model.path",
+        f"{arr}.model.tokenizer_path": "data.tokenizer",
         "critic.fsdp.strategy": "critic.strategy",
         "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     }
@@ -100,4 +101,4 @@ def _follows() -> dict[str, str]:
 
 
 FOLLOWS: dict[str, str] = _follows()
-"""Key -> the key whose value it takes when it is not set. Keys that follow a neighbour say so in their own section."""
+"""Key -> the key whose value it takes when it is not set. Within one section, `sibling` declares this."""

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import Section, default_of
+from verl.config.overrides import is_number
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFT_FOLLOWS, SFTConfig
 from verl.utils.errors import ConfigError
 
+_LARGEST_INT = 2**63 - 1  # what a tensor of whole numbers can hold
+
 
 @dataclass(frozen=True)
 class Key:
-    """One key: where it is, what it may hold, what it means."""
+    """One key: path, type, default, meaning, allowed values."""
 
     path: str
     type: Any
@@ -33,22 +36,26 @@ class Key:
         return any((typing.get_origin(member) or member) is dict for member in union_members(self.type))
 
     def allowed(self) -> str:
-        """The values allowed, as users read them; '' when the type is the only limit."""
-        minimum, greater_than, maximum = self.bounds
+        """The allowed values as text; '' when the type is the only limit."""
+        minimum, greater_than, maximum = (None if b is None or b == math.inf else b for b in self.bounds)
         parts = [", ".join(str(choice) for choice in self.choices)] if self.choices else []
-        parts += [f"at least {minimum:g}"] if minimum is not None else []
-        parts += [f"above {greater_than:g}"] if greater_than is not None else []
-        parts += [f"at most {maximum:g}"] if maximum is not None else []
+        parts += [f"at least {_number_text(minimum)}"] if minimum is not None else []
+        parts += [f"above {_number_text(greater_than)}"] if greater_than is not None else []
+        parts += [f"at most {_number_text(maximum)}"] if maximum is not None else []
         return " and ".join(parts)
 
 
+def _number_text(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
 def union_members(tp: Any) -> tuple[Any, ...]:
-    """The alternatives of a union type; one for any other."""
+    """The members of a union type; for any other type, the type itself."""
     return typing.get_args(tp) if isinstance(tp, types.UnionType) else (tp,)
 
 
 def type_name(tp: Any) -> str:
-    """A type as users read it: 'int or null', 'list of str'."""
+    """A type as text: 'int or null', 'list of str'."""
     names = []
     for member in union_members(tp):
         args = typing.get_args(member)
@@ -69,8 +76,14 @@ def keys(root: type) -> dict[str, Key]:
     return table
 
 
+def key_types(cls: type) -> dict[str, Any]:
+    """The types of a section's keys."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: getattr(hint, "__metadata__", (hint,))[0] for name, hint in hints.items()}
+
+
 def _collect_keys(instance: Section, prefix: str, follows: dict[str, str], table: dict[str, Key]) -> None:
-    hints = typing.get_type_hints(type(instance))
+    hints = key_types(type(instance))
     for item in dataclasses.fields(instance):  # type: ignore[arg-type]
         path, value = prefix + item.name, getattr(instance, item.name)
         if isinstance(value, Section):
@@ -88,21 +101,21 @@ def _collect_keys(instance: Section, prefix: str, follows: dict[str, str], table
 @functools.cache
 def sections(root: type) -> dict[str, type]:
     """Every section of a root class by its dotted path ('' is the root itself)."""
-    found: dict[str, type] = {"": root}
+    table: dict[str, type] = {"": root}
 
     def visit(instance: Section, prefix: str) -> None:
         for item in dataclasses.fields(instance):  # type: ignore[arg-type]
             value = getattr(instance, item.name)
             if isinstance(value, Section):
-                found[prefix + item.name] = type(value)
+                table[prefix + item.name] = type(value)
                 visit(value, prefix + item.name + ".")
 
     visit(root(), "")
-    return found
+    return table
 
 
 def owning_key(path: str, root: type) -> Key | None:
-    """The key that `path` belongs to: itself, or the open dictionary it lies in; None when the schema has neither."""
+    """The key that `path` belongs to: itself, or the dictionary that contains it; None when neither exists."""
     table = keys(root)
     if path in table:
         return table[path]
@@ -115,11 +128,13 @@ def owning_key(path: str, root: type) -> Key | None:
 
 
 def convert(value: Any, key: Key, text: str | None = None) -> Any:
-    """`value` as the type of `key`, or ConfigError. `text` is how the user wrote it, kept where a string is wanted."""
+    """`value` as the type of `key`, or ConfigError. `text`, as the user wrote it, is the value of a string key."""
     if value is None and key.default is None:
         return None
+    if isinstance(value, int | float) and text and "_" in text and {float, str} <= set(union_members(key.type)):
+        value = text  # lo_hi is no number, though 1_5 reads as one
     for member in union_members(key.type):
-        if _has_type(value, member) and value == value:  # NaN is a number of no key
+        if _has_type(value, member) and value == value:  # no key accepts NaN
             return _check_allowed(value, key)
     for member in union_members(key.type):
         converted = _convert_lossless(value, member, text)
@@ -138,13 +153,9 @@ def _has_type(value: Any, member: Any) -> bool:
 
 def _convert_lossless(value: Any, member: Any, text: str | None) -> Any:
     if member is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 2**1000 else None
     if member is float and isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return None
-        return None if math.isnan(number) else number
+        return float(value) if is_number(value.strip()) else None
     if member is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if member is str and isinstance(value, int | float):
@@ -166,6 +177,13 @@ def _check_allowed(value: Any, key: Key) -> Any:
     wrong |= number is not None and minimum is not None and number < minimum
     wrong |= number is not None and greater_than is not None and number <= greater_than
     wrong |= number is not None and maximum is not None and number > maximum
+    wrong |= isinstance(number, float) and math.isinf(number) and maximum != math.inf
+    wrong |= isinstance(number, int) and abs(number) > _LARGEST_INT
+    wrong |= any(isinstance(part, str) and not part for part in (value if isinstance(value, list) else [value]))
+    if wrong and not key.allowed():
+        what = "name something" if isinstance(value, str | list) else "be a finite number of usual size"
+        hint = ", or be null" if type(None) in union_members(key.type) else ""
+        raise ConfigError(f"{key.path}={value!r} must {what}{hint}; {key.doc}")
     if wrong:
         one_of = "one of " if key.choices else ""
         raise ConfigError(f"{key.path}={value} must be {one_of}{key.allowed()}; {key.doc}")

@@ -1,15 +1,15 @@
-"""What was asked for, key by key, until it becomes one typed configuration: aliases, refusals, follow-ups, origins."""
+"""Collects values by key and builds the typed configuration: aliases, refused keys, derived defaults, origins."""
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 from verl.config import derived_defaults, foreign_keys, schema
 from verl.config.base import PATH, Section
+from verl.config.interpolation import Resolver, has_interpolation, interpolate, reference
+from verl.config.overrides import parse_value
+from verl.config.run_config import RunConfig
 from verl.utils.errors import ConfigError
 
-_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
-Resolver = Callable[[dict[str, Any], str], Any]
+_HYDRA_GROUPS = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model", "profiler": "profiler"}
 
 
 class ConfigBuilder:
@@ -22,10 +22,11 @@ class ConfigBuilder:
         self.warnings: list[str] = []
         self._spellings: dict[str, dict[str, Any]] = {}
         self._refusals: dict[str, list[str]] = {}
+        self._refused: dict[str, tuple[str, foreign_keys.KeyRule, Any]] = {}
         self._per_device: dict[str, tuple[str, Any, str]] = {}
 
     def put(self, path: str, value: Any, origin: str, text: str | None = None, spelling: str = "") -> None:
-        """Set one key, or every key of a dictionary that stands for a section."""
+        """Set one key, or every key of a section given as a dictionary."""
         if self._is_hydra_group(path, value):
             return
         rule = foreign_keys.check_key(path, self.root)
@@ -38,7 +39,7 @@ class ConfigBuilder:
         elif rule.kind == "inert":
             self.warnings.append(f"{path} has no effect: {rule.reason} ({origin})")
         elif rule.kind == "refused":
-            self._refuse(spelling or path, rule, value)
+            self._refused[path] = (spelling or path, rule, value)
         elif owner is None:
             inside = [p[len(path) + 1 :] for p in schema.keys(self.root) if p.startswith(path + ".")]
             raise ConfigError(f"{path} is a section, not a value; its keys: {', '.join(inside)}")
@@ -46,8 +47,10 @@ class ConfigBuilder:
             self._set(owner, path, value, origin, text, spelling or path)
 
     def remove(self, path: str, origin: str) -> None:
-        """Undo what was set at and below `path`; a key of the schema becomes null where it may be, else its default."""
+        """Remove the values at and below `path`; a key of the schema becomes null where allowed, else its default."""
         foreign_keys.check_key(path, self.root)
+        for known in [p for p in self._refused if p == path or p.startswith(path + ".")]:
+            del self._refused[known]
         for known in [p for p in self.values if p == path or p.startswith(path + ".")]:
             del self.values[known], self.origins[known]
             self._spellings.pop(known, None)
@@ -63,40 +66,66 @@ class ConfigBuilder:
             inner.pop(names[-1], None)
 
     def _is_hydra_group(self, path: str, value: Any) -> bool:
-        if path in ("engine", "optim") and path in schema.sections(self.root) and isinstance(value, str):
-            if value != "fsdp":
-                names = self.planned_values("engine.strategy")
-                feature = names.get(value)
-                if feature is None:
-                    raise ConfigError(f"{path}={value} is not one of fsdp, {', '.join(names)}")
-                self._refusals.setdefault(feature, []).append(f"{path}={value}")
-            return True
-        return False
+        """Whether `path=value` chooses a section's file, as in scripts written for Hydra; there is one file each."""
+        only = _HYDRA_GROUPS.get(path)
+        if only is None or path not in schema.sections(self.root) or not isinstance(value, str):
+            return False
+        names = self.planned_values("engine.strategy") if path in ("engine", "optim") else {}
+        if value in names:
+            self._refusals.setdefault(names[value], []).append(f"{path}={value}")
+        elif value != only:
+            raise ConfigError(f"{path}={value} is not one of {', '.join((only, *names))}")
+        return True
 
     def planned_values(self, path: str) -> dict[Any, str]:
         """Values of a key of the schema whose feature is still to come."""
         return foreign_keys.load_foreign_keys(self.root).planned.get(path, {})
 
     def _put_alias(self, path: str, rule: foreign_keys.KeyRule, value: Any, origin: str, text: str | None) -> None:
-        if value is None:
+        if value is None or (reference(value, path) or ("",))[0] == rule.target:
             return
-        share = " (a share per device)" if rule.per_device else ""
-        self.warnings.append(f"{path} is an old spelling of {rule.target}{share}; write {rule.target}=... ({origin})")
+        note = " (a share per device)" if rule.per_device else ""
+        self.warnings.append(f"{path} is an old spelling of {rule.target}{note}; write {rule.target}=... ({origin})")
         if rule.per_device:
             self._per_device[rule.target] = (path, value, origin)
         else:
             self.put(rule.target, value, f"{origin} through {path}", text, spelling=path)
 
-    def _refuse(self, path: str, rule: foreign_keys.KeyRule, value: Any) -> None:
-        if any(value == off for off in (*foreign_keys.EMPTY_VALUES, *rule.harmless_values)):
-            return
-        if not rule.planned:
-            raise ConfigError(f"{path}={value} is refused: {rule.reason}")
-        self._refusals.setdefault(rule.reason, []).append(f"{path}={value}")
+    def _refuse(self) -> None:
+        """ConfigError for refused keys that ask for something."""
+        defaults, flat = foreign_keys.load_foreign_keys(self.root).defaults, self._flat_values()
+        for path, (spelling, rule, value) in self._refused.items():
+            asked = self._foreign_value(path, value, flat)
+            if foreign_keys.asks_for_nothing(
+                asked, [self._foreign_value(path, d, flat) for d in defaults.get(path, [])]
+            ):
+                continue
+            if not rule.planned:
+                raise ConfigError(f"{spelling}={value} is refused: {rule.reason}")
+            self._refusals.setdefault(rule.reason, []).append(f"{spelling}={value}")
+        for feature, settings in self._refusals.items():
+            more = f" (and {len(settings) - 1} more)" if len(settings) > 1 else ""
+            raise ConfigError(foreign_keys.not_yet_supported_message(settings[0] + more, feature))
+
+    def _foreign_value(self, path: str, value: Any, flat: dict[str, Any], steps: int = 0) -> Any:
+        """The value of a key outside the schema, followed through references to other keys."""
+        found = reference(value, path) if steps < 20 else None
+        if found is None:
+            return value
+        target, otherwise = found
+        kind = foreign_keys.classify(target, self.root).kind
+        if target in flat:
+            return self._foreign_value(target, flat[target], flat, steps + 1)
+        if target in self._refused:
+            return self._foreign_value(target, self._refused[target][2], flat, steps + 1)
+        if kind == "refused":  # not set, so at its default; a section is judged key by key
+            default = foreign_keys.load_foreign_keys(self.root).defaults.get(target, [None])[0]
+            return self._foreign_value(target, default, flat, steps + 1)
+        return value if otherwise is None else self._foreign_value(path, parse_value(otherwise), flat, steps + 1)
 
     def _set(self, key: schema.Key, path: str, value: Any, origin: str, text: str | None, spelling: str) -> None:
         renamed_values = foreign_keys.load_foreign_keys(self.root).values.get(key.path, {})
-        if isinstance(value, str) and value in renamed_values:
+        if isinstance(value, str | None) and value in renamed_values:
             value = renamed_values[value]
         if path != key.path:
             tree = self.values[key.path] = _copy(self.values.get(key.path) or key.default or {})
@@ -109,12 +138,14 @@ class ConfigBuilder:
         elif isinstance(value, dict) and key.is_open:
             self.values[path] = _merge(self.values.get(path) or _copy(key.default) or {}, value)
         else:
-            value = value if _has_interpolation(value) else schema.convert(value, key, text)
+            value = value if has_interpolation(value) else schema.convert(value, key, text)
             self._check_spellings(path, spelling, value)
             self.values[path] = value
         self.origins[key.path] = origin
 
     def _check_spellings(self, path: str, spelling: str, value: Any) -> None:
+        if has_interpolation(value):
+            return
         seen = self._spellings.setdefault(path, {})
         seen[spelling] = value
         for other, other_value in seen.items():
@@ -123,12 +154,15 @@ class ConfigBuilder:
                     f"{other}={other_value} and {spelling}={value} say the same thing differently; keep only {path}"
                 )
 
-    def _share_per_device(self, flat: dict[str, Any]) -> None:
+    def _divide_per_device(self, flat: dict[str, Any]) -> None:
         for target, (path, value, origin) in self._per_device.items():
             role = target.rsplit(".", 1)[0].replace("rollout", "actor").replace("actor_actor_ref", "actor_rollout_ref")
             devices = flat["trainer.nnodes"] * (flat["trainer.n_gpus_per_node"] or 1)
             engine = "fsdp" if role == "critic" else "fsdp_config"
             groups = max(devices // flat[f"{role}.{engine}.ulysses_sequence_parallel_size"], 1)
+            value = self._foreign_value(path, value, flat)
+            if value is None:
+                continue
             if not isinstance(value, int) or value <= 0:
                 raise ConfigError(
                     f"{path}={value} must be a whole number of sequences, at least 1; it is an old spelling, "
@@ -140,26 +174,36 @@ class ConfigBuilder:
             self._set(key, target, value // groups, f"{origin} through {path} / {groups} ranks", None, path)
 
     def build(self, resolve: Resolver) -> Any:
-        """The typed configuration; ConfigError when something was refused or does not fit."""
-        for feature, what in self._refusals.items():
-            more = f" (and {len(what) - 1} more)" if len(what) > 1 else ""
-            raise ConfigError(foreign_keys.not_yet_supported_message(what[0] + more, feature))
+        """The typed configuration; ConfigError for refused keys and values of the wrong type."""
+        self._refuse()
         if self._per_device:
-            self._share_per_device(self._flat_values())
+            self._divide_per_device(self._flat_values())
+        self._pack_shared_prompts()
         explicit = tuple(self.values)
         for path, (value, why) in derived_defaults.derive(self.values, self.root).items():
             self.values[path], self.origins[path] = value, why
         flat = self._flat_values()
         for path, value in flat.items():
-            if _has_interpolation(value):
-                resolved = _interpolate(value, flat, path, resolve)
+            if has_interpolation(value):
+                resolved = interpolate(value, flat, path, resolve)
                 flat[path] = schema.convert(resolved, schema.keys(self.root)[path])
         config = _build(self.root, "", flat)
         object.__setattr__(config, "_origins", {p: self.origins.get(p, "default") for p in flat})
         object.__setattr__(config, "_set", explicit)
+        if isinstance(config, RunConfig):  # published losses read it
+            arr = config.actor_rollout_ref
+            for trained in (arr.actor, config.critic):
+                object.__setattr__(trained, "rollout_n", arr.rollout.n)
         undivided = self._per_device if flat.get("trainer.n_gpus_per_node") is None else {}
         object.__setattr__(config, "_undivided_totals", {old: target for target, (old, _, _) in undivided.items()})
         return config
+
+    def _pack_shared_prompts(self) -> None:
+        """Shared prompts need packed sequences: a script that asks for both runs packed, with a warning."""
+        shared, packed = "actor_rollout_ref.actor.use_prefix_grouper", "actor_rollout_ref.model.use_remove_padding"
+        if self.values.get(shared) is True and self.values.get(packed) is False:
+            self.warnings.append(f"{packed}=False has no effect: {shared}=True shares prompts in packed sequences")
+            self.values[packed], self.origins[packed] = True, f"{shared}=True runs packed"
 
     def _flat_values(self) -> dict[str, Any]:
         flat: dict[str, Any] = {}
@@ -203,30 +247,3 @@ def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(result.get(name), dict)
         result[name] = _merge(result[name], value) if both else value
     return result
-
-
-def _has_interpolation(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_interpolation(inner) for inner in value.values())
-    if isinstance(value, list):
-        return any(_has_interpolation(inner) for inner in value)
-    return isinstance(value, str) and "${" in value
-
-
-def _interpolate(value: Any, flat: dict[str, Any], path: str, resolve: Resolver, depth: int = 0) -> Any:
-    if depth > 20:
-        raise ConfigError(f"{path}={flat[path]!r} refers to itself")
-    if isinstance(value, dict):
-        return {name: _interpolate(inner, flat, path, resolve, depth) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_interpolate(inner, flat, path, resolve, depth) for inner in value]
-    if not _has_interpolation(value):
-        return value
-    names = _INTERPOLATION.findall(value)
-    if not names or any(name not in flat for name in names):
-        return resolve(flat, path)
-    single = _INTERPOLATION.fullmatch(value)
-    if single:
-        return _interpolate(flat[single[1]], flat, path, resolve, depth + 1)
-    done = _INTERPOLATION.sub(lambda m: str(_interpolate(flat[m[1]], flat, path, resolve, depth + 1)), value)
-    return _interpolate(done, flat, path, resolve, depth + 1)

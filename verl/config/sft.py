@@ -26,4 +26,4 @@ class SFTConfig(Section):
 
 
 SFT_FOLLOWS: dict[str, str] = {"data.seed": "trainer.seed"}
-"""As FOLLOWS of run.py."""
+"""Like FOLLOWS of run_config.py."""

@@ -1,8 +1,8 @@
-"""The run: length, place, logging, checkpoints."""
+"""The training loop: length, devices, logging, checkpoints."""
 
 from dataclasses import dataclass
 
-from verl.config.base import Section, key
+from verl.config.base import LARGEST_SEED, Section, key
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 RUNTIMES = ("auto", "inline", "processes", "ray")
@@ -18,25 +18,25 @@ class TrainerConfig(Section):
     project_name: str = key("verl_examples", "Name of the project in trackers and paths.")
     experiment_name: str = key("gsm8k", "Name of the run in trackers and paths.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
-    log_val_generations: int = key(0, "Validation answers shown as a table.", minimum=0)
+    log_val_generations: int = key(0, "Validation answers logged as a table.", minimum=0)
     rollout_data_dir: str | None = key(None, "Folder for training answers as <step>.jsonl; null is off.")
     validation_data_dir: str | None = key(None, "Folder for validation answers as <step>.jsonl; null is off.")
-    ledger: bool = key(True, "Keep every trajectory of every step in <default_local_dir>/ledger.")
+    ledger: bool = key(True, "Store every trajectory of every training step in <default_local_dir>/ledger.")
     runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
     nnodes: int = key(1, "Machines.", minimum=1)
     n_gpus_per_node: int | None = key(
-        None, "Devices per machine, one rank on each; null is those found. On a CPU: ranks, null is 1.", minimum=1
+        None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
-    balance_batch: bool = key(True, "Spread sequences so that every rank gets the same work.")
-    critic_warmup: int = key(0, "First steps that train only the critic.", minimum=0)
+    balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")
+    critic_warmup: int = key(0, "Number of first steps that train only the critic.", minimum=0)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
-    test_freq: int = key(-1, "Validate every so many steps; <= 0 is only where asked.")
-    save_freq: int = key(-1, "Save every so many steps, and at the end; <= 0 is never.")
+    test_freq: int = key(-1, "Validate every test_freq steps, and at the end; <= 0: see val_before_train, val_only.")
+    save_freq: int = key(-1, "Save every save_freq steps, and at the end; <= 0 is never.")
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
-    max_actor_ckpt_to_keep: int | None = key(None, "Actor checkpoints kept; null is all.", minimum=1)
-    max_critic_ckpt_to_keep: int | None = key(None, "Critic checkpoints kept; null is all.", minimum=1)
+    max_actor_ckpt_to_keep: int | None = key(None, "Newest actor checkpoints to keep; null is all.", minimum=1)
+    max_critic_ckpt_to_keep: int | None = key(None, "Newest critic checkpoints to keep; null is all.", minimum=1)
     resume_mode: str = key(
         "auto", "Start from the newest checkpoint, from none, or from one path.", choices=RESUME_MODES
     )
@@ -52,18 +52,18 @@ class SFTTrainerConfig(Section):
     project_name: str = key("gsm8k-sft", "Name of the project in trackers and paths.")
     experiment_name: str = key("test", "Name of the run in trackers and paths.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
-    seed: int = key(1, "Seed of data order and initialisation.")
+    seed: int = key(1, "Seed of data order and initialisation.", minimum=0, maximum=LARGEST_SEED)
     runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
     nnodes: int = key(1, "Machines.", minimum=1)
     n_gpus_per_node: int | None = key(
-        None, "Devices per machine, one rank on each; null is those found. On a CPU: ranks, null is 1.", minimum=1
+        None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
-    balance_batch: bool = key(True, "Spread sequences so that every rank gets the same work.")
-    test_freq: int | str = key(-1, "Validate every so many steps, or after_each_epoch; <= 0 is only at the end.")
-    save_freq: int | str = key(-1, "Save every so many steps, or after_each_epoch; <= 0 is only at the end.")
+    balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")
+    test_freq: int | str = key(-1, "Validate every test_freq steps, or after_each_epoch; <= 0 is only at the end.")
+    save_freq: int | str = key(-1, "Save every save_freq steps, or after_each_epoch; <= 0 is only at the end.")
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
-    max_ckpt_to_keep: int | None = key(None, "Checkpoints kept; null is all.", minimum=1)
+    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null is all.", minimum=1)
     resume_mode: str = key(
         "auto", "Start from the newest checkpoint, from none, or from one path.", choices=RESUME_MODES
     )

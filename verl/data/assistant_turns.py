@@ -1,8 +1,8 @@
-"""Which tokens of a conversation the assistant says, exactly as it would sample them.
+"""Conversations as token sequences with a loss mask on the assistant's tokens, exactly as it would sample them.
 
-Each assistant turn is trained after the prompt that the chat template makes of the messages before it. While that
-prompt continues what is there already, the turns share one sequence. Some templates rewrite earlier turns (Qwen3 drops
-their thinking): there a new sequence starts with the rewritten history, and only its own turns are trained.
+Each assistant turn is trained after the prompt that the chat template renders from the messages before it. Turns stay
+in one sequence while that prompt extends the text so far. If the template rewrites earlier turns (Qwen3 drops their
+thinking), a new sequence starts with the rewritten history, and only the turns after it are trained there.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ APPEND_HINT = (
 
 
 class TurnTokenizer:
-    """Conversations to token sequences with a loss mask.
+    """Encodes conversations as token sequences with a loss mask.
 
     With `append_only` a conversation is always one sequence: each turn is appended as it was rendered when it was the
-    newest, which is what a multi-turn agent that never rewrites its history sees.
+    newest turn. A multi-turn agent that never rewrites its history has the same sequence.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = False):
@@ -32,7 +32,7 @@ class TurnTokenizer:
         self._special = set(tokenizer.all_special_ids)
 
     def segment_conversation(self, messages: list[Message], template: PromptTemplate) -> list[list[TextSegment]]:
-        """The sequences of a conversation as texts, trained ones apart; ValueError where a turn has no start."""
+        """The sequences of a conversation as text segments; ValueError if a turn lacks the generation prompt."""
         sequence_segments: list[list[TextSegment]] = []
         rendered = ""
         for i, message in enumerate(messages):
@@ -42,8 +42,8 @@ class TurnTokenizer:
             with_answer = _render(template, messages[: i + 1], False)
             if not with_answer.startswith(prompt):
                 raise ValueError(
-                    f"the chat template renders message {i} (assistant) without the start that it gives to an answer "
-                    f"({prompt[-40:]!r}), so nothing could sample this turn; check enable_thinking, or give "
+                    f"the chat template renders message {i} (assistant) without the start that its generation prompt "
+                    f"gives ({prompt[-40:]!r}), so no model could sample this turn; check enable_thinking, or set "
                     f"model.custom_chat_template"
                 )
             answer = (with_answer[len(prompt) :], True)
@@ -57,60 +57,60 @@ class TurnTokenizer:
         return sequence_segments
 
     def encode(self, sequence_segments: Sequence[list[TextSegment]]) -> list[MaskedTokens | ValueError]:
-        """Token ids of each sequence, a turn's boundary always between two tokens; where that cannot be, the reason."""
+        """Token ids and mask of each sequence; the ValueError of a sequence where a token spans a turn boundary."""
         if not sequence_segments:
             return []
         parts = iter(self._ids([text for segments in sequence_segments for text, _ in segments]))
         joint_ids = self._ids(["".join(text for text, _ in segments) for segments in sequence_segments])
         return [
-            self._align_with_turns(segments, [next(parts) for _ in segments], whole)
-            for segments, whole in zip(sequence_segments, joint_ids, strict=True)
+            self._align_with_turns(segments, [next(parts) for _ in segments], joint)
+            for segments, joint in zip(sequence_segments, joint_ids, strict=True)
         ]
 
     def _align_with_turns(
-        self, segments: list[TextSegment], parts: list[list[int]], whole: list[int]
+        self, segments: list[TextSegment], parts: list[list[int]], joint: list[int]
     ) -> MaskedTokens | ValueError:
-        if [i for part in parts for i in part] != whole and not self._append_only:
-            split = self._split_at_boundaries(segments, whole)
+        if [i for part in parts for i in part] != joint and not self._append_only:
+            split = self._split_at_boundaries(segments, joint)
             if isinstance(split, ValueError):
                 return split
             parts = split
         ids: list[int] = []
         mask: list[bool] = []
         for part, (_, trained) in zip(parts, segments, strict=True):
-            kept = self._num_sampled(part) if trained else 0
+            sampled = self._num_sampled(part) if trained else 0
             ids += part
-            mask += [True] * kept + [False] * (len(part) - kept)
+            mask += [True] * sampled + [False] * (len(part) - sampled)
         return ids, mask
 
-    def _split_at_boundaries(self, segments: list[TextSegment], whole: list[int]) -> list[list[int]] | ValueError:
-        """The ids of the whole text cut where its beginnings end; tokens joined across a boundary are an error."""
+    def _split_at_boundaries(self, segments: list[TextSegment], joint: list[int]) -> list[list[int]] | ValueError:
+        """The ids of the whole text, split at the segment boundaries; ValueError if a token spans a boundary."""
         parts: list[list[int]] = []
         text, start = "", 0
         for segment, _ in segments:
             text += segment
             prefix_ids = self._ids([text])[0]
-            if whole[: len(prefix_ids)] != prefix_ids:
+            if joint[: len(prefix_ids)] != prefix_ids:
                 return ValueError(
-                    f"the tokenizer joins text across the end of a turn ({text[-20:]!r}), so that the next one has no "
-                    f"first token of its own; {APPEND_HINT}"
+                    f"the tokenizer joins text across the end of a turn ({text[-20:]!r}), so the next turn does not "
+                    f"begin at a token boundary; {APPEND_HINT}"
                 )
-            parts.append(whole[start : len(prefix_ids)])
+            parts.append(joint[start : len(prefix_ids)])
             start = len(prefix_ids)
         return parts
 
     def _num_sampled(self, answer: list[int]) -> int:
-        """Tokens of a turn up to its end mark: white space that a template puts after it is never sampled."""
-        last = max((place for place, token in enumerate(answer) if token in self._special), default=-1)
+        """Number of tokens up to the end-of-turn token: white space that a template adds after it is not sampled."""
+        last = max((i for i, token in enumerate(answer) if token in self._special), default=-1)
         tail = answer[last + 1 :]
         return last + 1 if last >= 0 and not str(self._tokenizer.decode(tail)).strip() else len(answer)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        # A template writes its special tokens itself.
+        # The template has already written the special tokens.
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def encode_without_template(self, messages: list[Message], template: PromptTemplate) -> MaskedTokens:
-        """Without a chat template: contents one after the other; an assistant message ends with end-of-sequence."""
+        """For a tokenizer without chat template: message contents in order, end-of-sequence after each answer."""
         ids: list[int] = []
         mask: list[bool] = []
         context: list[Message] = []
@@ -137,7 +137,7 @@ def _render(template: PromptTemplate, messages: list[Message], add_generation_pr
 
 
 def _appended_text(template: PromptTemplate, messages: list[Message]) -> str:
-    """What the messages after the last assistant turn add to a conversation, with the start of the next answer."""
+    """The text that the messages after the last assistant turn add, including the generation prompt."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     initial_messages = messages[:first]
@@ -146,6 +146,6 @@ def _appended_text(template: PromptTemplate, messages: list[Message]) -> str:
     if not after.startswith(before):
         raise ValueError(
             f"the chat template rewrites the opening of the conversation when messages {last + 1} to "
-            f"{len(messages) - 1} are added, so their own text cannot be told; leave data.ignore_input_ids_mismatch off"
+            f"{len(messages) - 1} are added, so their own text is unknown; leave data.ignore_input_ids_mismatch off"
         )
     return after[len(before) :]

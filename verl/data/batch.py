@@ -1,6 +1,10 @@
-"""N sequences laid end to end without padding, with named columns per token and per sequence."""
+"""N sequences laid end to end without padding, with named columns per token and per sequence.
+
+`COLUMNS` says what every column holds, which function writes it and which functions read it.
+"""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,8 +12,170 @@ from torch import Tensor
 from verl.data.trajectory import Trajectory
 
 
+@dataclass(frozen=True)
+class Column:
+    """What a column of `Batch` holds. N sequences, T tokens in all; entry t of a token column is about token t.
+
+    Log-probs are natural logarithms (nats) at the sampling temperature.
+    """
+
+    shape: str  # "(T,)", "(N,)" or "(N, 2)"
+    dtype: str  # as torch names it; float32 becomes float64 where a model computes in float64
+    meaning: str
+    written_by: tuple[str, ...]  # functions that add or replace the column; none where only a user's code does
+    read_by: tuple[str, ...]  # the functions that depend on it most
+    scope: str = "step"  # of which batch it is a column: the step's, a mini-batch or a micro-batch
+    masked: float | None = None  # value where loss_mask is False; None where such positions have values of their own
+
+
+COLUMNS: dict[str, Column] = {
+    "tokens": Column(
+        "(T,)",
+        "int64",
+        "token ids of prompts, completions and tool results, in order",
+        written_by=("Batch.pack",),
+        read_by=("MicroBatch.of", "head_input", "prompt_groups", "Ledger.append"),
+    ),
+    "loss_mask": Column(
+        "(T,)",
+        "bool",
+        "True on tokens that the policy sampled; in fine-tuning, on tokens that are trained",
+        written_by=("Batch.pack",),
+        read_by=(
+            "MicroBatch.of",
+            "head_input",
+            "last_sampled_positions",
+            "gae",
+            "grpo",
+            "loss_weights",
+            "data_metrics",
+            "Ledger.append",
+        ),
+        masked=0,
+    ),
+    "rollout_logprobs": Column(
+        "(T,)",
+        "float32",
+        "log-prob of the token by the rollout engine when it sampled it, nats",
+        written_by=("Batch.pack",),
+        read_by=("PPOTrainer.evaluate", "mismatch_metrics", "Ledger.append"),
+        masked=0,
+    ),
+    "old_logprobs": Column(
+        "(T,)",
+        "float32",
+        "log-prob by the policy before this step's update, nats; added after the update where its own forward pass "
+        "gives the same numbers; a copy of rollout_logprobs with rollout_correction.bypass_mode",
+        written_by=("PPOTrainer.evaluate", "PPOTrainer.update"),
+        read_by=("apply_kl_in_reward", "ActorLoss.__call__", "PPOTrainer.step_metrics", "Ledger.append"),
+        masked=0,
+    ),
+    "ref_logprobs": Column(
+        "(T,)",
+        "float32",
+        "log-prob by the frozen reference policy, nats",
+        written_by=("PPOTrainer.evaluate",),
+        read_by=("apply_kl_in_reward", "ActorLoss.__call__", "Ledger.append"),
+        masked=0,
+    ),
+    "values": Column(
+        "(T,)",
+        "float32",
+        "the critic's estimate of the return before the token is sampled, in units of reward",
+        written_by=("PPOTrainer.evaluate",),
+        read_by=("gae", "ValueLoss.__call__", "data_metrics", "Ledger.append"),
+        masked=0,
+    ),
+    "token_rewards": Column(
+        "(T,)",
+        "float32",
+        "reward of the sequence on its last sampled token (on its last token if none was sampled), "
+        "minus the KL penalty per token with use_kl_in_reward",
+        written_by=("with_token_rewards", "apply_kl_in_reward"),
+        read_by=("gae", "grpo", "data_metrics"),
+        masked=0,
+    ),
+    "advantages": Column(
+        "(T,)",
+        "float32",
+        "how much better than expected the token was, by algorithm.adv_estimator",
+        written_by=("compute_advantages",),
+        read_by=("ActorLoss.__call__", "data_metrics", "Ledger.append"),
+        masked=0,
+    ),
+    "returns": Column(
+        "(T,)",
+        "float32",
+        "what the critic learns to predict, in units of reward",
+        written_by=("compute_advantages",),
+        read_by=("ValueLoss.__call__", "data_metrics"),
+        masked=0,
+    ),
+    "loss_weights": Column(
+        "(T,)",
+        "float32",
+        "factor of the token's loss by loss_agg_mode, over one mini-batch: the loss is the sum of weight x loss",
+        scope="mini-batch",
+        written_by=("with_loss_weights",),
+        read_by=("ActorLoss.__call__", "ValueLoss.__call__", "LikelihoodLoss.__call__", "TokenMetricSums.add"),
+        masked=0,
+    ),
+    "token_indices": Column(
+        "(T,)",
+        "int64",
+        "position of the token in the step's batch, kept through the cut into mini-batches",
+        scope="mini-batch",
+        written_by=("Actor.update",),
+        read_by=("Actor.update",),
+    ),
+    "_token_indices": Column(
+        "(T,)",
+        "int64",
+        "position of the token in the shard that its micro-batch was cut from",
+        scope="micro-batch",
+        written_by=("micro_batches",),
+        read_by=("write_outputs",),
+    ),
+    "rewards": Column(
+        "(N,)",
+        "float32",
+        "score of the sequence by the reward function; NaN where it has none",
+        written_by=("Batch.pack",),
+        read_by=("with_token_rewards", "data_metrics", "trajectory_columns"),
+    ),
+    "group_ids": Column(
+        "(N,)",
+        "int64",
+        "the same number for all sequences that answer one prompt",
+        written_by=("Batch.pack",),
+        read_by=("grpo", "MiniBatches.split", "trajectory_columns"),
+    ),
+    "rows": Column(
+        "(N,)",
+        "int64",
+        "index of the prompt's row in the data set; -1 where there is none",
+        written_by=("Batch.pack",),
+        read_by=("trajectory_columns",),
+    ),
+    "policy_versions": Column(
+        "(N, 2)",
+        "int64",
+        "version of the oldest and of the newest weights that sampled a token of the sequence",
+        written_by=("Batch.pack",),
+        read_by=("PPOTrainer.step_metrics", "trajectory_columns"),
+    ),
+    "reward_baselines": Column(
+        "(N,)",
+        "float32",
+        "reward of a greedy answer to the same prompt; given to advantage estimators written for padded tensors",
+        written_by=(),
+        read_by=("AdvantageAdapter.arguments",),
+    ),
+}
+
+
 class Batch:
-    """N sequences, T tokens in all, and columns about them.
+    """N sequences, T tokens in all, and columns about them; `COLUMNS` describes each.
 
     Token columns have shape (T, ...): entry t is about token t. Sequence columns have shape (N, ...).
     `cu_seqlens` (N+1,) int64 holds the boundaries: sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
@@ -32,7 +198,7 @@ class Batch:
 
     @classmethod
     def pack(cls, trajectories: Sequence[Trajectory]) -> "Batch":
-        """Columns tokens, loss_mask, rollout_logprobs; and rewards (NaN: none), group_ids, rows, policy_versions."""
+        """Columns tokens, loss_mask, rollout_logprobs; rewards, group_ids, rows and policy_versions. See COLUMNS."""
         if not trajectories:
             raise ValueError("there are no trajectories to pack")
         lengths = torch.tensor([t.tokens.shape[0] for t in trajectories], dtype=torch.int64)

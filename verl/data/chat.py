@@ -1,4 +1,4 @@
-"""Chat messages to prompt tokens: what a valid conversation is, and the one place that applies the template."""
+"""Chat messages to prompt tokens: checks conversations and applies the chat template."""
 
 import functools
 import logging
@@ -27,14 +27,14 @@ Message = dict[str, Any]
 
 
 def read_messages(prompt: object) -> list[Message]:
-    """A row's prompt as chat messages; ValueError says what is wrong with it.
+    """The chat messages of a row's prompt; ValueError says what is invalid.
 
-    A list of {role, content} is taken as it is, fields that are None left out (parquet fills missing fields with
-    None). A plain string means one user message.
+    A list of {role, content} is used as it is, without fields that are None (parquet fills missing fields with None).
+    A plain string is one user message.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, np.ndarray):  # what data sets built on pandas hand out
+    if isinstance(prompt, np.ndarray):  # as returned by data sets built on pandas
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence):
         raise ValueError(f"expected a list of {{role, content}} messages or a string, found {type(prompt).__name__}")
@@ -84,10 +84,10 @@ def _warn_no_template(name: str) -> None:
 
 
 class PromptTemplate:
-    """Messages to the token ids a policy continues, by the tokenizer's chat template with its generation prompt.
+    """Encodes messages as prompt tokens, with the tokenizer's chat template and its generation prompt.
 
-    A tokenizer without a chat template gets the plain text: message contents joined by a newline, special tokens as
-    the tokenizer adds them, less a final end-of-sequence token. One warning says so.
+    Without a chat template a prompt is plain text: message contents joined by a newline, with the special tokens that
+    the tokenizer adds, except a final end-of-sequence token. This is logged once as a warning.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
@@ -96,7 +96,7 @@ class PromptTemplate:
         reserved = [key for key in self._kwargs if key in RESERVED_TEMPLATE_KWARGS]
         if reserved:
             raise ConfigError(
-                f"data.apply_chat_template_kwargs sets {', '.join(reserved)}, which the prompt reader decides itself; "
+                f"data.apply_chat_template_kwargs sets {', '.join(reserved)}, which the prompt reader sets itself; "
                 "remove it and keep only variables of the template such as enable_thinking"
             )
         self.has_template = bool(tokenizer.chat_template)
@@ -104,7 +104,7 @@ class PromptTemplate:
             _warn_no_template(str(tokenizer.name_or_path))
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, ready to be answered (or, without generation prompt, as it stands)."""
+        """The conversation as text, with the generation prompt if `add_generation_prompt`."""
         if not self.has_template:
             return "\n".join(_message_text(message) for message in messages)
         text = self._tokenizer.apply_chat_template(
@@ -114,10 +114,10 @@ class PromptTemplate:
         return text
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Rendered prompts to token ids, all at once (a fast tokenizer uses every core)."""
+        """Token ids of rendered prompts, tokenised in one call (a fast tokenizer uses every core)."""
         if not texts:
             return []
-        # A template writes its special tokens itself; adding them again would double the first one.
+        # The template has already written the special tokens; adding them again would double the first one.
         ids = self._tokenizer(texts, add_special_tokens=not self.has_template, return_attention_mask=False)["input_ids"]
         return ids if self.has_template else [self._without_eos(row) for row in ids]
 

@@ -1,4 +1,4 @@
-"""Supervised rows: conversations as tokens, with a loss mask that covers exactly what the assistant says."""
+"""Supervised fine-tuning rows: conversations as tokens, with a loss mask on exactly the assistant's tokens."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
 
 _BOOL_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_CHUNK = 1024  # rows tokenised at once: a fast tokenizer uses every core
+_CHUNK = 1024  # rows per tokenizer call: a fast tokenizer uses every core
 
 
 class Conversations(Protocol):
-    """Numbered conversations; each is one sequence, or several where the chat template rewrites earlier turns."""
+    """Numbered conversations: one sequence each, or several if the chat template rewrites earlier turns."""
 
-    digest: str  # changes when the rows or their order do
-    notes: list[str]  # what a user should know about them
+    digest: str  # changes if the rows or their order change
+    notes: list[str]  # messages to the user about them
 
     def __len__(self) -> int: ...
 
@@ -74,16 +74,16 @@ class ConversationDataset:
         return [_trajectory(ids, mask, row) for ids, mask in sequences]
 
     def _read(self, indices: Sequence[int]) -> None:
-        """Tokenise some rows and keep those with something to train on."""
+        """Tokenise the rows at `indices` and keep those with tokens to train on."""
         sequence_segments: list[list[TextSegment]] = []
         spans: list[tuple[int, list[MaskedTokens] | slice]] = []
         for index in indices:
-            row_text = self._with_row_location(index, self._read_row, index)
-            if isinstance(row_text, tuple):
-                spans.append((index, [row_text]))
+            segments_or_tokens = self._with_row_location(index, self._read_row, index)
+            if isinstance(segments_or_tokens, tuple):
+                spans.append((index, [segments_or_tokens]))
             else:
-                spans.append((index, slice(len(sequence_segments), len(sequence_segments) + len(row_text))))
-                sequence_segments += row_text
+                spans.append((index, slice(len(sequence_segments), len(sequence_segments) + len(segments_or_tokens))))
+                sequence_segments += segments_or_tokens
         encoded = self._turns.encode(sequence_segments)
         for index, span in spans:
             tokens = encoded[span] if isinstance(span, slice) else span
@@ -92,7 +92,7 @@ class ConversationDataset:
                 self._items.append((index, sequences))
 
     def _with_row_location(self, index: int, work: Any, argument: Any) -> Any:
-        """`work(argument)`; what goes wrong names the file and the row."""
+        """`work(argument)`; a DataError names the file and the row."""
         try:
             return work(argument)
         except (ValueError, DataError) as error:
@@ -106,7 +106,7 @@ class ConversationDataset:
         return self._turns.encode_without_template(messages, template)
 
     def _truncate_sequences(self, sequences: "list[MaskedTokens | ValueError]") -> list[tuple[np.ndarray, np.ndarray]]:
-        """The sequences of a row within data.max_length; those that lost all they had to train are left out."""
+        """The sequences of a row, cut to data.max_length; those without a trained token are left out."""
         self.num_split += len(sequences) > 1
         kept = []
         for sequence in sequences:
@@ -117,7 +117,7 @@ class ConversationDataset:
             if any(mask):
                 kept.append((np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
         if not kept and self._config.truncation == "error":
-            raise ValueError("no assistant token is there to train on")
+            raise ValueError("there is no assistant token to train on")
         self.num_skipped += not kept
         return kept
 
@@ -139,7 +139,7 @@ class ConversationDataset:
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("the conversation has no assistant message")
         if messages[0]["role"] == "assistant":
-            raise ValueError("the conversation begins with an assistant message; there is nothing it could answer")
+            raise ValueError("the conversation begins with an assistant message, which has no prompt")
         for message in messages:
             if "tool_calls" in message:
                 message["tool_calls"] = _without_none(message["tool_calls"])
@@ -184,7 +184,7 @@ class ConversationDataset:
                 self.num_skipped
             ),
         }
-        return [f"{self._rows.file_names()}: {note}" for note, happened in notes.items() if happened]
+        return [f"{self._rows.file_names()}: {note}" for note, count in notes.items() if count]
 
 
 class CustomConversations:
@@ -195,7 +195,7 @@ class CustomConversations:
     ):
         path, self._name = config.custom_cls.path, config.custom_cls.name
         if not (path and self._name):
-            raise ConfigError(f"data.custom_cls needs path and name; row_text path={path!r}, name={self._name!r}")
+            raise ConfigError(f"data.custom_cls needs path and name; found path={path!r}, name={self._name!r}")
         cls = load_object(path, self._name, "data.custom_cls")
         paths = [files] if isinstance(files, str) else list(files)
         self._items = cls(
@@ -217,8 +217,8 @@ class CustomConversations:
         if len(ids) != len(mask):
             raise DataError(f"{self._name} item {position} has {len(ids)} input_ids and {len(mask)} loss_mask values")
         if item.get("attention_mask") is not None:  # padding is not part of a sequence
-            real = np.asarray(item["attention_mask"]).reshape(-1).astype(bool)
-            ids, mask = ids[real], mask[real]
+            not_padding = np.asarray(item["attention_mask"]).reshape(-1).astype(bool)
+            ids, mask = ids[not_padding], mask[not_padding]
         mask = mask.astype(bool)
         if len(mask):
             mask[0] = False
@@ -233,7 +233,7 @@ def _trajectory(ids: np.ndarray, mask: np.ndarray, row: int) -> Trajectory:
 
 
 def _parse_json(value: Any, key: str) -> Any:
-    """Tool schemas; a string is JSON, since schemas of different shapes do not fit one parquet column."""
+    """Tool schemas; a string is parsed as JSON, since different schemas do not fit one parquet column."""
     if not isinstance(value, str):
         return value
     try:
@@ -243,15 +243,15 @@ def _parse_json(value: Any, key: str) -> Any:
 
 
 def _parse_bool(value: Any, key: str) -> bool:
-    """A column of truth values, which some files hold as numbers or words."""
-    word = str(value).lower()
-    if word not in _BOOL_WORDS:
+    """A boolean, which some files store as a number or a word."""
+    text = str(value).lower()
+    if text not in _BOOL_WORDS:
         raise ValueError(f"column {key!r} is {value!r}; allowed: true, false")
-    return _BOOL_WORDS[word]
+    return _BOOL_WORDS[text]
 
 
 def _without_none(value: Any) -> Any:
-    """Nested values without fields that are None: parquet fills fields that a row lacks with None."""
+    """The nested value without fields that are None: parquet fills missing fields with None."""
     if isinstance(value, Mapping):
         return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Rows of data files with their place kept, so that every complaint can name the file and the row.
+"""Rows of data files with their location, so that every error can name the file and the row.
 
 A data file is parquet (.parquet), JSON lines (.jsonl, .json) or one JSON array (.json).
 Needs neither torch nor a tokenizer.
@@ -18,11 +18,14 @@ import pyarrow.parquet as pq
 from verl.utils.errors import DataError
 from verl.utils.suggest import did_you_mean
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON may escape half of a pair, or a pair
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate: half of a pair, or part of a pair
+
+MAX_DEPTH = 100  # of lists and objects in a row; what reads rows later is recursive
+_TOO_DEEP = f"nests lists or objects more than {MAX_DEPTH} deep; flatten it, or store the inner part as text"
 
 
 class DataRows(Protocol):
-    """Numbered rows; `digest` changes when their content or order does."""
+    """Numbered rows; `digest` changes if their content or order changes."""
 
     digest: str
 
@@ -33,7 +36,7 @@ class DataRows(Protocol):
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
     def location(self, index: int) -> str:
-        """The place of a row in the words of an error message."""
+        """The file and row number (or item) to name in an error message."""
         ...
 
 
@@ -64,6 +67,16 @@ class FileRows:
         file, row = self._locate(index)
         return f"{file.path} {file.row_label(row)}"
 
+    def arrow_table(self) -> pa.Table | None:
+        """All rows with the types of their files; None if a file is not parquet, or types do not go together."""
+        tables = [file.table for file in self._files if isinstance(file, ParquetFile)]
+        if len(tables) < len(self._files):
+            return None
+        try:
+            return pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException:
+            return None
+
     def file_names(self) -> str:
         """The files, for messages."""
         return ", ".join(str(file.path) for file in self._files)
@@ -76,7 +89,7 @@ class FileRows:
 
 
 def data_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """One path or many as a list of existing files; DataError names the first that cannot be used."""
+    """The files as a list of existing paths; DataError names the first that cannot be used."""
     paths = [files] if isinstance(files, str | Path) else list(files)
     if not paths:
         raise DataError(
@@ -90,8 +103,8 @@ def _existing_file(raw_path: str | Path) -> Path:
         raise DataError(f"{raw_path}: remote files are not supported; copy the file to a local disk and give that path")
     path = Path(raw_path).expanduser()
     if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.suffix in _FILE_CLASSES)
-        listing = ", ".join(inside[:5]) if inside else "none"
+        data_files = sorted(p.name for p in path.iterdir() if p.suffix in _FILE_CLASSES)
+        listing = ", ".join(data_files[:5]) if data_files else "none"
         raise DataError(f"{path} is a folder; give the data files inside it (there: {listing})")
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -101,7 +114,7 @@ def _existing_file(raw_path: str | Path) -> Path:
 
 
 def open_data_file(path: Path) -> "ParquetFile | JsonFile":
-    """The file, opened by the class that fits the file's suffix."""
+    """The file, opened by the class of its suffix; DataError for an unknown suffix."""
     file_class = _FILE_CLASSES.get(path.suffix.lower())
     if file_class is None:
         raise DataError(f"{path} has an unknown suffix {path.suffix!r}; known: {', '.join(sorted(_FILE_CLASSES))}")
@@ -109,24 +122,24 @@ def open_data_file(path: Path) -> "ParquetFile | JsonFile":
 
 
 class ParquetFile:
-    """One parquet file, held as an Arrow table."""
+    """One parquet file, in memory as an Arrow table."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._table = pq.read_table(path)
+            self.table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read as parquet: {error}") from error
         self.digest = file_digest(path)
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self.table.num_rows
 
     def row(self, index: int) -> dict[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
+        return self.table.slice(index, 1).to_pylist()[0]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        for batch in self._table.to_batches(max_chunksize=1024):
+        for batch in self.table.to_batches(max_chunksize=1024):
             yield from batch.to_pylist()
 
     def row_label(self, index: int) -> str:
@@ -152,6 +165,8 @@ class JsonFile:
             rows = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{self.path} line {error.lineno}: not valid JSON ({error.msg})") from error
+        except RecursionError as error:
+            raise DataError(f"{self.path}: a row {_TOO_DEEP}") from error
         for number, row in enumerate(rows):
             self._check(row, f"row {number} (the first is 0)")
         return list(range(len(rows))), rows
@@ -165,23 +180,27 @@ class JsonFile:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{self.path} line {number}: not valid JSON ({error.msg}): {_short(line)}") from error
+            except RecursionError as error:
+                raise DataError(f"{self.path} line {number} {_TOO_DEEP}") from error
             self._check(row, f"line {number}")
             numbers.append(number)
             rows.append(row)
         return numbers, rows
 
-    def _check(self, row: object, place: str) -> None:
+    def _check(self, row: object, location: str) -> None:
+        if _is_deeper(row, MAX_DEPTH):
+            raise DataError(f"{self.path} {location} {_TOO_DEEP}")
         if not isinstance(row, dict):
-            raise DataError(f"{self.path} {place}: expected an object, found {_short(row)}")
+            raise DataError(f"{self.path} {location}: expected an object, found {_short(row)}")
         if not self._has_surrogate_escapes:
             return
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = error.object[error.start]
+            surrogate = error.object[error.start]
             raise DataError(
-                f"{self.path} {place}: {half!a} is half of a surrogate pair, which no text holds; write the whole "
-                "character where the file was made, or leave it out"
+                f"{self.path} {location}: {surrogate!a} is half of a surrogate pair, which is not valid text; write "
+                "the whole character when creating the file, or leave it out"
             ) from error
 
     def __len__(self) -> int:
@@ -196,6 +215,17 @@ class JsonFile:
     def row_label(self, index: int) -> str:
         number = self._numbers[index]
         return f"row {number} (the first is 0)" if self._is_array else f"line {number}"
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Whether lists and objects are nested more than `limit` deep, without recursion."""
+    level = [value]
+    for _ in range(limit):
+        nested = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [inner for items in nested for inner in items if isinstance(inner, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def file_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Metrics that merge exactly: sums with counts, maxima, minima and plain sums, whatever the split."""
+"""Metrics that merge exactly: sums with counts, maxima, minima and plain sums, however they were split."""
 
 import math
 from typing import Self
@@ -23,12 +23,12 @@ class Metrics:
         self._means[name] = (old_total + float(total), old_count + float(count))
 
     def max(self, name: str, value: float) -> None:
-        """Keep the largest value; a NaN stays, so that it is seen."""
+        """Keep the largest value; a NaN is kept, so that it is visible."""
         old, new = self._maxima.get(name, float("-inf")), float(value)
         self._maxima[name] = new if new > old or math.isnan(new) else old
 
     def min(self, name: str, value: float) -> None:
-        """Keep the smallest value; a NaN stays, so that it is seen."""
+        """Keep the smallest value; a NaN is kept, so that it is visible."""
         old, new = self._minima.get(name, float("inf")), float(value)
         self._minima[name] = new if new < old or math.isnan(new) else old
 
@@ -36,7 +36,7 @@ class Metrics:
         self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def merge(self, other: "Metrics") -> Self:
-        """Add everything `other` collected; returns self."""
+        """Add the metrics of `other`; returns self."""
         for name, (total, count) in other._means.items():
             self.mean(name, total, count)
         for name, value in other._maxima.items():
@@ -62,7 +62,7 @@ class Metrics:
         return {**out, **self._maxima, **self._minima, **self._sums}
 
     def state(self) -> dict[str, dict]:
-        """A JSON-able form for crossing process borders; `from_state` restores it."""
+        """A JSON-serialisable form to send between processes; `from_state` restores it."""
         means = {n: list(v) for n, v in self._means.items()}
         return {"means": means, "maxima": dict(self._maxima), "minima": dict(self._minima), "sums": dict(self._sums)}
 

@@ -1,4 +1,4 @@
-"""Micro-batches: which sequences go through the model together."""
+"""Micro-batches: the sequences of each forward pass."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a shard is cut into forwards: by a token budget, by a number of sequences, or both. None means no limit.
+    """How a shard is split into micro-batches: by a token budget, a number of sequences, or both. None: no limit.
 
-    A `plan` names the sequences of every forward instead: indices of the shard, dealt out for all ranks at once (see
-    balance.py). An empty forward is one that only other ranks have something for.
-    With `share_prefixes` a prompt that several sequences of a forward begin with is computed once, and counts once.
+    A `plan` lists the micro-batches instead, as indices into the shard; balance.py makes it for all ranks together.
+    A micro-batch of the plan is empty if only other ranks have sequences for it.
+    With `share_prefixes` a prompt that several sequences of a micro-batch begin with is computed and counted once.
     """
 
     max_tokens: int | None = None
     max_sequences: int | None = None
     plan: tuple[tuple[int, ...], ...] | None = None
     share_prefixes: bool = False
-    limit_key: str = field(default="*max_token_len_per_gpu", compare=False)  # what one sets for `max_tokens` of a rank
+    limit_key: str = field(default="*max_token_len_per_gpu", compare=False)  # config key of a rank's `max_tokens`
 
     def __post_init__(self) -> None:
         for name, limit in (("max_tokens", self.max_tokens), ("max_sequences", self.max_sequences)):
@@ -30,10 +30,10 @@ class MicroBatching:
 
 
 def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
-    """Index lists that cover every sequence once; each list is one forward.
+    """One index list per micro-batch; together they contain every sequence once.
 
-    With `max_tokens`, longest-first into the emptiest of the fewest bins that hold the total, one bin more at a time
-    until none is over the budget. A sequence longer than the budget is refused: it is never split.
+    With `max_tokens`: longest first, each into the emptiest bin; as few bins as can hold the total, plus one more until
+    none is over the budget. A sequence is never split: ConfigError if one is longer than the budget.
     """
     if micro.plan is not None:
         return [list(part) for part in micro.plan]
@@ -51,9 +51,9 @@ def split_lengths(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
 
 
 def bin_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
-    """Groups of indices whose lengths add up to at most `max_tokens`, balanced, each group in ascending order.
+    """Balanced groups of indices with at most `max_tokens` tokens each; indices ascend within a group.
 
-    With `max_sequences`, no group has more members than that.
+    `max_sequences` limits the members of a group.
     """
     if not lengths:
         return []
@@ -78,7 +78,7 @@ def _check_longest(longest: int, max_tokens: int) -> None:
 
 
 def split_by_shared_prefix(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
-    """Index lists as of `split_micro_batches` that keep sequences with the same prompt together and count it once."""
+    """Like `split_micro_batches`, but sequences with the same prompt stay together and their prompt counts once."""
     max_members = max_sequences or max(batch.num_sequences, 1)
     if max_tokens is None:
         order = [i for group in prompt_groups(batch) for i in group]
@@ -89,23 +89,23 @@ def split_by_shared_prefix(batch: Batch, max_tokens: int | None, max_sequences: 
     while True:
         bins = _assign_to_emptiest(order, costs, count, len(groups))
         parts = [sorted(i for group in part for i in groups[group].indices) for part in bins if part]
-        fits = all(sum(costs[group] for group in part) <= max_tokens for part in bins)
-        if fits and all(len(part) <= max_members for part in parts):
+        within_budget = all(sum(costs[group] for group in part) <= max_tokens for part in bins)
+        if within_budget and all(len(part) <= max_members for part in parts):
             return parts
         count += 1
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Sequences that should be in one forward, because they begin with the same prompt."""
+    """Sequences that belong in one micro-batch because they begin with the same prompt."""
 
     indices: list[int]
-    tokens: int  # computed, the prompt once
-    pairs: int  # of tokens whose attention is computed, counted as if sequences were not causal
+    tokens: int  # tokens to compute, with the prompt counted once
+    pairs: int  # pairs of tokens with computed attention, counted without the causal mask
 
 
 def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[PrefixGroup]:
-    """The groups of `batch`; one over a limit is cut into as few parts as hold it, each with the prompt."""
+    """The groups of `batch`; a group over a limit is split into as few parts as possible, each with the prompt."""
     lengths, prompts, groups = batch.lengths.tolist(), prompt_lengths(batch), []
     for group in prompt_groups(batch):
         prompt = prompts[group[0]]
@@ -115,16 +115,16 @@ def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | Non
             _check_longest(prompt + max(response_lengths), max_tokens)
             budget = max(max_tokens - prompt, 1)
         for part in bin_by_tokens(response_lengths, budget, max_sequences):
-            indices, parts = [group[place] for place in part], [response_lengths[place] for place in part]
+            indices, parts = [group[i] for i in part], [response_lengths[i] for i in part]
             pairs = prompt**2 + sum(2 * prompt * length + length**2 for length in parts)
             groups.append(PrefixGroup(indices, prompt + sum(parts), pairs))
     return groups
 
 
 def _assign_to_emptiest(order: list[int], lengths: list[int], count: int, max_members: int) -> list[list[int]]:
-    """`order` dealt out to `count` groups, each index to the group with the fewest tokens that has room."""
+    """`count` groups: each index of `order`, in turn, goes to the group with the fewest tokens that has room."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, number) for number in range(count)]  # a heap of (tokens, group); full groups leave it
+    loads = [(0, number) for number in range(count)]  # a heap of (tokens, group); full groups are removed
     for i in order:
         load, number = loads[0]
         groups[number].append(i)

@@ -1,4 +1,4 @@
-"""The order in which prompts are trained on: shuffled per epoch from a seed, and resumed exactly."""
+"""The order of the training prompts: shuffled per epoch from a seed, and resumed exactly."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 def warn_about_unused_rows(num_rows: int, batch_size: int, shuffle: bool) -> None:
-    """Without a shuffle the rows that fill no whole batch are the same in every epoch."""
-    left = num_rows % batch_size
-    if left and not shuffle:
+    """Log a warning if rows are never used: without shuffling, every epoch drops the same incomplete batch."""
+    remaining = num_rows % batch_size
+    if remaining and not shuffle:
         text = "data.shuffle=False: the last %d of %d rows fill no batch of data.train_batch_size=%d and are never used"
-        logger.warning(text, left, num_rows, batch_size)
+        logger.warning(text, remaining, num_rows, batch_size)
 
 
 class PromptSampler:
-    """Hands out batches of prompts, epoch after epoch, without end.
+    """Returns batches of prompts, epoch after epoch, endlessly.
 
-    An epoch is a permutation that follows from (seed, epoch) alone, or file order without shuffling. A batch never
-    spans two epochs: when fewer rows than asked for are left, they are dropped and the next epoch begins, as a data
-    loader with `drop_last` does. `state_dict` after a batch, `load_state_dict` in a new process: the next batches are
-    the ones an uninterrupted run would have seen, also at the end of an epoch.
+    The order of an epoch is a permutation that depends only on (seed, epoch), or file order without shuffling. A batch
+    never spans two epochs: if too few rows remain, they are dropped and the next epoch begins, as in a data loader
+    with `drop_last`. After `state_dict` and, in a new process, `load_state_dict`, the next batches are those of an
+    uninterrupted run, also at the end of an epoch.
     """
 
     def __init__(self, dataset: PromptDataset, shuffle: bool = True, seed: int | None = None):
@@ -46,20 +46,20 @@ class PromptSampler:
 
     @property
     def dropped(self) -> int:
-        """Rows left out so far because an epoch's last batch was incomplete."""
+        """Rows dropped so far because an epoch's last batch was incomplete."""
         return self._dropped
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Whole batches in one epoch; ConfigError when there is none."""
+        """Number of complete batches in one epoch; ConfigError if there is none."""
         self._check_batch_size(batch_size)
         return len(self._dataset) // batch_size
 
     def take(self, count: int) -> list[PromptRow]:
         """The next `count` prompts."""
         self._check_batch_size(count)
-        left = len(self._dataset) - self._offset
-        if left < count:
-            self._dropped += left
+        remaining = len(self._dataset) - self._offset
+        if remaining < count:
+            self._dropped += remaining
             self._epoch += 1
             self._offset = 0
             self._order = self._epoch_order()
@@ -69,7 +69,7 @@ class PromptSampler:
 
     def _check_batch_size(self, count: int) -> None:
         if count < 1:
-            raise ConfigError(f"a batch of {count} prompts was asked for; data.train_batch_size must be at least 1")
+            raise ConfigError(f"a batch of {count} prompts was requested; data.train_batch_size must be at least 1")
         if count > len(self._dataset):
             raise ConfigError(
                 f"data.train_batch_size={count} is more than the {len(self._dataset)} prompts there are "
@@ -77,14 +77,14 @@ class PromptSampler:
             )
 
     def _epoch_order(self) -> np.ndarray:
-        """(rows,) positions. Sorting raw generator output: numpy keeps that stream fixed, unlike `permutation`'s."""
+        """(rows,) positions. Sorts raw generator output: numpy keeps that stream fixed, unlike `permutation`'s."""
         if not self._shuffle:
             return np.arange(len(self._dataset))
         keys = np.random.PCG64(derive_seed(self._seed, "prompt order", self._epoch)).random_raw(len(self._dataset))
         return np.argsort(keys, kind="stable")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands and what the order depends on; plain JSON values."""
+        """Epoch, offset and dropped rows, and what the order depends on, as plain JSON values."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -101,7 +101,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; DataError when that order cannot be continued on these rows."""
+        """Continue from `state`; DataError if its order cannot be continued on these rows."""
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(

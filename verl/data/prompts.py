@@ -1,4 +1,4 @@
-"""Prompts of a run: rows of data files, checked, tokenised and at most `data.max_prompt_length` tokens long."""
+"""Prompts of a run: checked and tokenised rows of data files, at most `data.max_prompt_length` tokens each."""
 
 import copy
 import hashlib
@@ -24,7 +24,7 @@ from verl.utils.suggest import did_you_mean
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# The tokens that the loop of an agent_name adds to a prompt; ConfigError where there is no such loop.
+# Maps agent_name to the number of tokens that its agent loop adds to a prompt; ConfigError for an unknown name.
 ExtraPromptTokens = Callable[[str | None], int]
 TRUNCATION_MODES = ("error", "left", "right", "middle")
 _CHUNK = 512
@@ -49,7 +49,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class PromptSummary:
-    """What became of the rows of one data set."""
+    """How many rows of one data set were read, selected, over-long and kept."""
 
     source: str
     num_read: int
@@ -74,7 +74,7 @@ class PromptSummary:
 
 
 class PromptDataset:
-    """Prompts by position. All rows are checked when it is built, so a broken one cannot stop a run half-way."""
+    """Prompts by position. The constructor checks all rows, so an invalid row cannot stop a run half-way."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PromptDataset:
         self._config = config
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
         self._extra_prompt_tokens = extra_prompt_tokens
-        selected = _select_rows(len(rows), max_samples, config)
+        selected = select_rows(len(rows), max_samples, config)
         overlong = self._find_overlong(selected)
         kept = selected
         action = f"truncated ({config.truncation})"
@@ -115,7 +115,7 @@ class PromptDataset:
         return len(self._row_indices)
 
     def shuffled(self, seed: int | None) -> "PromptDataset":
-        """The same prompts in another order, which follows from the seed."""
+        """The same prompts in an order derived from `seed`."""
         out = copy.copy(self)
         out._row_indices = self._row_indices[np.argsort(_random_keys(seed, "prompt shuffle", len(self)), kind="stable")]
         return out
@@ -148,7 +148,7 @@ class PromptDataset:
             raise DataError(f"{self._rows.location(index)}: the prompt has no tokens: {text!r}")
         if len(ids) > limit and (config.truncation == "error" or config.filter_overlong_prompts):
             raise DataError(self._overlong_message({index: len(ids)}, 1))
-        used = {config.prompt_key, "raw_prompt", config.reward_fn_key, "extra_info", "agent_name"}
+        read_columns = {config.prompt_key, "raw_prompt", config.reward_fn_key, "extra_info", "agent_name"}
         return PromptRow(
             index=index,
             location=self._rows.location(index),
@@ -160,18 +160,18 @@ class PromptDataset:
             ground_truth=raw["reward_model"].get("ground_truth"),
             extra_info=dict(raw.get("extra_info") or {}),
             agent_name=raw.get("agent_name"),
-            columns={key: value for key, value in raw.items() if key not in used},
+            columns={key: value for key, value in raw.items() if key not in read_columns},
         )
 
     def _find_overlong(self, selected: np.ndarray) -> dict[int, int]:
-        """Check every selected row; row number -> token count of those over the limit."""
+        """{row number: token count} of the selected rows over the limit; checks every selected row."""
         limit, overlong = self._config.max_prompt_length, {}
-        wanted, pending = set(selected.tolist()), []
+        selected_set, pending = set(selected.tolist()), []
         for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):
-            if index not in wanted:
+            if index not in selected_set:
                 continue
             text, extra_tokens = self._render(index, self._read_messages(index, raw)), self._extra_tokens_of(index, raw)
-            # A token of an ASCII text covers at least one character, so a short text needs no tokenizer.
+            # A token of an ASCII text has at least one character, so a short text need not be tokenised.
             if not (text.isascii() and len(text) + extra_tokens < limit):
                 pending.append((index, text, extra_tokens))
             if len(pending) >= _CHUNK:
@@ -204,7 +204,7 @@ class PromptDataset:
     def _render(self, index: int, messages: list[Message]) -> str:
         try:
             return self._template.render(messages)
-        except Exception as error:  # the template is the model author's code: anything can come out of it
+        except Exception as error:  # the template is the model author's code and can raise anything
             raise DataError(f"{self._rows.location(index)}: the chat template refuses the prompt: {error}") from error
 
     def _read_messages(self, index: int, raw: Mapping[str, Any]) -> list[Message]:
@@ -215,7 +215,7 @@ class PromptDataset:
 
 
 def read_row_messages(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
-    """The messages of a raw row, when the row has what a run reads from it; ValueError otherwise."""
+    """The messages of a raw row; ValueError if a column that a run reads is missing or invalid."""
     prompt = raw.get("raw_prompt", raw.get(config.prompt_key))
     if prompt is None:
         raise ValueError(_missing_column(config.prompt_key, "data.prompt_key", raw))
@@ -260,7 +260,7 @@ def _missing_column(column: str, key: str, raw: Mapping[str, Any]) -> str:
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """At most `limit` tokens: "left" drops the first ones, "right" the last, "middle" those between the two halves."""
+    """At most `limit` tokens: "left" drops the first ones, "right" the last ones, "middle" those in the middle."""
     if len(ids) <= limit:
         return ids
     if side == "left":
@@ -271,8 +271,8 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def _select_rows(num_rows: int, max_samples: int, config: DataConfig) -> np.ndarray:
-    """Row numbers in file order: all, the first `max_samples`, or, when shuffling, as many drawn with the seed."""
+def select_rows(num_rows: int, max_samples: int, config: DataConfig) -> np.ndarray:
+    """Row numbers in file order: all, the first `max_samples`, or `max_samples` drawn with the seed if shuffling."""
     if max_samples < 0 or max_samples >= num_rows:
         return np.arange(num_rows)
     if max_samples == 0:
@@ -289,7 +289,7 @@ def _random_keys(seed: int | None, name: str, count: int) -> np.ndarray:
 
 
 def _with_progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """The items; a line on stderr every two seconds while they take longer than that."""
+    """Yields the items; prints a progress line to stderr every two seconds."""
     started = last = time.monotonic()
     for number, item in enumerate(items):
         yield item

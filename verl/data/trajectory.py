@@ -1,4 +1,4 @@
-"""What one rollout produced: the unit every stage passes on."""
+"""One sampled sequence: what a rollout produces, a reward scores and `Batch.pack` packs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,20 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sampled sequence: prompt, generated and tool tokens, in order. L is its length.
+    """A prompt and what followed it, token by token: sampled tokens and tool results, in order. L is their number.
 
-    `loss_mask` is True exactly on tokens the policy sampled, so several turns are no special case.
+    `loss_mask` is True on the tokens that the policy sampled and False on all others, so a conversation of several
+    turns needs no other fields than a single answer. `verl.data.batch.COLUMNS` says which column each field becomes.
     """
 
     tokens: Tensor  # (L,) int64
     loss_mask: Tensor  # (L,) bool; loss_mask[0] is False
     rollout_logprobs: Tensor  # (L,) float32 nats at the sampling temperature; 0 where loss_mask is False
-    group_id: int  # trajectories of one prompt share it
-    row: int = -1  # index of the prompt row in the data set
-    reward: float | None = None
+    group_id: int  # the same for all trajectories of one prompt
+    row: int = -1  # index of the prompt's row in the data set; -1: none
+    reward: float | None = None  # None: not scored yet, or the scorer failed or abstained
     policy_version: tuple[int, int] = (0, 0)  # oldest and newest weights that sampled a token of it
     stop_reason: str = "stop"  # "stop", "length" or "aborted"
-    extra: dict[str, Any] = field(default_factory=dict)  # data_source, reward parts, turn counts: for logs only
+    extra: dict[str, Any] = field(default_factory=dict)  # data_source, reward parts, turn counts: for logs and rewards
 
     def __post_init__(self) -> None:
         length = self.tokens.shape[0]
@@ -37,7 +38,7 @@ class Trajectory:
     def from_completion(
         cls, prompt_ids: list[int], response_ids: list[int], response_logprobs: list[float], **fields: Any
     ) -> "Trajectory":
-        """A single-turn trajectory: every response token was sampled."""
+        """A single-turn trajectory: every token after the prompt was sampled."""
         num_prompt, num_response = len(prompt_ids), len(response_ids)
         if len(response_logprobs) != num_response:
             raise ValueError(f"{len(response_logprobs)} log-probs for {num_response} response tokens")
@@ -65,7 +66,7 @@ class Trajectory:
         return self.tokens.tolist()[self.prompt_length :]
 
     def with_reward(self, reward: float | None, /, **extra: Any) -> "Trajectory":
-        """The same trajectory, scored; None where the scorer failed or abstained."""
+        """The same trajectory with a reward (None: the scorer failed or abstained) and with `extra` added."""
         scored = object.__new__(Trajectory)  # its tensors were checked already, and a step scores hundreds
         scored.__dict__.update(self.__dict__, reward=reward, extra={**self.extra, **extra})
         return scored

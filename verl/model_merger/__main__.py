@@ -1,4 +1,4 @@
-"""The command at the path where scripts look for it."""
+"""`python -m verl.model_merger`: the same as `verl merge`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder that other programs load, proved equal to what is in memory before it counts.
+"""Exports a model as a Hugging Face folder, and verifies the folder against the model in memory.
 
-The folder is written tensor by tensor, or by layers where the family's folders join tensors of a layer: a rank holds no
-more than one layer, and each file is written by one rank.
+The folder is written tensor by tensor, or layer by layer where the family's format joins tensors of a layer. A rank has
+at most one layer in memory, and one rank writes each file.
 """
 
 import json
@@ -34,13 +34,13 @@ TensorsByName = dict[str, Tensor]  # by names on disk
 
 
 def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of `transformers`, also of a model whose class was replaced by sharding it."""
+    """The model's `transformers` class, also after FSDP has replaced the class."""
     kinds = type(model).__mro__
     return next(k for k in kinds if issubclass(k, PreTrainedModel) and not issubclass(k, FSDPModule))
 
 
 def export_config_and_tokenizer(model: PreTrainedModel, settings: HFModelConfig, folder: Path) -> None:
-    """config.json, generation_config.json, and the tokenizer where the model's folder has one."""
+    """config.json, generation_config.json, and the tokenizer if the model's folder has one."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [model_class(model).__name__]
     model.config.save_pretrained(folder)
@@ -53,7 +53,7 @@ def export_config_and_tokenizer(model: PreTrainedModel, settings: HFModelConfig,
 
 @dataclass
 class PlannedFile:
-    """One file of the folder: the layers in it, and meta tensors of what it holds."""
+    """One file of the folder: its layers, and meta tensors of its content."""
 
     layers: list[tuple[str, ...]] = field(default_factory=list)  # names in the model
     tensors: TensorsByName = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PlannedFile:
 
 @dataclass
 class ExportDigests:
-    """What one rank wrote: sha256 by file; and by tensor in the model, where the reloaded model is to be compared."""
+    """sha256 of what one rank wrote: by file, and by tensor in the model if the reloaded model is to be compared."""
 
     files: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class ExportPlan:
         return self.files.index(file) % self.size == self.rank
 
     def layers(self, weights: NamedTensors) -> Iterator[tuple[PlannedFile, dict[str, Tensor]]]:
-        """The layers of this rank's files, whole, one at a time. Goes through all of `weights`, a collective."""
+        """The complete layers of this rank's files, one at a time. A collective: it reads all of `weights`."""
         location = {name: (file, layer) for file in self.files for layer in file.layers for name in layer}
         own_files = {id(file) for file in self.files if self.writes(file)}
         pending: dict[str, Tensor] = {}
@@ -98,13 +98,13 @@ class ExportPlan:
         assert not pending, f"the export lacks parts of the layer of {next(iter(pending))}"
 
     def wants_reload(self, verify: str) -> bool:
-        """Whether `verify` asks for loading the folder as a user would: "logits", or "auto" and a small model."""
+        """Whether `verify` asks to load the folder as a user would: "logits", or "auto" and a small model."""
         elements = sum(t.numel() for file in self.files for t in file.tensors.values())
         return verify == "logits" or (verify == "auto" and elements <= MAX_PARAMETERS_FOR_LOGIT_CHECK)
 
 
 def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int = 0, size: int = 1) -> ExportPlan:
-    """Files of at most `MAX_FILE_BYTES`, and at least one per rank where there are layers for it."""
+    """Files of at most `MAX_FILE_BYTES`, and at least one per rank if there are enough layers."""
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in shapes.items()}
     limit = min(MAX_FILE_BYTES, -(-size_bytes(meta.values()) // size))
     files = [PlannedFile()]
@@ -121,7 +121,7 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
 
 
 def _write_units(model: PreTrainedModel, meta: TensorsByName) -> list[tuple[str, ...]]:
-    """What is written at once, in the order in which it is complete: single tensors, and layers that are joined."""
+    """What is written at once, ordered by when it is complete: single tensors, and layers with joined tensors."""
     units: list[tuple[str, ...]] = []
     for layer in _names_by_layer(meta):
         joined_tensors = to_hub_format(model, {name: meta[name] for name in layer})
@@ -135,7 +135,7 @@ def _write_units(model: PreTrainedModel, meta: TensorsByName) -> list[tuple[str,
 
 
 def _names_by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Names by layer, those outside of layers alone; in the order in which layers are complete."""
+    """Names grouped by layer, those outside of layers alone; ordered by when a layer is complete."""
     groups: dict[str, list[str]] = {}
     for name in names:
         match = _LAYER.match(name)
@@ -145,15 +145,15 @@ def _names_by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def to_hub_format(model: PreTrainedModel, tensors: dict[str, Tensor]) -> TensorsByName:
-    """Tensors by the names, and cut as, the family's folders have them."""
-    model._weight_conversions = None  # how rank 0's copy was spelt on disk; the other ranks read none
+    """Tensors with the names and shapes of the family's folders."""
+    model._weight_conversions = None  # only rank 0 read a folder and has the conversions of that folder
     return dict(revert_weight_conversion(model, tensors))
 
 
 def write_layers(
     plan: ExportPlan, layers: Iterable[tuple[PlannedFile, dict[str, Tensor]]], folder: Path, reload: bool = False
 ) -> ExportDigests:
-    """Write this rank's files and read them back; `reload` notes what a model loaded from them must hold."""
+    """Write this rank's files and verify them; with `reload`, also hash the tensors to compare after reloading."""
     folder.mkdir(parents=True, exist_ok=True)
     written = ExportDigests()
     for _, group in groupby(layers, key=lambda item: id(item[0])):
@@ -208,9 +208,9 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _check_digests(path: Path, digests: dict[str, str]) -> None:
-    """The tensors of a file must be those of `digests`, sha256 by name."""
-    found = digests_in(path)
-    different = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
+    """CheckpointError unless the tensors of a file have the sha256 by name of `digests`."""
+    on_disk = digests_in(path)
+    different = sorted(name for name in on_disk.keys() | digests.keys() if on_disk.get(name) != digests.get(name))
     if different:
         raise CheckpointError(
             f"{path} was written, but {len(different)} tensors read back differently, first {different[0]}; the disk "
@@ -220,10 +220,10 @@ def _check_digests(path: Path, digests: dict[str, str]) -> None:
 
 @no_progress_bars()
 def reload(plan: ExportPlan, digests: Mapping[str, str], folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The folder loaded as a user would; its parameters must be those of `digests`."""
+    """The folder loaded as a user would; CheckpointError unless its tensors have the sha256 of `digests`."""
     reloaded = model_class(plan.model).from_pretrained(folder, dtype=dtype, local_files_only=True)
-    found = {**dict(reloaded.named_parameters()), **dict(reloaded.named_buffers())}
-    different = [name for name in digests if name not in found or tensor_digest(found[name]) != digests[name]]
+    tensors = {**dict(reloaded.named_parameters()), **dict(reloaded.named_buffers())}
+    different = [name for name in digests if name not in tensors or tensor_digest(tensors[name]) != digests[name]]
     if different:
         raise CheckpointError(
             f"{folder} loads, but {len(different)} tensors are not those in memory, first {different[0]}"
@@ -233,7 +233,7 @@ def reload(plan: ExportPlan, digests: Mapping[str, str], folder: Path, dtype: to
 
 @torch.no_grad()
 def compare_logits(reloaded: PreTrainedModel, logits: Tensor, folder: Path) -> None:
-    """A model loaded from `folder` must compute `logits`, within rounding."""
+    """CheckpointError unless a model loaded from `folder` computes `logits`, within rounding."""
     for parameter in reloaded.parameters():
         parameter.data = parameter.data.to(logits.dtype)
     reloaded_logits = fixed_token_logits(reloaded.to(logits.device).eval())
@@ -249,7 +249,7 @@ def compare_logits(reloaded: PreTrainedModel, logits: Tensor, folder: Path) -> N
 
 @torch.no_grad()
 def fixed_token_logits(model: PreTrainedModel) -> Tensor:
-    """(1, NUM_FIXED_TOKENS, V) of a few fixed tokens. A collective where the model is sharded."""
+    """(1, NUM_FIXED_TOKENS, V) of a few fixed tokens. A collective if the model is sharded."""
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.arange(NUM_FIXED_TOKENS, device=model.device)[None] * 7919 % vocabulary
     was_training = model.training

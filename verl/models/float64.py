@@ -1,4 +1,4 @@
-"""Models in float64 that stay in float64: the norms and routers of `transformers` would round through float32."""
+"""Keeps float64 models in float64: the norms and routers of `transformers` would round to float32."""
 
 import functools
 from typing import Any
@@ -10,9 +10,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def keep_float64(model: Any) -> None:
-    """Casts to float32 inside the layers and norms of `model` leave float64 tensors as they are.
+    """Make casts to float32 inside the layers and norms of `model` leave float64 tensors unchanged.
 
-    An oracle needs it: rounding on the way makes two exact ways of computing the same thing differ by 1e-7.
+    A float64 oracle needs it: with the casts, two exact ways of computing the same value differ by 1e-7.
     """
     if hasattr(model, "config"):
         model.config._experts_implementation = "eager"  # the grouped kernel has no float64
@@ -23,7 +23,7 @@ def keep_float64(model: Any) -> None:
 
 @functools.cache
 def _without_rounding(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same class by another forward, so that copies of a module compute with their own weights."""
+    """A subclass with another forward, so that copies of a module compute with their own weights."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _KeepFloat64():

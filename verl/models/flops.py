@@ -1,7 +1,7 @@
 """Floating-point operations of a model, counted from its modules and the true lengths of its sequences.
 
-A multiplication and an addition are two. Counted are matrix products, convolutions and attention; norms, activations
-and the scans of Mamba layers are not, nor is what gradient checkpointing computes twice: the count says what a step
+A multiplication and an addition count as two. Matrix products, convolutions and attention are counted. Norms,
+activations, the scans of Mamba layers and the recomputation of gradient checkpointing are not: the count is what a step
 needs, so that MFU compares runs with different performance options.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-# dense bfloat16 matmuls per second, from the makers' data sheets; the first name that the device's holds counts
+# dense bfloat16 matmul FLOPs per second, from the vendors' data sheets; the first key in the device's name counts
 PUBLISHED_PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
@@ -37,7 +37,7 @@ PUBLISHED_PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Layers of one kind: operations per pair of tokens that see each other, and how far back they look."""
+    """One attention layer: operations per (query, key) pair, and its window in tokens."""
 
     per_pair: int
     window: int | None
@@ -52,12 +52,12 @@ class FlopCounts:
 
     per_token: int
     per_head_token: int
-    trained_share: float  # of the products, those with a weight that gets a gradient
+    trained_share: float  # share of the products whose weight gets a gradient
     attention: tuple[AttentionCost, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> "FlopCounts":
-        """Call it before parameters are sharded, and after those that stay as they are were frozen."""
+        """The counts of `model`. Call it after freezing parameters and before sharding them."""
         body, head, trained = 0, 0, 0
         head_module = model.get_output_embeddings() or getattr(model, "score", None)
         for name, module in model.named_modules():
@@ -69,10 +69,10 @@ class FlopCounts:
 
     @property
     def attention_length(self) -> float:
-        """Tokens of a sequence whose attention costs as much as everything else about it; infinite without any."""
+        """Tokens of a sequence whose attention costs as much as everything else; infinite without full attention."""
         per_pair = sum(layer.per_pair for layer in self.attention if layer.window is None)
         windows = sum(layer.per_pair * layer.window for layer in self.attention if layer.window is not None)
-        # each token sees half of the sequence on average
+        # each token attends to half of the sequence on average
         return 2 * (self.per_token + self.per_head_token + windows) / per_pair if per_pair else float("inf")
 
     def forward(self, lengths: Sequence[int], head_tokens: int) -> float:
@@ -81,14 +81,14 @@ class FlopCounts:
         return float(self.per_token * sum(lengths) + self.per_head_token * head_tokens + layers)
 
     def update(self, lengths: Sequence[int], head_tokens: int) -> float:
-        """Forward and backward: each product again for its input, and for its weight where that is trained."""
+        """Forward and backward, which repeats each product for its input, and for its weight if that is trained."""
         products = self.per_token * sum(lengths) + self.per_head_token * head_tokens
         attention = self.forward(lengths, head_tokens) - products
         return (2 + self.trained_share) * products + 3 * attention
 
 
 def attended_pairs(length: int, window: int | None) -> int:
-    """Pairs (query, key) in causal attention over `length` tokens that see themselves and window - 1 before them."""
+    """(query, key) pairs of causal attention, where each token attends to itself and to window - 1 tokens before."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
@@ -120,7 +120,7 @@ def _attention_costs(config: PreTrainedConfig) -> Iterable[AttentionCost]:
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     for kind in kinds:
-        if kind == "linear_attention":  # the state meets a key, takes a value and answers a query, one token at a time
+        if kind == "linear_attention":  # per token: state times key, state update by value, state times query
             state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
             yield AttentionCost(6 * state, 1)
         else:
@@ -129,19 +129,19 @@ def _attention_costs(config: PreTrainedConfig) -> Iterable[AttentionCost]:
 
 @dataclass(frozen=True)
 class Speed:
-    """What an engine's model costs, and what all its ranks together can do per second."""
+    """The operation counts of an engine's model, and the peak per second of all its ranks together."""
 
     counts: FlopCounts
     peak_flops: float
 
     def mfu(self, flops: float, seconds: float) -> float:
-        """Share of the peak that `flops` needed operations in `seconds` are."""
+        """`flops` needed operations in `seconds`, as a share of the peak."""
         return flops / (seconds * self.peak_flops) if seconds > 0 else 0.0
 
 
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Matmul operations per second that a device can do: published where known, else measured, once."""
+    """Matmul operations per second of a device: published if known, else measured once."""
     if device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
         name_of = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")  # not all modules have it
         for known, published in PUBLISHED_PEAK_FLOPS.items():

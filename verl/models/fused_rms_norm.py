@@ -1,7 +1,7 @@
-"""Root-mean-square norms as one autograd function of few operations, for the norms of `transformers`.
+"""The RMS norms of `transformers` as one fused autograd function.
 
-The library composes a norm of six elementwise operations, whose gradient is a dozen more: on a CPU a tenth of a small
-model's update. Here the gradient is the closed form; what comes out differs by rounding only.
+The library computes a norm with six elementwise operations and its gradient with a dozen more: on a CPU a tenth of a
+small model's update. Here the gradient is the closed form; the result differs by rounding only.
 """
 
 import functools
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-FUSED_DTYPES = (torch.float32, torch.float64)  # narrower ones are normed in float32 and rounded where their class says
+FUSED_DTYPES = (torch.float32, torch.float64)  # for lower precision the class computes in float32 and rounds itself
 
 
 def use_fused_rms_norm(model: nn.Module) -> None:
-    """Have every plain norm of `model` computed by `FusedRMSNorm`; others stay as they are."""
+    """Make every plain RMS norm of `model` use `FusedRMSNorm`; other norms stay unchanged."""
     for module in model.modules():
         if is_plain_rms_norm(type(module)):
             module.__class__ = _with_fused_norm(type(module))
@@ -25,13 +25,13 @@ def use_fused_rms_norm(model: nn.Module) -> None:
 
 @functools.cache
 def is_plain_rms_norm(kind: type[nn.Module]) -> bool:
-    """Whether the class computes weight * x / rms(x) of x alone: output by trying it."""
+    """Whether the class computes weight * x / rms(x) from x alone; decided by running it once."""
     if not kind.__name__.endswith("RMSNorm") or len(inspect.signature(kind.forward).parameters) != 2:
         return False
     x = torch.linspace(-2, 3, 24).sin().view(3, 8)
     norm = SimpleNamespace(weight=torch.linspace(0.5, 2, 8), variance_epsilon=0.25)
     try:
-        output = kind.forward(norm, x)  # all that it may need of a module
+        output = kind.forward(norm, x)  # a plain norm reads these attributes only
     except (AttributeError, TypeError):
         return False
     return torch.allclose(output, FusedRMSNorm.apply(x, norm.weight, norm.variance_epsilon), atol=1e-6)
@@ -39,7 +39,7 @@ def is_plain_rms_norm(kind: type[nn.Module]) -> bool:
 
 @functools.cache
 def _with_fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same class by another forward, so that copies of a module compute with their own weights."""
+    """A subclass with another forward, so that copies of a module compute with their own weights."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dtype in FUSED_DTYPES and x.dtype == self.weight.dtype:

@@ -1,4 +1,4 @@
-"""The adapter to liger-kernel: its RMSNorm, gated MLP and rotary embedding in a model that is there already."""
+"""The adapter to liger-kernel: puts its RMSNorm, gated MLP and rotary embedding into an existing model."""
 
 import inspect
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from torch import nn
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 
-ENABLED_KERNELS = ("rope", "rms_norm", "swiglu", "geglu")  # what a family calls its parts
-DISABLED_KERNELS = ("cross_entropy", "fused_linear_cross_entropy")  # our head does these without holding logits
+ENABLED_KERNELS = ("rope", "rms_norm", "swiglu", "geglu")  # each family's function takes some of them
+DISABLED_KERNELS = ("cross_entropy", "fused_linear_cross_entropy")  # our head computes these without storing logits
 
 
 def use_liger(model: nn.Module) -> None:
     """Replaces norm, MLP and rotary embedding of `model` by Liger's Triton kernels; the head stays ours.
 
-    Liger exchanges the rotary function of the family for the whole process.
+    Liger replaces the family's rotary function in the whole process.
     """
     platform = get_platform()
     if not platform.compiles_triton():
@@ -29,7 +29,7 @@ def use_liger(model: nn.Module) -> None:
 
 
 def liger_function(model_type: str) -> Callable[..., None]:
-    """What liger-kernel offers for a family, or an error that lists the families it has."""
+    """Liger's function for a model family; ConfigError with the families it supports if there is none."""
     try:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
@@ -47,7 +47,7 @@ def liger_function(model_type: str) -> Callable[..., None]:
 
 
 def liger_arguments(apply: Callable[..., None]) -> dict[str, bool]:
-    """Switches for `apply`: norm, MLP and rotary embedding where Liger itself has them on, every cross-entropy off."""
-    offered = inspect.signature(apply).parameters
-    wanted = {name: True for name in ENABLED_KERNELS if name in offered and offered[name].default is True}
-    return wanted | {name: False for name in DISABLED_KERNELS if name in offered}
+    """Arguments of `apply`: norm, MLP and rotary embedding on if Liger's default is on, every cross-entropy off."""
+    parameters = inspect.signature(apply).parameters
+    enabled = {name: True for name in ENABLED_KERNELS if name in parameters and parameters[name].default is True}
+    return enabled | {name: False for name in DISABLED_KERNELS if name in parameters}

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a local folder: never from the network, never with code from the folder."""
+"""Loads models and tokenizers from a local folder: never from the network, never with code from the folder."""
 
 import contextlib
 import copy
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.config import HFModelConfig
 from verl.models.attention.packed import PACKED_ATTENTION
+from verl.models.folder_checks import check_config, check_weight_files, check_weights
 from verl.models.registry import check_router, family_of, make_packed
 from verl.utils.errors import CheckpointError, ConfigError
 
@@ -37,13 +37,13 @@ DTYPES = {
     "float64": torch.float64,
 }
 WEIGHT_PATTERNS = ("*.safetensors",)
-# Weights of a model of images and text that its text part leaves on disk, and where the rest of the names lead.
+# Weights of an image-text model that its text part does not load, and how its other names are mapped.
 NON_TEXT_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.", "mtp.")
 TEXT_KEY_MAPPING = {r"^language_model\.(model|lm_head)\.": r"\1.", r"^model\.language_model\.": "model."}
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
-    """The torch dtype a configuration value spells."""
+    """The torch dtype that a configuration value names."""
     if name not in DTYPES:
         raise ConfigError(f"{key}={name!r} is not a type; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -52,19 +52,38 @@ def dtype_of(name: str, key: str) -> torch.dtype:
 def load_config(path: str | Path, override: dict[str, Any] | None = None) -> PreTrainedConfig:
     """The configuration in a folder, with `override` on top (a key the configuration lacks is refused).
 
-    Of a model of images and text it is the text part's, where that is a language model of its own.
+    For an image-text model it is the text part's, if that is a language model of its own.
     """
+    config = apply_override(_language_config(path), override or {})
+    check_config(config, f"{path}/config.json")
+    return config
+
+
+def _language_config(path: str | Path | None) -> PreTrainedConfig:
     config = read_config(model_folder(path))
     text = config.get_text_config()
-    return apply_override(text if type(text) in AutoModelForCausalLM._model_mapping else config, override or {})
+    return text if type(text) in AutoModelForCausalLM._model_mapping else config
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """What config.json in a folder says; ConfigError where that is no model `transformers` knows."""
+    """The configuration in a folder's config.json; ConfigError if that is no model `transformers` knows."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} cannot be used: {str(error).splitlines()[0]}") from error
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library checks values in its own ways, divisions by zero among them
+        refuse_own_code(folder / "config.json", error)
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(
+            f"{folder / 'config.json'} cannot be used: {type(error).__name__}: {reason}; take the model's own"
+        ) from error
+
+
+def refuse_own_code(file: Path, error: Exception) -> None:
+    """ConfigError if `error` arose because `file` needs Python files of its folder (its `auto_map`)."""
+    if "trust_remote_code" in str(error) and file.is_file():
+        raise ConfigError(
+            f"{file} needs code of its own folder (auto_map), which is never run, whatever trust_remote_code says; use "
+            "a model that transformers has, or register its classes in a module that model.external_lib names"
+        ) from error
 
 
 def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTrainedConfig:
@@ -74,15 +93,18 @@ def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTra
     for name, value in flat.items():
         if not hasattr(config, name):
             raise ConfigError(f"model.override_config.{name}={value!r}: {type(config).__name__} has no such value")
-        setattr(config, name, value)
+        try:
+            setattr(config, name, value)
+        except Exception as error:  # the library checks types in its own way
+            raise ConfigError(f"model.override_config.{name}={value!r}: {str(error)[:300]}") from error
     return config
 
 
 def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
-    """(configuration, whether to make up the weights) as `model.*` asks for.
+    """(configuration, whether to initialise the weights randomly) from `model.*`.
 
-    Dropout and the jitter of routers are off unless `override_config` sets them: an update must see the log-probs of
-    the policy that sampled.
+    Dropout and the jitter of routers are off unless `override_config` sets them: an update needs the log-probs of the
+    policy that sampled.
     """
     override = dict(model.override_config)
     init_random = bool(override.pop("init_random", False))
@@ -92,11 +114,13 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
             f"model.override_config.attn_implementation={attention!r} is not used: packed models attend through "
             f"{PACKED_ATTENTION}, which picks the best kernel of the device. Leave it out"
         )
-    config = load_config(model.hf_config_path or model.path)
+    folder = model.hf_config_path or model.path
+    config = _language_config(folder)
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "_pdrop", "jitter_noise")) and isinstance(value, float):
             setattr(config, name, 0.0)
     apply_override(config, override)
+    check_config(config, f"{folder}/config.json{' with model.override_config' if override else ''}")
     check_router(config)
     return config, init_random
 
@@ -128,9 +152,9 @@ def load_causal_lm(
     init_random: bool = False,
     structure_only: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode on the CPU, its attention through our door where its family has been tested with it.
+    """A causal LM in eval mode on the CPU, with packed attention if its family has been tested with it.
 
-    Weights come from the folder; a tensor that is missing there is an error. `init_random` makes them up instead.
+    Weights come from the folder; a missing tensor is an error. `init_random` initialises them randomly instead.
     With `structure_only` nothing is read and every tensor is on the meta device.
     """
     config = config if config is not None else load_config(path)
@@ -146,7 +170,7 @@ def load_value_model(
 ) -> PreTrainedModel:
     """The backbone of a model with a head of one value per token, `score` (1, D).
 
-    From a language model the head starts at zero, so the first values are 0; from our own critic it is read.
+    From a language model the head starts at zero, so the first values are 0; from our own critic the head is read.
     """
     config = config if config is not None else load_config(path)
     config.num_labels = 1
@@ -187,15 +211,15 @@ def _load(
 
 
 def _meta_model(auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without storage."""
+    """The model on the meta device."""
     with torch.device("meta"):
         return auto_class.from_config(copy.deepcopy(config), dtype=dtype)
 
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keep the library's bars and its report on loaded names (we make errors of it) out of our output."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    """Suppress the library's progress bars and its report on loaded names, which we turn into errors."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
     transformers_logging.disable_progress_bar()
     for logger in loggers:
@@ -205,7 +229,7 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(_is_no_load_report)
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
@@ -222,26 +246,21 @@ def _read_weights(
             f"{folder} holds no *.safetensors, only {', '.join(_listing(folder))}; convert the weights to safetensors, "
             "or set +model.override_config.init_random=true to start from random ones"
         )
-    try:
-        model, info = auto_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, all of them
-            key_mapping=TEXT_KEY_MAPPING,
-        )
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{folder} holds a *.safetensors that cannot be read ({error}): it was not downloaded whole, or is the "
-            "pointer that git keeps in its place; download it again"
-        ) from error
+    check_weight_files(folder, config)
+    model, info = auto_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # all of them are reported below
+        key_mapping=TEXT_KEY_MAPPING,
+    )
     missing = sorted(info["missing_keys"])
     ignored_prefixes = (*NON_TEXT_PREFIXES, *(("lm_head.",) if optional_prefixes else ()))
     wrong = [f"{name} is missing" for name in missing if not name.startswith(optional_prefixes or "\0")]
-    wrong += [f"{name} is {tuple(there)}, not {tuple(here)}" for name, there, here in info.get("mismatched_keys", ())]
+    wrong += [f"{name} is {tuple(got)}, not {tuple(want)}" for name, got, want in info.get("mismatched_keys", ())]
     wrong += [
         f"{name} has no place" for name in sorted(info["unexpected_keys"]) if not name.startswith(ignored_prefixes)
     ]
@@ -251,19 +270,22 @@ def _read_weights(
             f"over, first: {'; '.join(wrong[:3])}; config.json (with override_config) and the weights must be of the "
             "same model"
         )
+    check_weights(model, folder)
     return model, missing
 
 
 def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; without a padding token the end-of-sequence one stands in."""
+    """The tokenizer of a model; the end-of-sequence token replaces a missing padding token."""
     folder = _existing_folder(model.tokenizer_path or model.path, "tokenizer_path" if model.tokenizer_path else "path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library's parsers raise whatever they meet
+        refuse_own_code(folder / "tokenizer_config.json", error)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         raise ConfigError(
-            f"{folder} holds no tokenizer that transformers can read ({error}); set model.tokenizer_path to one"
+            f"{folder} holds no tokenizer that transformers can read ({reason}); set model.tokenizer_path to one"
         ) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what the library makes of a folder without its files
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what the library returns for a folder without its files
         raise ConfigError(f"{folder} holds no tokenizer with a vocabulary; set model.tokenizer_path to one")
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template

@@ -1,13 +1,14 @@
-"""LoRA: low-rank updates beside frozen linear layers, and nothing else trained but the head of a critic.
+"""LoRA: trains low-rank updates of frozen linear layers, and the head of a critic; all else is frozen.
 
 A layer computes W x + s B A x with A (r, in), B (out, r) and s = lora_alpha / r. peft puts the layers into the model,
-which stays of its own class: everything that reads a model's parts works as before. Outside of training a model with
-adapters is one with the weights W + s B A (`merge_adapters`).
+which keeps its class: code that reads a model's parts works as before. Outside of training a model with adapters has
+the weights W + s B A (`merge_adapters`).
 """
 
 import contextlib
 import copy
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,16 +19,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from verl.config import HFModelConfig
+from verl.plugin.platform.cpu import PlatformCPU
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
     import peft
 
-ADAPTER_NAME = "default"  # peft keeps adapters of a layer by name; there is one
+logger = logging.getLogger(__name__)
+
+ADAPTER_NAME = "default"  # peft stores the adapters of a layer by name; there is one
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 VALUE_HEAD = "score"
-# Settings of peft that a merge of W + s B A does not cover, with the value that leaves them out.
+# Settings of peft that a merge of W + s B A does not cover, with the value that turns them off.
 UNSUPPORTED_SETTINGS = {
     "use_dora": False, "lora_bias": False, "bias": "none", "fan_in_fan_out": False, "target_parameters": None,
     "trainable_token_indices": None, "layer_replication": None,
@@ -42,7 +46,7 @@ def wants_lora(settings: HFModelConfig) -> bool:
 def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure_only: bool = False) -> None:
     """Put adapters into `model` and freeze the rest: new ones from `seed` (B is 0), or those of lora_adapter_path.
 
-    Adapters are held in float32 or wider. With `structure_only` they are on the meta device, without values.
+    Adapters are float32 or wider. With `structure_only` they are on the meta device, without values.
     """
     try:
         import peft
@@ -51,6 +55,7 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
     folder = None if settings.lora_adapter_path is None else Path(settings.lora_adapter_path).expanduser()
     _check_names(model, settings)
     config = _new_lora_config(model, settings) if folder is None else _saved_lora_config(folder, settings)
+    _check_adapters_fit(model, config)
     wide_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,7 +78,7 @@ def _new_lora_config(model: nn.Module, settings: HFModelConfig) -> "peft.LoraCon
     import peft
 
     exclude = settings.exclude_modules
-    if hasattr(model, VALUE_HEAD):  # trained whole
+    if hasattr(model, VALUE_HEAD):  # trained without an adapter
         exclude = f"({exclude})|{VALUE_HEAD}" if isinstance(exclude, str) else [*(exclude or ()), VALUE_HEAD]
     target = settings.target_modules
     if target == "all-linear":
@@ -88,33 +93,60 @@ def _new_lora_config(model: nn.Module, settings: HFModelConfig) -> "peft.LoraCon
     )
 
 
+def _check_adapters_fit(model: nn.Module, config: "peft.LoraConfig") -> None:
+    """ConfigError if the adapters alone would not fit into the memory of this machine, where they are made."""
+    target = config.target_modules or ()
+    sizes = [
+        m.in_features + m.out_features
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear)
+        and (
+            re.fullmatch(target, name)
+            if isinstance(target, str)
+            else f".{name}".endswith(tuple(f".{t}" for t in target))
+        )
+    ]
+    needed, (available, _) = 4 * config.r * sum(sizes), PlatformCPU().memory_info()
+    if needed > available > 0:
+        raise ConfigError(
+            f"model.lora_rank={config.r} makes adapters of {needed / 2**30:.0f} GiB in float32, and this machine has "
+            f"{available / 2**30:.0f} GiB free; at most {available // (4 * sum(sizes))} would fit, 8 to 256 are usual"
+        )
+
+
 def _all_linear(model: nn.Module) -> list[str]:
-    """Names of all linear layers below the head. Not those that peft takes for experts held as one tensor."""
+    """Names of all linear layers below the head, except those that peft treats as experts stored in one tensor."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
     joined = any(".experts." in name and parameter.dim() == 3 for name, parameter in model.named_parameters())
     left_out = {"gate", "gate_proj", "up_proj", "down_proj"} if joined else set()
+    if passed_over := [name for name in linear if name.rpartition(".")[2] in left_out]:
+        logger.warning(
+            "model.target_modules=all-linear leaves %d layers of dense MLPs and shared experts without adapters, first "
+            "%s: in a model with joined experts peft takes these names for the experts'",
+            len(passed_over), passed_over[0],
+        )  # fmt: skip
     return sorted({name.rpartition(".")[2] for name in linear} - {VALUE_HEAD} - left_out)
 
 
 def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
-    """The settings in a folder of adapters, without dropout: an update must see the policy that sampled."""
+    """The settings in a folder of adapters, without dropout: an update needs the log-probs of the sampling policy."""
     import peft
 
-    lacking = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
-    if lacking:
-        raise ConfigError(f"model.lora_adapter_path={folder} has no {' and no '.join(lacking)}; give a PEFT folder")
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"model.lora_adapter_path={folder} has no {' and no '.join(missing)}; give a PEFT folder")
     config = peft.PeftConfig.from_pretrained(str(folder))
-    odd = {"peft_type": config.peft_type} if config.peft_type != peft.PeftType.LORA else {}
-    odd |= {
+    unsupported = {"peft_type": config.peft_type} if config.peft_type != peft.PeftType.LORA else {}
+    unsupported |= {
         n: getattr(config, n)
         for n, plain in UNSUPPORTED_SETTINGS.items()
         if getattr(config, n, plain) not in (plain, [], {})
     }
     if set(getattr(config, "modules_to_save", None) or ()) - {VALUE_HEAD}:
-        odd["modules_to_save"] = config.modules_to_save
-    if odd:
-        what = ", ".join(f"{name}={value}" for name, value in odd.items())
+        unsupported["modules_to_save"] = config.modules_to_save
+    if unsupported:
+        what = ", ".join(f"{name}={value}" for name, value in unsupported.items())
         raise ConfigError(f"model.lora_adapter_path={folder} has {what}; only plain LoRA of linear layers is trained")
     if settings.lora_rank not in (0, config.r):
         raise ConfigError(
@@ -126,19 +158,19 @@ def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfi
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Adapters only where the layer is called and the merge is W + s B A."""
-    odd = [name for name, m in model.named_modules() if is_adapted(m) and type(m.base_layer) is not nn.Linear]
+    """ConfigError unless all adapters are on linear layers below the head, where the merge is W + s B A."""
+    refused = [name for name, m in model.named_modules() if is_adapted(m) and type(m.base_layer) is not nn.Linear]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    odd += [name for name, m in model.named_modules() if m is head and is_adapted(m)]
-    if odd:
+    refused += [name for name, m in model.named_modules() if m is head and is_adapted(m)]
+    if refused:
         raise ConfigError(
-            f"model.target_modules asks for adapters of {', '.join(odd[:3])}; only linear layers below the head can "
-            f"have them: name it in model.exclude_modules"
+            f"model.target_modules asks for adapters of {', '.join(refused[:3])}; only linear layers below the head "
+            f"can have them: name it in model.exclude_modules"
         )
 
 
 def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
-    """Every name of a list means some module; peft is content when one of them does, or none that is excluded."""
+    """ConfigError if a listed name matches no module; peft accepts one match per list, and none for exclusions."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     modules = [name for name, _ in model.named_modules()]
     for key, what, paths in (("target_modules", "module", modules), ("exclude_modules", "linear layer", linear)):
@@ -161,9 +193,9 @@ def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
 
 def _read_adapters(model: nn.Module, folder: Path) -> None:
     saved = load_file(folder / ADAPTER_WEIGHTS)
-    ours = {adapter_key(name): p for name, p in model.named_parameters() if p.requires_grad}
-    wrong = [f"{name} is not in the model" for name in sorted(saved.keys() - ours.keys())]
-    for name, parameter in ours.items():
+    trained = {adapter_key(name): p for name, p in model.named_parameters() if p.requires_grad}
+    wrong = [f"{name} is not in the model" for name in sorted(saved.keys() - trained.keys())]
+    for name, parameter in trained.items():
         if name not in saved:
             wrong += [] if f".{VALUE_HEAD}." in name else [f"{name} is missing"]
         elif saved[name].shape != parameter.shape:
@@ -174,18 +206,18 @@ def _read_adapters(model: nn.Module, folder: Path) -> None:
             "use the adapters of this model"
         )
     for name, value in saved.items():
-        ours[name].data.copy_(value)
+        trained[name].data.copy_(value)
 
 
 def check_adapter_scale(model: Any, folder: Path) -> None:
-    """CheckpointError when the adapters in `folder` were trained with another s: they would be another model."""
+    """CheckpointError if the adapters in `folder` were trained with another s, which would change the model."""
     if has_adapters(model) and (folder / ADAPTER_CONFIG).is_file():
-        saved, ours = (
+        saved, current = (
             json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"],
             model.peft_config[ADAPTER_NAME].lora_alpha,
         )
-        if saved != ours:
-            raise CheckpointError(f"{folder} was trained with model.lora_alpha={saved}, now {ours}; set it back")
+        if saved != current:
+            raise CheckpointError(f"{folder} was trained with model.lora_alpha={saved}, now {current}; set it back")
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -199,10 +231,10 @@ def has_adapters(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside the block `model` computes what it did before it had adapters, bit for bit."""
+    """Inside the block `model` computes the same as before it had adapters, bit for bit."""
     layers: list[Any] = [module for module in model.modules() if is_adapted(module)]
     for layer in layers:
-        layer._disable_adapters = True  # `enable_adapters(False)` would also freeze them, and forget the optimiser's
+        layer._disable_adapters = True  # `enable_adapters(False)` would also freeze them; the optimiser would lose them
     try:
         yield
     finally:
@@ -229,7 +261,7 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
 
 
 def merge_adapters(tensors: Iterable[tuple[str, Tensor]], scales: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
-    """(name, W + s B A) by plain names, of (name, whole tensor) in the model's order; in that order."""
+    """(name in the base model, W + s B A) of (name, whole tensor) in the model's order; the order stays."""
     pending: dict[str, Tensor] = {}  # of one layer: weight, bias, A
     for name, tensor in tensors:
         layer, _, part = name.partition(".lora_")
@@ -253,7 +285,7 @@ def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def merged_weight(layer: Any) -> Tensor:
-    """The weight that a layer with an adapter amounts to."""
+    """The merged weight of a layer with an adapter."""
     return merge_weight(
         layer.base_layer.weight,
         layer.lora_A[ADAPTER_NAME].weight,
@@ -263,7 +295,7 @@ def merged_weight(layer: Any) -> Tensor:
 
 
 def write_adapter_config(model: Any, folder: Path) -> None:
-    """adapter_config.json, as peft reads it."""
+    """Write adapter_config.json, as peft reads it."""
     config = copy.copy(model.peft_config[ADAPTER_NAME])
     config.inference_mode = True
     config.modules_to_save = [VALUE_HEAD] if hasattr(model, VALUE_HEAD) else None

@@ -1,6 +1,6 @@
-"""Options that trade time for memory, or kernels for kernels, without changing what a training step computes.
+"""Options that trade time for memory, or replace kernels, without changing what a training step computes.
 
-`apply_performance_options` is the one call an engine makes; the context it returns goes around each training forward.
+An engine calls `apply_performance_options` once; each training forward runs in a context that the result makes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PREFETCH = 3  # activations fetched ahead in the backward pass
 def apply_performance_options(
     model: nn.Module, config: HFModelConfig, trains: bool, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager]:
-    """Switches on what `model.*` asks for; returns what makes the context of one training forward."""
+    """Switch on what `model.*` asks for; returns the factory of the context for one training forward."""
     if config.use_liger:
         from verl.models.liger import use_liger
 
@@ -40,7 +40,7 @@ def apply_performance_options(
     return lambda: OffloadedActivations(device, parameters)
 
 
-# Attributes of modules that draw random numbers while training; routers of experts call it jitter.
+# Attributes of modules that draw random numbers while training; expert routers call it jitter.
 RANDOM_ATTRIBUTES = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 
@@ -51,7 +51,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 class ParameterStorages:
-    """Knows the memory of a model's parameters, gathered ones included: what a module holds when it is called."""
+    """The memory of a model's parameters, all-gathered ones included: what modules have when they are called."""
 
     def __init__(self, model: nn.Module):
         self._storages: dict[int, StorageWeakRef] = {}
@@ -71,7 +71,7 @@ class ParameterStorages:
 
 
 class _OffloadedTensor:
-    """One activation: its copy on the host, and its copy back on the device once it was asked for or fetched ahead."""
+    """One activation: its copy on the host and, once requested or prefetched, its copy on the device."""
 
     def __init__(self, host: Tensor):
         self.host = host
@@ -80,12 +80,12 @@ class _OffloadedTensor:
 
 
 class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Inside the block, what autograd saves for backward moves to host memory, and comes back when backward asks.
+    """Inside the block, what autograd saves for backward moves to host memory, and returns when backward needs it.
 
-    Parameters stay where they are; so do activations below `min_bytes`. A tensor saved by several operations travels
-    once. On a device with streams both directions run beside the computation, on a stream of their own, and backward
-    fetches ahead in reverse order. On a CPU there is nowhere else to go: the copy is made all the same, so that the
-    path can be tested, and costs what it costs. Values come back bit for bit.
+    Parameters stay in place, and so do activations below `min_bytes`. A tensor saved by several operations is copied
+    once. On a device with streams the copies in both directions overlap with computation, on their own stream, and
+    backward prefetches in reverse order. On a CPU the copy gains nothing; it is made so that the path can be tested.
+    Values return bit for bit.
     """
 
     def __init__(self, device: torch.device, parameters: ParameterStorages | None = None):
@@ -104,7 +104,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
             return tensor
         if tensor.numel() * tensor.element_size() < max(1, self.min_bytes):
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())  # while it lives, no other storage gets its number
+        storage = StorageWeakRef(tensor.untyped_storage())  # while it exists, no other storage gets its number
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version, tensor.dtype)
         if key not in self._seen:
             self._seen[key] = len(self.offloaded), storage
@@ -112,14 +112,14 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
             self.offloaded_bytes += tensor.numel() * tensor.element_size()
         return self._seen[key][0]
 
-    def _unpack_hook(self, packed: Tensor | int) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack_hook(self, saved: Tensor | int) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         if self.stream is None:
-            return self.offloaded[packed].host
-        for index in range(packed, max(-1, packed - 1 - PREFETCH), -1):
+            return self.offloaded[saved].host
+        for index in range(saved, max(-1, saved - 1 - PREFETCH), -1):
             self._fetch(self.offloaded[index])
-        entry = self.offloaded[packed]
+        entry = self.offloaded[saved]
         assert entry.on_device is not None
         current = torch.get_device_module(self.device).current_stream()
         current.wait_event(entry.ready_event)
@@ -136,7 +136,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
             host.copy_(tensor, non_blocking=True)
             copied = self.stream.record_event()
         self._in_flight.append((copied, tensor))
-        if len(self._in_flight) > MAX_IN_FLIGHT:  # its memory may be used again after this point of the stream
+        if len(self._in_flight) > MAX_IN_FLIGHT:  # its memory may be reused after this point of the stream
             module.current_stream().wait_event(self._in_flight.popleft()[0])
         return _OffloadedTensor(host)
 
@@ -148,7 +148,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
             entry.ready_event = self.stream.record_event()
         self._fetched.append(entry)
         if len(self._fetched) > 2 * (PREFETCH + 1):
-            self._fetched.popleft().on_device = None  # autograd holds what it still needs
+            self._fetched.popleft().on_device = None  # autograd has a reference to what it still needs
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)

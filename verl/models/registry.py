@@ -1,4 +1,4 @@
-"""What each model family can do: who runs packed, who cannot and why, and what its attention asks for.
+"""What each model family can do: whether it runs packed, why not, and which traits it has.
 
 A family is `config.model_type`. To add one, write one line here (or call `register_family` in the module that
 `model.external_lib` names) and one in tests/models/test_transformer.py, which then compares logits and gradients of
@@ -17,7 +17,7 @@ from verl.utils.errors import ConfigError, PluginError
 TRAITS = {
     "window": "layers that see the last tokens only",
     "soft-cap": "attention scores bounded by tanh",
-    "sinks": "a learnt score that takes attention from every token",
+    "sinks": "a trained score that takes attention from every token",
     "head sizes": "keys and values of different sizes (MLA)",
     "experts": "a router over experts",
     "state": "layers that carry a state from token to token",
@@ -29,7 +29,7 @@ class Family:
     """How one family of models runs. `padded_because` is empty when it may run packed."""
 
     name: str  # config.model_type
-    covers: str = ""  # the models people know it by
+    covers: str = ""  # the models of the family that people know
     traits: tuple[str, ...] = ()  # of TRAITS
     mixers: tuple[str, ...] = ()  # names of the submodules that carry a state
     padded_because: str = ""
@@ -87,18 +87,18 @@ for _family in (
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a model; one that nobody has tested runs padded, and says so."""
+    """The family of a model; an untested family runs padded and gives that as the reason."""
     known = FAMILIES.get(config.model_type)
     return known or Family(config.model_type, padded_because="nobody has tested it packed")
 
 
 def runs_packed(config: PreTrainedConfig, wanted: bool) -> bool:
-    """Whether to lay sequences end to end; False when not `wanted` (model.use_remove_padding) or not possible."""
+    """Whether to pack sequences; False when not `wanted` (model.use_remove_padding) or not possible."""
     return wanted and not family_of(config).padded_because
 
 
 def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
-    """Refuses to share prompts where rows hold one sequence each: padded models, and layers that carry a state."""
+    """Refuses prefix sharing where each row is one sequence: padded models, and layers that carry a state."""
     family = family_of(config)
     if packed and family.mixers:
         raise ConfigError(
@@ -116,8 +116,8 @@ def check_prefix_sharing(config: PreTrainedConfig, packed: bool) -> None:
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the longest position
 
 
-def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int) -> None:
-    """Refuses models whose sequences `size` ranks cannot share; key/value heads may be fewer or not divide."""
+def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int, num_ranks: int) -> None:
+    """Refuses models whose sequences `size` of `num_ranks` cannot split; key/value heads may be fewer or not divide."""
     if size == 1:
         return
     key = f"ulysses_sequence_parallel_size={size}"
@@ -130,12 +130,14 @@ def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int) -
     text = config.get_text_config()
     heads = text.num_attention_heads
     if heads % size:
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ConfigError(f"{key} does not divide the model's {heads} attention heads; use one of {sizes}")
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 == num_ranks % n)
+        raise ConfigError(
+            f"{key} does not divide the model's {heads} attention heads; with {num_ranks} ranks use one of {sizes}"
+        )
 
 
 def check_sequences(config: PreTrainedConfig, longest: int, last_token: int) -> None:
-    """Refuses tokens without an embedding, and lengths of which one decides the rotary frequencies of all others."""
+    """Refuses tokens without an embedding, and sequences so long that they change the rotary frequencies of others."""
     text = config.get_text_config()
     if last_token >= text.vocab_size:
         raise ConfigError(
@@ -162,7 +164,7 @@ def make_packed(model: nn.Module) -> None:
 
 
 def check_head(config: PreTrainedConfig) -> None:
-    """Refuses models whose logits are more than hidden states times a matrix, scaled."""
+    """Refuses models whose logits are not hidden states times a matrix, scaled."""
     cap = getattr(config, "final_logit_softcapping", None)
     if cap is not None:
         raise ConfigError(
@@ -173,7 +175,7 @@ def check_head(config: PreTrainedConfig) -> None:
 
 
 def check_router(config: PreTrainedConfig) -> None:
-    """Refuses the auxiliary loss of routers: a product of means over a micro-batch, which no sum of parts equals."""
+    """Refuses the auxiliary loss of routers: a product of means over a micro-batch, not a sum over micro-batches."""
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
             f"model family {config.model_type!r} with output_router_logits=True asks for the router's auxiliary loss, "

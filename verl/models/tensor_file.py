@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor: hashed on the way, flushed to disk, one tensor in memory at a time."""
+"""Safetensors files written tensor by tensor: hashed while writing, flushed to disk, one tensor in memory at a time."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorFile:
-    """A safetensors file of `tensors` (meta tensors will do), which are then added in that order."""
+    """Writes a safetensors file of `tensors` (meta tensors suffice), which are then added in that order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
         self.path, self.pending = path, {name: (t.dtype, t.shape) for name, t in tensors.items()}
@@ -38,7 +38,7 @@ class TensorFile:
         self._write(_header(self.pending))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor; it must be the one that was announced."""
+        """Write the next tensor; it must be the next one announced."""
         expected = next(iter(self.pending), None)
         assert expected == name and self.pending.pop(name) == (tensor.dtype, tensor.shape), (
             f"{self.path}: {expected} was announced, {name} {tensor.dtype} {tuple(tensor.shape)} came"
@@ -58,7 +58,7 @@ class TensorFile:
         self._file.close()
 
     def close(self) -> None:
-        """Flush the file to disk; everything announced must be there."""
+        """Flush the file to disk; all announced tensors must have been added."""
         assert not self.pending, f"{self.path} lacks {next(iter(self.pending))}"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -66,12 +66,12 @@ class TensorFile:
 
     @property
     def digest(self) -> str:
-        """sha256, in hexadecimal, of what was written: what the file must hold from now on."""
+        """sha256, in hexadecimal, of the written bytes."""
         return self._hash.hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """All of `tensors` as one safetensors file; its sha256. Those on a device visit the host one by one."""
+    """Write `tensors` as one safetensors file; returns its sha256. Device tensors are copied to the host one by one."""
     with TensorFile(path, tensors) as file:
         for name, tensor in tensors.items():
             file.add(name, tensor)
@@ -79,7 +79,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor as they lie in a file."""
+    """The elements of a tensor as a file stores them."""
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -91,7 +91,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def digests_in(path: Path) -> dict[str, str]:
-    """`tensor_digest` of every tensor in a safetensors file, read piece by piece."""
+    """`tensor_digest` of every tensor in a safetensors file, read block by block."""
     out: dict[str, str] = {}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""One HTML file about a run: curves, samples before and after, config. Opens offline, in light and dark."""
+"""One HTML file about one or several runs: curves, samples, configuration. Works offline, in light and dark mode."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,51 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.observe.trackers import format_number
+from verl.observe.svg_curves import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Curve,
+    Points,
+    StackedTimes,
+    make_curve,
+    nice_ticks,
+    stack_times,
+    tick_label,
+)
 from verl.utils.paths import atomic_write_text
 
-MAX_POINTS = 600  # per curve; more would not be seen
-HEADLINE_PREFIXES = ("val-core/", "critic/score/mean", "critic/rewards/mean", "train/loss", "val/loss")
+# What people open the report for, in this order; a name that ends in "/" stands for all that begin with it.
+HEADLINE = (
+    "val-core/",
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "train/loss",
+    "val/loss",
+    "reward/std",
+    "actor/kl_loss",
+    "actor/reward_kl_penalty",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "actor/pg_clipfrac",
+    "actor/grad_norm",
+    "train/grad_norm",
+    "training/rollout_probs_diff_mean",
+    "rollout_corr/kl",
+    "perf/throughput",
+    "train/perf/throughput",
+)
+BANDS = {f"critic/{name}/mean": (f"critic/{name}/min", f"critic/{name}/max") for name in ("score", "rewards")}
+NOT_DRAWN = ("training/global_step", "training/epoch")
 
 
 @dataclass(frozen=True)
 class AnswerComparison:
-    """One problem and what the model answered, before and after training."""
+    """One problem and the model's answers before and after training."""
 
     prompt: str
     before: str
@@ -26,20 +61,22 @@ class AnswerComparison:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric over steps, with the geometry of its drawing."""
+class AnswerHistory:
+    """One validation prompt and its answers over training: (step, answer, score)."""
+
+    prompt: str
+    ground_truth: str
+    answers: list[tuple[int, str, float | None]]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a page shows of one run: lines of its metrics file and its configuration, nested or flat."""
 
     name: str
-    points: list[tuple[float, float]]
-    path: str = ""
-    smooth_path: str = ""
-    dots: list[tuple[float, float, str]] = field(default_factory=list)
-    y_ticks: list[tuple[float, str]] = field(default_factory=list)
-    x_ticks: list[tuple[float, str]] = field(default_factory=list)
-    last: str = ""
-
-
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 200, 54, 14, 12, 26
+    records: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    histories: Sequence[AnswerHistory] = ()
 
 
 def write_report(
@@ -50,23 +87,41 @@ def write_report(
     config: Mapping[str, Any] | None = None,
     summary: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the report to `path`. `records` are lines of metrics.jsonl, `{"step": ..., "data": {...}}`.
+    """The page of a single run. `records` are lines of its metrics file, `{"step": ..., "data": {...}}`."""
+    return write_page(path, title, [RunData("", records, config or {})], samples, summary)
 
-    `summary` are the few facts at the top (label -> value); `config` may be nested or flat. Everything is escaped.
+
+def write_page(
+    path: Path | str,
+    title: str,
+    runs: Sequence[RunData],
+    samples: Sequence[AnswerComparison] = (),
+    summary: Mapping[str, Any] | None = None,
+    refresh_s: int = 0,
+) -> Path:
+    """Write the page to `path` and return it; several runs are drawn over each other, with what differs on top.
+
+    `summary` is shown first (label -> value). A browser loads the page again every `refresh_s` seconds; 0: never.
+    Everything is escaped.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    headline, groups = group_curves(metric_points(records))
-    facts = {label: str(value) for label, value in (summary or {}).items()}
+    headline, groups = group_curves([metric_points(run.records) for run in runs])
+    configs = [flatten(run.config) for run in runs]
     page = environment.get_template("report.html.j2").render(
         title=title,
-        facts=facts,
+        facts={label: str(value) for label, value in (summary or {}).items()},
+        runs=[run.name for run in runs],
+        differing=differing_keys(configs),
         headline=headline,
+        times=[(run.name, times) for run in runs if (times := stage_times(run.records)) is not None],
         groups=groups,
         samples=list(samples),
-        config=sorted(flatten(config or {}).items()),
+        histories=[history for run in runs for history in run.histories],
+        configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],
+        refresh_s=refresh_s,
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
@@ -78,106 +133,72 @@ def write_report(
 
 
 def metric_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Metric name -> finite (step, value) points; the last value of a step counts."""
-    found: dict[str, dict[float, float]] = {}
+    """Metric name -> finite (step, value) points; of several values of a step, the last."""
+    values_by_step: dict[str, dict[float, float]] = {}
     for record in records:
         for name, value in record["data"].items():
             if math.isfinite(float(value)):
-                found.setdefault(name, {})[float(record["step"])] = float(value)
-    return {name: sorted(points.items()) for name, points in found.items()}
+                values_by_step.setdefault(name, {})[float(record["step"])] = float(value)
+    return {name: sorted(points.items()) for name, points in values_by_step.items()}
 
 
-def group_curves(points: Mapping[str, list[tuple[float, float]]]) -> tuple[list[Curve], dict[str, list[Curve]]]:
-    """(the curves people open the report for, all others by the first part of their name)."""
-    headline: list[Curve] = []
+def headline_rank(name: str) -> int | None:
+    """Where a metric stands in HEADLINE; None for all others."""
+    matches = (
+        i for i, wanted in enumerate(HEADLINE) if name == wanted or (wanted[-1] == "/" and name.startswith(wanted))
+    )
+    return next(matches, None)
+
+
+def group_curves(runs: Sequence[Mapping[str, Points]]) -> tuple[list[Curve], dict[str, list[Curve]]]:
+    """(headline curves, all other curves by the first part of their name), the runs of one metric in one drawing."""
+    headline: list[tuple[int, Curve]] = []
     groups: dict[str, list[Curve]] = {}
-    for name in sorted(points):
-        if name.startswith("training/"):
+    for name in sorted({name for points in runs for name in points}):
+        if name.startswith(NOT_DRAWN):
             continue
-        curve = make_curve(name, points[name])
-        same = name == "critic/rewards/mean" and points[name] == points.get("critic/score/mean")
-        if name.startswith(HEADLINE_PREFIXES) and not same:
-            headline.append(curve)
-        else:
+        edges = [runs[0].get(edge) for edge in BANDS.get(name, ())] if len(runs) == 1 else []
+        band = (edges[0], edges[1]) if len(edges) == 2 and edges[0] and edges[1] else None
+        curve = make_curve(name, {i: points[name] for i, points in enumerate(runs) if name in points}, band)
+        same = name == "critic/rewards/mean" and all(p.get(name) == p.get("critic/score/mean") for p in runs)
+        rank = headline_rank(name)
+        if rank is None or same:
             groups.setdefault(name.split("/")[0], []).append(curve)
-    headline.sort(
-        key=lambda curve: next(i for i, prefix in enumerate(HEADLINE_PREFIXES) if curve.name.startswith(prefix))
-    )
-    return headline, dict(sorted(groups.items()))
+        else:
+            headline.append((rank, curve))
+    return [curve for _, curve in sorted(headline, key=lambda item: item[0])], dict(sorted(groups.items()))
 
 
-def make_curve(name: str, points: list[tuple[float, float]]) -> Curve:
-    """A curve with its SVG geometry: the values, and a running mean where they are many."""
-    points = downsample(points)
-    ys = [y for _, y in points]
-    y_ticks = nice_ticks(min(ys), max(ys))
-    y_low, y_high = y_ticks[0], y_ticks[-1]
-    x_low, x_high = points[0][0], points[-1][0]
-
-    def to_pixel(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
-        up = (y - y_low) / (y_high - y_low)
-        x_pixel = LEFT + across * (WIDTH - LEFT - RIGHT)
-        y_pixel = HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
-        return round(x_pixel, 1), round(y_pixel, 1)
-
-    smooth = running_mean(ys) if len(ys) >= 20 else []
-    xs = [x for x, _ in points]
-    return Curve(
-        name=name,
-        points=points,
-        path=svg_path([to_pixel(x, y) for x, y in points]),
-        smooth_path=svg_path([to_pixel(x, y) for x, y in zip(xs, smooth, strict=False)]),
-        dots=[(*to_pixel(x, y), f"step {format_number(x)}: {format_number(y)}") for x, y in points],
-        y_ticks=[(to_pixel(x_low, y)[1], tick_label(y)) for y in y_ticks],
-        x_ticks=[(to_pixel(x, y_low)[0], format_number(x)) for x in dict.fromkeys((x_low, x_high))],
-        last=format_number(ys[-1]),
-    )
+def stage_times(records: Sequence[Mapping[str, Any]]) -> StackedTimes | None:
+    """The stages of a step by time; what no stage accounts for is called "other"."""
+    points = metric_points(records)
+    prefix = "timing_s/"
+    stages: dict[str, Points] = {
+        name.removeprefix(prefix): values
+        for name, values in points.items()
+        if name.startswith(prefix) and name.count("/") == 1 and name != f"{prefix}step"
+    }
+    if not stages or f"{prefix}step" not in points:
+        return None
+    known: dict[float, float] = {}
+    for values in stages.values():
+        for step, seconds in values:
+            known[step] = known.get(step, 0.0) + seconds
+    stages["other"] = [(step, max(0.0, s - known.get(step, 0.0))) for step, s in points[f"{prefix}step"]]
+    return stack_times(stages)
 
 
-def downsample(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MAX_POINTS of them, evenly spaced, first and last kept."""
-    if len(points) <= MAX_POINTS:
-        return points
-    return [points[round(i * (len(points) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
-
-
-def running_mean(values: list[float]) -> list[float]:
-    """Mean over a centred window of a tenth of the points."""
-    half = max(1, len(values) // 20)
-    out = []
-    for i in range(len(values)):
-        window = values[max(0, i - half) : i + half + 1]
-        out.append(sum(window) / len(window))
-    return out
-
-
-def nice_ticks(low: float, high: float) -> list[float]:
-    """3 to 8 round numbers that enclose [low, high]."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
-        pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
-    raw = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
-def tick_label(value: float) -> str:
-    """At most seven characters for common magnitudes: 0.25, 1200, 2.2e-4."""
-    if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:g}"
-
-
-def svg_path(pixels: list[tuple[float, float]]) -> str:
-    return "M" + " L".join(f"{x:g},{y:g}" for x, y in pixels) if pixels else ""
+def differing_keys(configs: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
+    """(key, its value in each run) of every key whose values differ; empty for one run, or where one is unknown."""
+    if len(configs) < 2 or not all(configs):
+        return []
+    keys = sorted({key for config in configs for key in config})
+    values = {key: [config.get(key, "(not there)") for config in configs] for key in keys}
+    return [(key, found) for key, found in values.items() if len(set(found)) > 1]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mapping -> dotted key: value as text."""
+    """A nested mapping as {dotted key: value as text}."""
     out: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -185,3 +206,16 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             out[f"{prefix}{key}"] = str(value)
     return out
+
+
+__all__ = [
+    "AnswerComparison",
+    "AnswerHistory",
+    "RunData",
+    "differing_keys",
+    "metric_points",
+    "nice_ticks",
+    "tick_label",
+    "write_page",
+    "write_report",
+]

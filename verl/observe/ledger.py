@@ -1,9 +1,11 @@
 """The ledger: every trajectory of every step on disk, one small parquet file per step."""
 
+import contextlib
 import json
 import os
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from verl.data.batch import Batch
 from verl.utils.errors import DataError
-from verl.utils.paths import fsync_dir, fsync_file
+from verl.utils.paths import fsync_dir, fsync_file, make_writable_folder
 
 # dtype on disk of the token columns that are recorded when the batch has them
 TOKEN_COLUMNS = {
@@ -32,7 +34,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class LedgerStep:
-    """One recorded step: the batch as it was, and why each sequence ended."""
+    """One recorded step: its batch, and the stop reason of each sequence."""
 
     step: int
     batch: Batch
@@ -40,18 +42,17 @@ class LedgerStep:
 
 
 class Ledger:
-    """Writes `folder/step_000012.parquet`: a row per trajectory, list columns for what is per token.
+    """Writes `folder/step_000012.parquet`: one row per trajectory, token columns as lists.
 
-    A file appears whole or not at all. `append` does not wait for the disk; `sync` does (call it before a checkpoint).
+    Each file is written atomically. `append` does not wait for the disk; `sync` does (call it before a checkpoint).
     """
 
     def __init__(self, folder: Path | str):
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = make_writable_folder(folder, "the ledger's folder")
         self._unsynced: list[Path] = []
 
     def append(self, step: int, batch: Batch, stop_reasons: Sequence[str] | None = None) -> Path:
-        """Record `batch` as step `step`; an older file of the step is replaced."""
+        """Record `batch` as step `step`, replacing an older file of the step; returns the file's path."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -66,33 +67,48 @@ class Ledger:
         table = table.replace_schema_metadata({"verl.ledger": header})
         path = ledger_path(self.folder, step)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            pq.write_table(
-                table, temporary, compression="zstd", compression_level=1, use_dictionary=dictionary_columns(table)
-            )
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        encoding = {"compression": "zstd", "compression_level": 1, "use_dictionary": dictionary_columns(table)}
+        with self._named_errors(f"record step {step}"):
+            try:
+                pq.write_table(table, temporary, **encoding)
+                os.replace(temporary, path)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
         self._unsynced.append(path)
         return path
 
     def rewind(self, step: int) -> None:
-        """A run resumed after `step`: delete what was recorded later."""
-        for later in ledger_steps(self.folder):
-            if later > step:
-                ledger_path(self.folder, later).unlink()
+        """Delete the records of later steps, for a run that resumes after `step`."""
+        with self._named_errors(f"drop the records after step {step}"):
+            for later in ledger_steps(self.folder):
+                if later > step:
+                    ledger_path(self.folder, later).unlink()
         self._unsynced = [path for path in self._unsynced if path.exists()]
 
     def sync(self) -> None:
-        """Return when everything appended so far would survive a power cut."""
-        for path in self._unsynced:
-            fsync_file(path)
-        fsync_dir(self.folder)
+        """Return when all appended files are on the disk and would survive a power cut."""
+        with self._named_errors("write its records to the disk"):
+            for path in self._unsynced:
+                fsync_file(path)
+            fsync_dir(self.folder)
         self._unsynced = []
+
+    @contextlib.contextmanager
+    def _named_errors(self, task: str) -> Iterator[None]:
+        """Turn the operating system's errors into DataError with advice."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"the ledger in {self.folder} could not {task}: {error}. Was the folder deleted or made read-only, or "
+                "is the disk full? Repair that and run the same command, which goes on from the last checkpoint; "
+                "trainer.ledger=False trains without a ledger"
+            ) from error
 
 
 def trajectory_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | None) -> dict[str, Any]:
-    """The per-trajectory columns of the file; every length is checked."""
+    """The per-trajectory columns of the file; DataError if one has the wrong length."""
     count = batch.num_sequences
     columns: dict[str, Any] = {"step": np.full(count, step, dtype=np.int32)}
     if "policy_versions" in batch:
@@ -109,19 +125,19 @@ def trajectory_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | No
 
 
 def dictionary_columns(table: Any) -> list[str]:
-    """Parquet paths of the columns whose values repeat; log-probs do not, and a dictionary would only cost time."""
+    """Parquet paths of the columns to dictionary-encode: their values repeat, unlike those of log-probs."""
     present = [name for name in DICTIONARY_COLUMNS if name in table.column_names]
     return [f"{name}.list.element" if name in TOKEN_COLUMNS else name for name in present]
 
 
 def read_ledger(folder: Path | str, step: int) -> LedgerStep:
-    """The record of step `step`; DataError when there is none or it is not a ledger file."""
+    """The record of step `step`; DataError if there is none or its file is not a ledger file."""
     import pyarrow.parquet as pq
 
     path = ledger_path(Path(folder), step)
     if not path.exists():
         steps = ledger_steps(folder)
-        span = f"recorded are {steps[0]}..{steps[-1]}" if steps else "nothing is recorded there"
+        span = f"steps {steps[0]}..{steps[-1]} are recorded" if steps else "nothing is recorded there"
         raise DataError(f"no ledger of step {step} in {folder}: {span}")
     table = pq.read_table(path, partitioning=None).combine_chunks()
     header = json.loads((table.schema.metadata or {}).get(b"verl.ledger", b"{}"))
@@ -131,7 +147,7 @@ def read_ledger(folder: Path | str, step: int) -> LedgerStep:
     tokens["tokens"] = tokens["tokens"].to(torch.int64)
     offsets = torch.tensor(table["tokens"].combine_chunks().offsets.to_numpy(), dtype=torch.int64)
     names = {"reward": "rewards", "group": "group_ids", "row": "rows"}
-    sequences = {ours: torch.tensor(table[n].to_numpy()) for n, ours in names.items() if n in table.column_names}
+    sequences = {name: torch.tensor(table[n].to_numpy()) for n, name in names.items() if n in table.column_names}
     if "policy_version_min" in table.column_names:
         bounds = [torch.tensor(table[f"policy_version_{side}"].to_numpy()) for side in ("min", "max")]
         sequences["policy_versions"] = torch.stack(bounds, dim=1)
@@ -140,7 +156,7 @@ def read_ledger(folder: Path | str, step: int) -> LedgerStep:
 
 
 def flatten_column(column: Any) -> Tensor:
-    """A list column laid end to end."""
+    """The values of a list column, concatenated."""
     values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(np.array(values))
 
@@ -155,4 +171,5 @@ def ledger_path(folder: Path | str, step: int) -> Path:
 
 def ledger_steps(folder: Path | str) -> list[int]:
     """The recorded steps, ascending."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in Path(folder).glob("step_*.parquet"))
+    names = (re.fullmatch(r"step_([0-9]{6,})\.parquet", path.name) for path in Path(folder).glob("step_*.parquet"))
+    return sorted(int(name.group(1)) for name in names if name)

@@ -1,4 +1,4 @@
-"""Memory of this process and, through functions the platform gives, of its device."""
+"""Memory metrics of this process and, from numbers the platform reports, of its device."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ GIB = 1024**3
 
 
 def memory_metrics(max_allocated_bytes: int = 0, max_reserved_bytes: int = 0) -> dict[str, float]:
-    """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and a device's peaks where they are known."""
+    """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and the peaks of the device if they are known."""
     used, peak = host_memory_bytes()
     out = {"perf/cpu_memory_used_gb": used / GIB, "perf/cpu_max_memory_used_gb": peak / GIB}
     if max_reserved_bytes or max_allocated_bytes:
@@ -17,7 +17,7 @@ def memory_metrics(max_allocated_bytes: int = 0, max_reserved_bytes: int = 0) ->
 
 
 def host_memory_bytes() -> tuple[int, int]:
-    """Resident memory of this process now and at its highest."""
+    """(current, peak) resident memory of this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)

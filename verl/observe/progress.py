@@ -14,17 +14,17 @@ THROUGHPUT_NAMES = ("perf/throughput", "train/perf/throughput")
 
 
 class ProgressDisplay(Protocol):
-    """Shows the state of a Progress."""
+    """Displays the state of a Progress."""
 
     def show(self, progress: "Progress", force: bool) -> None: ...
     def close(self) -> None: ...
 
 
 class Progress:
-    """Follows a run of `total_steps`. On a terminal a line is redrawn in place; otherwise a line every `interval_s`.
+    """Progress of a run of `total_steps`: on a terminal a line redrawn in place, otherwise a line every `interval_s`.
 
-    Call `stage(name)` when a stage begins (StageTimer does through `on_enter`) and `step(step, metrics)` when a step is
-    done. Time left is the mean time of the last 20 steps times the steps to go.
+    Call `stage(name)` when a stage begins (StageTimer does so through `on_enter`) and `step(step, metrics)` when a step
+    is done. Time left is the mean time of the last 20 steps times the number of remaining steps.
 
     >>> with Progress(total_steps=10) as progress:
     ...     progress.stage("gen")
@@ -52,7 +52,7 @@ class Progress:
         self.display: ProgressDisplay = RichLine(stream) if is_live_terminal(stream) else PlainLines(stream, interval_s)
 
     def stage(self, name: str) -> None:
-        """The run is now in this stage of the next step."""
+        """Stage `name` of the next step begins."""
         self.stage_name = name
         self.display.show(self, force=False)
 
@@ -76,7 +76,7 @@ class Progress:
         return max(0.0, per_step * (self.total_steps - self.current_step) - since)
 
     def describe(self) -> str:
-        """The line itself."""
+        """The text of the line."""
         parts = [f"step {self.current_step}/{self.total_steps}"]
         if self.stage_name:
             parts.append(self.stage_name)
@@ -92,7 +92,7 @@ class Progress:
         return " | ".join(parts)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the display and restore the terminal."""
         self.display.close()
 
     def __enter__(self) -> Self:
@@ -118,7 +118,7 @@ class PlainLines:
             print(progress.describe(), file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Does nothing."""
 
 
 class RichLine:
@@ -128,7 +128,7 @@ class RichLine:
         from rich.console import Console
         from rich.progress import Progress as RichProgress
 
-        # rich takes over sys.stdout to print above the bar; a stdout that goes to a file must stay alone
+        # rich redirects sys.stdout to print above the bar; a stdout that goes to a file must not be redirected
         self._bar = RichProgress(
             *live_columns(),
             console=Console(file=stream),
@@ -149,7 +149,7 @@ class RichLine:
 
 
 def live_columns() -> list[Any]:
-    """Spinner, bar, and the line read afresh at every redraw, so that times run on inside a long stage."""
+    """Spinner, bar, and the line, computed at every redraw so that times advance during a long stage."""
     from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task
     from rich.text import Text
 
@@ -170,7 +170,7 @@ def first_available(metrics: Mapping[str, float], names: tuple[str, ...], defaul
 
 
 def format_duration(seconds: float) -> str:
-    """75 -> '1m15s'; the two largest units that matter."""
+    """75 -> '1m15s': the two largest units."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"

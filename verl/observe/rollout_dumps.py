@@ -1,6 +1,7 @@
-"""Rollouts as people read them: one JSON line each, `<folder>/<step>.jsonl`."""
+"""Human-readable rollouts: one JSON line each, in `<folder>/<step>.jsonl`."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def dump_rollouts(
 ) -> Path:
     """Write `<folder>/<step>.jsonl` with input, output, gts, score, step and the extras; replaces an older file.
 
-    `extras` maps a field name to one value per rollout; what JSON cannot hold is written as its string.
+    `extras` maps a field name to one value per rollout; values that JSON cannot represent are written as strings.
     """
     columns: dict[str, Sequence[Any]] = {
         **(extras or {}),
@@ -40,14 +41,20 @@ def dump_rollouts(
             json.dumps({name: row[name] for name in dict.fromkeys(order)}, ensure_ascii=False, default=json_default)
         )
     path = Path(folder) / f"{step}.jsonl"
-    atomic_write_text(path, "".join(line + "\n" for line in lines))
+    try:
+        atomic_write_text(path, "".join(line + "\n" for line in lines))
+    except OSError as error:
+        raise DataError(
+            f"the answers of step {step} could not be written to {path}: {error}. Make room or make the folder "
+            "writable, then run the same command, which goes on from the last checkpoint"
+        ) from error
     return path
 
 
 def remove_dumps_after(folder: Path | str, step: int) -> None:
-    """A run resumed after `step`: delete dumps of later steps."""
+    """Delete the dumps of later steps, for a run that resumes after `step`."""
     for path in Path(folder).glob("*.jsonl"):
-        if path.stem.isdigit() and int(path.stem) > step:
+        if re.fullmatch(r"[0-9]+", path.stem) and int(path.stem) > step:
             path.unlink()
 
 

@@ -14,10 +14,10 @@ Points = Sequence[tuple[float, float]]
 def draw_curve(
     points: Points, title: str = "", width: int | None = None, height: int = 12, unicode: bool | None = None
 ) -> str:
-    """The points (x, y), joined by lines, as `height` rows of text with a y scale at the left and an x scale below.
+    """The points (x, y), joined by lines, as `height` lines of text with a y axis at the left and an x axis below.
 
-    Points that are not finite are left out. `unicode` False draws with `*`; by default the encoding
-    of standard output decides.
+    Points that are not finite are left out. `unicode`: braille characters, otherwise `*`; by default the
+    encoding of standard output decides.
     """
     finite = sorted((float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y))
     if not finite:
@@ -41,7 +41,7 @@ def draw_curve(
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """The range to draw: that of the values, opened a little when they are all equal."""
+    """(low, high) of the values, widened a little if they are all equal."""
     low, high = min(values), max(values)
     if low == high:
         pad = abs(low) * 0.1 or 1.0
@@ -50,7 +50,7 @@ def value_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def braille_lines(points: Points, y_range: tuple[float, float], columns: int, height: int) -> list[str]:
-    """Two by four dots in every character."""
+    """The curve as braille characters, each two by four dots."""
     cells = [[0] * columns for _ in range(height)]
     for x, y in line_pixels(points, y_range, columns * 2, height * 4):
         cells[y // 4][x // 2] |= DOT_BITS[y % 4][x % 2]
@@ -58,7 +58,7 @@ def braille_lines(points: Points, y_range: tuple[float, float], columns: int, he
 
 
 def star_lines(points: Points, y_range: tuple[float, float], columns: int, height: int) -> list[str]:
-    """One dot in every character."""
+    """The curve as `*` characters, each one dot."""
     cells = [[" "] * columns for _ in range(height)]
     for x, y in line_pixels(points, y_range, columns, height):
         cells[y][x] = "*"

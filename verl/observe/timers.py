@@ -1,4 +1,4 @@
-"""Where the time of a step went, and how many tokens it bought."""
+"""Seconds per stage of a step, and its throughput in tokens."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 
 class StageTimer:
-    """Seconds per named stage of one step, for `timing_s/<stage>`. A stage entered twice adds up.
+    """Seconds per named stage of one step, for `timing_s/<stage>`. Seconds of a stage entered twice are added.
 
     >>> timer = StageTimer()
     >>> with timer("gen"):
@@ -15,7 +15,7 @@ class StageTimer:
     ['timing_s/gen']
 
     `synchronize` runs before each clock reading; a GPU run passes the device's synchronise, otherwise the time of
-    queued kernels lands on a later stage. `on_enter` hears each stage's name (the live progress).
+    queued kernels is counted in a later stage. `on_enter` is called with each stage's name (for the live progress).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StageTimer:
             self.add(stage, self._now() - start)
 
     def add(self, stage: str, seconds: float) -> None:
-        """Count `seconds` towards `stage`."""
+        """Add `seconds` to `stage`."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
@@ -65,13 +65,13 @@ def throughput_metrics(
 ) -> dict[str, float]:
     """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens/s/device) and timing_per_token_ms/<stage>.
 
-    `timing_s` maps stages (with or without the `timing_s/` prefix) to seconds and holds "step". Per token means per
+    `timing_s` maps stages (with or without the `timing_s/` prefix) to seconds and contains "step". Per token means per
     response token for "gen" and per token (prompt and response) for every other stage.
     """
     seconds = {stage.removeprefix("timing_s/"): value for stage, value in timing_s.items()}
     step = seconds.get("step")
     if step is None:
-        raise KeyError(f"throughput needs the time of stage 'step'; timed were {sorted(seconds)}")
+        raise KeyError(f"throughput needs the time of stage 'step'; timed stages: {sorted(seconds)}")
     out = {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": step,

@@ -1,6 +1,7 @@
-"""One small class per tracker. Each imports its own library, and only when a run asks for it."""
+"""One small class per tracker. Each imports its own library only if a run uses that tracker."""
 
 import json
+import logging
 import math
 import os
 import sys
@@ -13,12 +14,14 @@ from typing import Any, TextIO
 
 from verl.utils.paths import atomic_write_bytes
 
-_MLFLOW_BATCH = 1000  # metrics that MLflow takes at once
+logger = logging.getLogger(__name__)
+
+_MLFLOW_BATCH = 1000  # metrics that MLflow accepts in one call
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run."""
+    """Name and config of the run, for trackers."""
 
     project: str
     experiment: str
@@ -26,7 +29,7 @@ class RunInfo:
 
 
 class ConsoleBackend:
-    """One compact line per step on standard output: the headline metrics first, then the rest of what matters."""
+    """One compact line per step on standard output: the headline metrics, then the number of the others."""
 
     HEADLINE_METRICS = (
         ("val-core/", None),
@@ -70,22 +73,31 @@ class ConsoleBackend:
         return chosen
 
     def rewind(self, step: int) -> None:
-        """Nothing to take back."""
+        """Does nothing: printed lines stay."""
 
     def finish(self, exit_code: int) -> None:
-        """Nothing to close."""
+        """Does nothing."""
 
 
 class FileBackend:
-    """JSON lines `{"step": 3, "data": {...}}`, each on the disk when logged. A killed run leaves whole lines."""
+    """JSON lines `{"step": 3, "data": {...}}`, each on the disk when logged. A killed run leaves whole lines.
+
+    What is logged for a step that has a line already is merged into that line.
+    """
 
     def __init__(self, run: RunInfo, path: Path | None = None):
         self.path = path or metrics_path(run, os.environ)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._truncate_partial_line()
+        self._steps = {r["step"] for r in parse_metrics(self.path)[0]} if self.path.exists() else set()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def log(self, data: dict[str, float], step: int) -> None:
+        if step in self._steps:
+            same = lambda record: {**record, "data": {**record["data"], **data}}  # noqa: E731
+            self._rewrite([same(r) if r["step"] == step else r for r in read_metrics(self.path)])
+            return
+        self._steps.add(step)
         line = json_line({"step": step, "data": data})
         written = os.write(self._fd, line)
         if written != len(line):
@@ -94,16 +106,22 @@ class FileBackend:
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
+        self._rewrite([record for record in read_metrics(self.path) if record["step"] <= step])
+
+    def _rewrite(self, records: list[dict[str, Any]]) -> None:
+        """Replace the file; one with lines that are no records is kept under another name."""
+        if parse_metrics(self.path)[1]:
+            atomic_write_bytes(self.path.with_name(f"{self.path.name}.unreadable"), self.path.read_bytes())
+        atomic_write_bytes(self.path, b"".join(json_line(record) for record in records))
         os.close(self._fd)
-        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
-        atomic_write_bytes(self.path, b"".join(json_line(record) for record in kept))
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._steps = {record["step"] for record in records}
 
     def finish(self, exit_code: int) -> None:
         os.close(self._fd)
 
     def _truncate_partial_line(self) -> None:
-        """Cut off an unfinished last line: the next append must start a line of its own."""
+        """Cut off an unfinished last line, so that the next record starts a new line."""
         if not self.path.exists():
             return
         content = self.path.read_bytes()
@@ -127,7 +145,7 @@ class TensorboardBackend:
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Tell tensorboard that events after `step` are void."""
+        """Make tensorboard discard the events after `step`."""
         self._writer.close()
         self._writer = self._writer_class(self.folder, purge_step=step + 1)
 
@@ -136,7 +154,7 @@ class TensorboardBackend:
 
 
 class WandbBackend:
-    """Weights & Biases. WANDB_MODE=offline needs neither network nor account."""
+    """Weights & Biases; WANDB_MODE=offline needs neither network nor account."""
 
     def __init__(self, run: RunInfo):
         import wandb
@@ -158,7 +176,7 @@ class WandbBackend:
         self._run.log(data, step=step)
 
     def rewind(self, step: int) -> None:
-        """A run continued through $WANDB_RUN_ID takes no value for a step it has: a new run goes on after `step`."""
+        """A run continued by $WANDB_RUN_ID rejects values for steps it has, so a new run continues after `step`."""
         old = self._run
         if old.step > step + 1:
             old.finish()
@@ -188,7 +206,7 @@ class MlflowBackend:
         self._log_config(run.config)
 
     def _log_config(self, config: dict[str, Any]) -> None:
-        """The config as one JSON artefact; parameters have a length limit and are written once per run."""
+        """Logs the config as one JSON artefact; parameters have a length limit and are written once per run."""
         if config:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "config.json"
@@ -199,7 +217,7 @@ class MlflowBackend:
         self._mlflow.log_metrics({mlflow_name(name): float(value) for name, value in data.items()}, step=step)
 
     def rewind(self, step: int) -> None:
-        """A run continued through $MLFLOW_RUN_ID keeps every value: a new run takes over those up to `step`."""
+        """A run continued by $MLFLOW_RUN_ID keeps every value, so a new run gets copies of those up to `step`."""
         client, old = self._mlflow.MlflowClient(), self._run_id
         history = [v for name in client.get_run(old).data.metrics for v in client.get_metric_history(old, name)]
         if all(value.step <= step for value in history):
@@ -208,30 +226,47 @@ class MlflowBackend:
         started = self._mlflow.start_run(run_name=self._info.experiment, tags={"continues": old})
         self._run_id = started.info.run_id
         self._log_config(self._info.config)
-        kept = [value for value in history if value.step <= step]
-        for start in range(0, len(kept), _MLFLOW_BATCH):
-            client.log_batch(self._run_id, metrics=kept[start : start + _MLFLOW_BATCH])
+        earlier = [value for value in history if value.step <= step]
+        for start in range(0, len(earlier), _MLFLOW_BATCH):
+            client.log_batch(self._run_id, metrics=earlier[start : start + _MLFLOW_BATCH])
 
     def finish(self, exit_code: int) -> None:
         self._mlflow.end_run(status="FINISHED" if exit_code == 0 else "FAILED")
 
 
 def metrics_path(run: RunInfo, environment: Mapping[str, str]) -> Path:
-    """$VERL_FILE_LOGGER_PATH, else $VERL_FILE_LOGGER_ROOT (default: here)/<project>/<experiment>.jsonl."""
+    """$VERL_FILE_LOGGER_PATH, else $VERL_FILE_LOGGER_ROOT (default: .)/<project>/<experiment>.jsonl."""
     if path := environment.get("VERL_FILE_LOGGER_PATH"):
         return Path(path)
     return Path(environment.get("VERL_FILE_LOGGER_ROOT") or ".") / run.project / f"{run.experiment}.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; an unfinished last line (a killed run) is left out."""
-    lines = Path(path).read_bytes().split(b"\n")
-    records = [json.loads(line) for line in lines[:-1] if line.strip()]
-    return [{**record, "data": {name: float(value) for name, value in record["data"].items()}} for record in records]
+    """The records of a metrics file, in order; without an unfinished last line (a killed run).
+
+    Lines that are no records are passed over with a warning.
+    """
+    records, unreadable = parse_metrics(path)
+    for number in unreadable:
+        logger.warning("%s: line %d is no record of a step and is passed over", path, number)
+    return records
+
+
+def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """(records, numbers of the lines that are none) of a metrics file."""
+    records, unreadable = [], []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            data = {name: float(value) for name, value in record["data"].items()}
+            records.append({**record, "step": int(record["step"]), "data": data})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            unreadable += [number] if line.strip() else []
+    return records, unreadable
 
 
 def json_line(record: dict[str, Any]) -> bytes:
-    """One line of strict JSON: NaN and infinities, which JSON lacks, become the strings "nan", "inf", "-inf"."""
+    """One line of strict JSON: NaN and infinities become the strings "nan", "inf", "-inf"."""
     data = {name: value if math.isfinite(value) else str(value) for name, value in record["data"].items()}
     return (json.dumps({**record, "data": data}, allow_nan=False) + "\n").encode()
 

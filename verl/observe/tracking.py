@@ -13,7 +13,7 @@ from verl.utils.suggest import did_you_mean
 
 
 class Backend(Protocol):
-    """Where metrics go. Numbers only; a step is logged once."""
+    """A tracker. It receives numbers only, and each step once."""
 
     def log(self, data: dict[str, float], step: int) -> None: ...
     def rewind(self, step: int) -> None: ...
@@ -31,14 +31,14 @@ PLANNED = ("swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight")
 
 
 class TrackingError(VerlError):
-    """A tracker failed; the message names it and says how to go on without it."""
+    """A tracker failed; the message names it and says how to run without it."""
 
 
 class Tracking:
     """Sends `log(data, step)` to the backends named in `default_backend`.
 
-    One failing tracker raises TrackingError with its name, after the others have received the step. `config` (the
-    resolved run config, dataclass or plain dict) is stored by trackers that keep one.
+    If a tracker fails, TrackingError names it, after the others have received the step. `config` (the resolved run
+    config, dataclass or plain dict) is stored by trackers that support it.
 
     >>> with Tracking("verl_examples", "gsm8k", ["console", "file"]) as tracking:
     ...     tracking.log({"critic/score/mean": 0.5}, step=1)
@@ -73,7 +73,7 @@ class Tracking:
         self._call_backends("log", self._select_backends(backend), lambda target: target.log(numbers, step))
 
     def rewind(self, step: int) -> None:
-        """A run resumed after `step`: forget what was logged later, where the tracker can."""
+        """Delete what was logged for later steps, if the tracker can, for a run that resumes after `step`."""
         self._call_backends("rewind", list(self.backends), lambda target: target.rewind(step))
 
     def finish(self, exit_code: int = 0) -> None:
@@ -130,7 +130,7 @@ def raise_failures(verb: str, failures: list[tuple[str, Exception]]) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """`value` as a float or int; a 0-d tensor or numpy scalar counts."""
+    """`value` as a float or int; also accepts a 0-d tensor or numpy scalar."""
     if isinstance(value, (bool, int, float)):
         return value
     if not isinstance(value, str):
@@ -142,5 +142,5 @@ def as_number(name: str, value: Any) -> float:
 
 
 def metrics_path(project_name: str, experiment_name: str) -> Path:
-    """Where the file tracker writes: $VERL_FILE_LOGGER_PATH, or $VERL_FILE_LOGGER_ROOT/<project>/<experiment>.jsonl."""
+    """The file tracker's path: $VERL_FILE_LOGGER_PATH, or $VERL_FILE_LOGGER_ROOT/<project>/<experiment>.jsonl."""
     return trackers.metrics_path(trackers.RunInfo(project_name, experiment_name, {}), os.environ)

@@ -1,4 +1,4 @@
-"""Plug-ins and hardware platforms; importing this imports neither torch nor any plug-in."""
+"""Plug-ins and hardware platforms; this import loads neither torch nor any plug-in."""
 
 from verl.plugin.loading import LoadedPlugin, load_plugins
 

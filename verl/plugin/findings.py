@@ -1,11 +1,11 @@
-"""What a check of the machine says: a status, the reason, and the next move."""
+"""Result of a check of the machine: status, reason, and what to do next."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Status(Enum):
-    """How well something works here; the value is the sign in the table."""
+    """How well something works on this machine; the value is its symbol in the table."""
 
     GOOD = "✅"
     WARN = "⚠"
@@ -25,9 +25,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class BackendSupport:
-    """One line of a vendor's support table: `expected_status` on the chip, if every module in `requires` is there.
+    """One line of a vendor's support table: `expected_status` where every module in `requires` is installed.
 
-    `install` is what to type when one is not; empty means the package of the module's name.
+    `install` is the command for a missing module; empty means that the package has the module's name.
     """
 
     backend: str

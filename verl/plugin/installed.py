@@ -1,4 +1,4 @@
-"""What is installed, found without importing it."""
+"""Which modules and versions are installed, without importing them."""
 
 import importlib.metadata
 import importlib.util

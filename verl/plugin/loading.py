@@ -19,7 +19,7 @@ FILTER_VARIABLE = "VERL_USE_EXTERNAL_PLUGINS"
 
 @dataclass(frozen=True)
 class LoadedPlugin:
-    """A plug-in that is in use: what it is called, where it was named, what was imported."""
+    """A loaded plug-in: its name, where it was named, and what was imported."""
 
     name: str
     source: str
@@ -35,7 +35,7 @@ def load_plugins() -> tuple[LoadedPlugin, ...]:
     """All plug-ins, imported on the first call. Registries call it before their first lookup.
 
     PluginError names the plug-in that cannot be imported; nothing counts as loaded then, and the next call tries again.
-    A plug-in that looks something up while it is imported sees what is registered so far.
+    A registry lookup during the import of a plug-in sees what is registered so far.
     """
     global _loaded, _loading
     with _lock:
@@ -73,7 +73,7 @@ def _load_entry_points() -> list[LoadedPlugin]:
 
 
 def _filter_entry_points(entries: list[importlib.metadata.EntryPoint]) -> list[importlib.metadata.EntryPoint]:
-    """The entry points that VERL_USE_EXTERNAL_PLUGINS lets through: auto (all), none, or a list of names."""
+    """The entry points that VERL_USE_EXTERNAL_PLUGINS selects: auto (all), none, or a list of names."""
     text = os.environ.get(FILTER_VARIABLE, "auto").strip()
     if text.lower() in ("", "auto"):
         return entries
@@ -90,7 +90,7 @@ def _filter_entry_points(entries: list[importlib.metadata.EntryPoint]) -> list[i
 
 
 def _call_entry_point(target: object) -> None:
-    """Call an entry point that is a function; importing was all that a module or class needed."""
+    """Call an entry point that is a function; a module or class only needs its import."""
     if inspect.isfunction(target):
         target()
 

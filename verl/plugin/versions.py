@@ -18,10 +18,10 @@ def version_key(text: str) -> tuple[tuple[int, ...], int, int]:
     numbers = [int(part) for part in release.group().split(".")]
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
-    rest = re.match(r"[._]?(dev|alpha|beta|rc|a|b|c)\.?(\d*)", text[release.end() :])
-    if rest is None:
+    pre_release = re.match(r"[._]?(dev|alpha|beta|rc|a|b|c)\.?(\d*)", text[release.end() :])
+    if pre_release is None:
         return tuple(numbers), _FINAL, 0
-    return tuple(numbers), _PRE_RELEASE[rest.group(1)], int(rest.group(2) or 0)
+    return tuple(numbers), _PRE_RELEASE[pre_release.group(1)], int(pre_release.group(2) or 0)
 
 
 def at_least(version: str | None, minimum: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a reward is given and what it gives back: a score, an abstention or an error, never a silent zero."""
+"""Input and output of a reward. The output is a score, an abstention or an error, never a silent zero."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RewardInput:
 
     @classmethod
     def from_row(cls, row: PromptRow, solution_str: str, response_length: int, extra: Mapping[str, Any]) -> RewardInput:
-        """The answer `solution_str` to a prompt row; `extra_info` gains `extra`: num_turns, what agent loops add."""
+        """The answer `solution_str` to a prompt row; `extra` (num_turns, columns of agent loops) joins `extra_info`."""
         return cls(
             data_source=row.data_source,
             solution_str=solution_str,
@@ -42,8 +42,8 @@ class RewardInput:
 class Score:
     """The score of one answer.
 
-    A score has a `value`; an abstention has neither value nor error; an error says what failed. Whoever trains leaves
-    trajectories without a value out, and counts them.
+    A success has a `value`; an abstention has neither value nor error; a failure has the text of its error. Training
+    leaves out trajectories without a value, and counts them.
     """
 
     value: float | None
@@ -56,7 +56,7 @@ class Score:
 
 
 class NoScorerError(NotImplementedError):
-    """No built-in scorer knows the data source; the message names those there are, and what to do."""
+    """No built-in scorer exists for the data source; the message lists the built-in ones and what to do."""
 
 
 class Reward(Protocol):

@@ -1,21 +1,20 @@
-"""Running reward functions side by side, each call bounded by a time limit that really passes.
+"""Concurrent calls of a reward function, each with an enforced time limit.
 
-No signals: they reach the main thread only. A function that does not return is left behind in its thread, its row is
-reported as timed out and a fresh thread takes over. Waiting in a queue and a busy event loop never count as run time.
+Signals are not used, because they reach the main thread only. A call that does not return stays in its thread, its row
+is reported as timed out, and a new thread starts. Time in the queue or in a busy event loop does not count.
 """
 
 import asyncio
 import inspect
 import queue
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MAX_ABANDONED_CALLS = 64
 _POLL_INTERVAL_S = 0.25
-_ASYNC_POLL_INTERVAL_S = 1.0  # thousands of calls wait at once: wake each rarely
+_ASYNC_POLL_INTERVAL_S = 1.0  # longer, because thousands of calls wait at once
 
 
 class RewardTimeoutError(Exception):
@@ -23,7 +22,7 @@ class RewardTimeoutError(Exception):
 
 
 class TooManyHangingCallsError(RuntimeError):
-    """So many calls never returned that starting further threads would only hide it."""
+    """Too many calls have not returned, or one blocks the event loop."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Outcome:
 
 
 class CallPool:
-    """A pool for one reward function, sync or async. `timeout_s=None` waits without limit."""
+    """Runs the calls of one reward function, sync or async. `timeout_s=None` is no limit."""
 
     def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
         self._is_async = is_async(function)
@@ -43,7 +42,7 @@ class CallPool:
         self._loop = _EventLoopThread(function, timeout_s) if self._is_async else None
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
-        """One call per dict of keyword arguments; outcomes in that order, errors included."""
+        """Outcomes (results or errors) of one call per dict of keyword arguments, in that order."""
         if self._loop is not None:
             return await self._loop.run(all_kwargs)
         assert self._threads is not None
@@ -51,7 +50,7 @@ class CallPool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine; callable objects and partials count by what they call."""
+    """Whether calling `function` returns a coroutine; also right for callable objects and partials."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -59,30 +58,33 @@ def is_async(function: Callable[..., Any]) -> bool:
 class _Job:
     kwargs: dict[str, Any]
     group: "_JobGroup"
-    started: float | None = None  # monotonic
-    outcome: Outcome | None = None  # set once, by the thread that ran it or by whoever gave it up
+    running: bool = False
+    used_s: float = 0.0  # sum of poll intervals, not wall time: a suspended process or a busy event loop is not late
+    outcome: Outcome | None = None  # set once, by the thread that ran the call or by a timeout
 
 
 @dataclass
 class _JobGroup:
-    """Jobs that somebody waits for together: one wake-up for all of them, which costs more than a short call."""
+    """Jobs of one `run`, which is woken once for all of them: a wake-up costs more than a short call."""
 
     loop: asyncio.AbstractEventLoop
     finished: asyncio.Future[None]
     unfinished: int
-    awaited: bool = True  # jobs nobody waits for any more are not begun
+    awaited: bool = True  # if False, queued jobs are skipped
 
 
 class _ThreadPool:
-    """Daemon threads that take jobs from one queue; daemons, so a hanging function cannot keep the process alive."""
+    """Threads that take jobs from one queue. As daemons, they let the process end while a function hangs."""
 
     def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
         self._function = function
         self._timeout_s = timeout_s
+        # At least four polls per limit, as for async functions; no polls without a limit.
+        self._poll_s = None if timeout_s is None else min(_POLL_INTERVAL_S, timeout_s / 4)
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_abandoned = 0
-        self._threads_to_start = max(1, num_threads)  # threads to be started at first use
+        self._threads_to_start = max(1, num_threads)  # they start on first use
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         self._start_threads()
@@ -93,8 +95,9 @@ class _ThreadPool:
             self._jobs.put(job)
         try:
             while any(job.outcome is None for job in jobs):
-                await asyncio.wait({group.finished}, timeout=self._seconds_to_wait(jobs))
-                self._abandon_late(jobs)
+                running = [job for job in jobs if job.running]
+                await asyncio.wait({group.finished}, timeout=self._poll_s)
+                self._abandon_late(running)
             return [job.outcome for job in jobs if job.outcome is not None]
         finally:
             with self._lock:
@@ -111,33 +114,25 @@ class _ThreadPool:
             job = self._jobs.get()
             if not job.group.awaited:
                 continue
-            job.started = time.monotonic()
+            job.running = True
             outcome = _run_call(self._function, job.kwargs)
             with self._lock:
                 if job.outcome is not None:
                     self._num_abandoned -= 1
-                    return  # a replacement is at work already
+                    return  # a replacement thread already runs
                 job.outcome = outcome
                 job.group.unfinished -= 1
                 if job.group.unfinished == 0 and job.group.awaited:
                     job.group.loop.call_soon_threadsafe(job.group.finished.set_result, None)
 
-    def _seconds_to_wait(self, jobs: Sequence[_Job]) -> float | None:
-        """Seconds until a job can be late; queued ones are looked at again shortly."""
-        if self._timeout_s is None:
-            return None
-        starts = [job.started for job in jobs if job.outcome is None]
-        now, queued = time.monotonic(), min(_POLL_INTERVAL_S, self._timeout_s)
-        waits = [queued if start is None else start + self._timeout_s - now for start in starts]
-        return max(0.001, min(waits, default=0.001))
-
     def _abandon_late(self, jobs: Sequence[_Job]) -> None:
-        if self._timeout_s is None:
+        """Count one poll interval for `jobs`, which ran throughout it, and give up those beyond the limit."""
+        if self._timeout_s is None or self._poll_s is None:
             return
         with self._lock:
-            now = time.monotonic()
             for job in jobs:
-                if job.outcome is not None or job.started is None or now - job.started < self._timeout_s:
+                job.used_s += self._poll_s
+                if job.outcome is not None or job.used_s < self._timeout_s:
                     continue
                 job.outcome = Outcome(error=_timeout_error(self._timeout_s))
                 job.group.unfinished -= 1
@@ -156,20 +151,20 @@ def _run_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Outcome:
 
 
 class _EventLoopThread:
-    """One event loop in its own thread for the whole run: sessions and locks of the function stay bound to it."""
+    """One event loop in its own thread for the whole run, because the function's sessions and locks are bound to it."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float | None):
         self._function = function
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._heartbeats = 0  # slices in which tasks came to their turn
+        self._heartbeats = 0  # polls completed by all tasks together
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
         waiting, heartbeats, silent_s = asyncio.wrap_future(future), self._heartbeats, 0.0
         while not waiting.done():
             await asyncio.wait({waiting}, timeout=_POLL_INTERVAL_S)
-            # Slices, not the time that passed: a process that was stopped for a while has not been silent.
+            # Sum of poll intervals, not wall time: a process that was suspended has not been silent.
             silent_s, heartbeats = (
                 (silent_s + _POLL_INTERVAL_S if self._heartbeats == heartbeats else 0.0),
                 self._heartbeats,
@@ -184,7 +179,7 @@ class _EventLoopThread:
         return self._loop
 
     def _check_blocked(self, waiting: asyncio.Future[list[Outcome]], silent_s: float) -> None:
-        # Tasks beat every slice, so a silent loop is blocked by the function itself, which no await can interrupt.
+        # Every task counts a heartbeat per poll. Without heartbeats, the function itself blocks the event loop.
         if (
             not waiting.done()
             and self._timeout_s is not None
@@ -200,10 +195,10 @@ class _EventLoopThread:
     async def _run_one(self, kwargs: dict[str, Any]) -> Outcome:
         task = asyncio.ensure_future(_run_async_call(self._function, kwargs))
         remaining_s = self._timeout_s
-        # Several slices even of a short limit: the one in which the loop was held up must not use it up.
+        # At least four polls per limit, so that one poll in a blocked event loop does not use up the limit.
         step = _ASYNC_POLL_INTERVAL_S if remaining_s is None else min(_ASYNC_POLL_INTERVAL_S, remaining_s / 4)
         while not task.done():
-            # Only the slice counts, not the time that passed: a loop held up by others makes no call late.
+            # Subtract poll intervals, not wall time: a loop blocked by other calls must not cause a timeout.
             await asyncio.wait({task}, timeout=step)
             self._heartbeats += 1
             if remaining_s is not None:
@@ -217,7 +212,7 @@ class _EventLoopThread:
 async def _run_async_call(function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Outcome:
     try:
         return Outcome(result=await function(**kwargs))
-    except BaseException as error:  # also CancelledError: whatever the function does ends here as its own failure
+    except BaseException as error:  # also CancelledError, if the function itself raises it
         return Outcome(error=error)
 
 

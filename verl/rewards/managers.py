@@ -1,4 +1,4 @@
-"""What happens to a score after the scorer: the reward managers `naive` (nothing) and `dapo` (over-long penalty)."""
+"""Reward managers, which change the scorer's value: `naive` (no change) and `dapo` (over-long penalty)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ RewardManager = Callable[[Reward, RunConfig], Reward]
 REWARD_MANAGERS: Registry[RewardManager] = Registry("reward.reward_manager.name")
 
 PLANNED_MANAGERS = ("gdpo", "rate_limited", "remote", "prime", "batch")
-PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that no scorer gets
+PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that are not passed to scorers
 
 
 def find_reward_manager(name: str) -> RewardManager:
-    """The manager filed under `name`; ConfigError says when it is still to come."""
+    """The manager registered as `name`; ConfigError when it is unknown or still to come."""
     if name in PLANNED_MANAGERS and name not in REWARD_MANAGERS:
         raise ConfigError(
             f"reward.reward_manager.name={name!r} is still to come; so far: {', '.join(REWARD_MANAGERS.names())}"
@@ -28,13 +28,13 @@ def find_reward_manager(name: str) -> RewardManager:
 
 @REWARD_MANAGERS.register("naive")
 def naive(reward: Reward, config: RunConfig) -> Reward:
-    """The scorer's value as it is."""
+    """The scorer's value, unchanged."""
     return reward
 
 
 @REWARD_MANAGERS.register("dapo")
 def dapo(reward: Reward, config: RunConfig) -> Reward:
-    """The scorer's value less a penalty for answers that run into the last part of the length budget."""
+    """The scorer's value minus a penalty for answers that use the last part of the length budget."""
     kwargs = config.reward.reward_kwargs
     buffer = read_overlong_buffer(kwargs.get("overlong_buffer_cfg") or {})
     if not buffer.enable:
@@ -50,7 +50,7 @@ def dapo(reward: Reward, config: RunConfig) -> Reward:
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """`reward.reward_kwargs.overlong_buffer_cfg`."""
+    """Settings under `reward.reward_kwargs.overlong_buffer_cfg`."""
 
     enable: bool = False
     len: int = 0  # tokens before max_resp_len in which the penalty grows
@@ -59,7 +59,7 @@ class OverlongBuffer:
 
 
 def read_overlong_buffer(settings: Mapping[str, Any]) -> OverlongBuffer:
-    """The buffer's settings; ConfigError on a key it does not have."""
+    """`settings` as an OverlongBuffer; ConfigError for an unknown key."""
     known = OverlongBuffer.__dataclass_fields__
     for key in settings:
         if key not in known:
@@ -94,6 +94,6 @@ class OverlongPenalty:
         return replace(score, value=score.value + penalty, extra=extra)
 
     def penalty(self, length: int) -> float:
-        """At most 0, for an answer of `length` tokens."""
+        """Penalty, at most 0, of an answer of `length` tokens."""
         excess = length - (self._max_length - self._buffer.len)
         return min(-excess / self._buffer.len * self._buffer.penalty_factor, 0.0)

@@ -1,4 +1,4 @@
-"""From the configuration to the reward of a run: a custom function when one is set, else the built-in scorers."""
+"""Builds the reward of a run: the custom function if one is configured, else the built-in scorers."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from verl.config import RewardConfig, RunConfig
 from verl.rewards.base import Reward
 from verl.rewards.function_reward import FunctionReward
 from verl.rewards.managers import PENALTY_KEYS, find_reward_manager
+from verl.rewards.process_state import ProcessGuard
 from verl.rewards.scorer_lookup import score_row
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import load_object
@@ -21,9 +22,10 @@ def build_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rewar
 
 
 def custom_reward(config: RewardConfig) -> FunctionReward:
-    """The user's function, loaded from its file once."""
+    """The reward of the user's function, which is loaded from its file."""
     custom = config.custom_reward_function
-    function = load_object(custom.path or "", custom.name, "reward.custom_reward_function")
+    with ProcessGuard(f"the import of {custom.path}").importing():
+        function = load_object(custom.path or "", custom.name, "reward.custom_reward_function")
     if not callable(function):
         raise ConfigError(
             f"reward.custom_reward_function.name={custom.name!r} in {custom.path} is {type(function).__name__}, "
@@ -33,7 +35,7 @@ def custom_reward(config: RewardConfig) -> FunctionReward:
 
 
 def built_in_reward(config: RewardConfig) -> FunctionReward:
-    """The scorer that fits each row's data_source; reward.reward_kwargs (such as method) go to it."""
+    """The reward of built-in scorers, chosen by data_source and called with reward.reward_kwargs (such as method)."""
     kwargs = {key: value for key, value in config.reward_kwargs.items() if key not in PENALTY_KEYS}
     return _function_reward(score_row, "default_compute_score", kwargs, config)
 

@@ -1,7 +1,8 @@
-"""What a reward function may return, read into a `Score`."""
+"""Conversion of a reward function's result into a `Score`."""
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,10 +12,10 @@ from verl.rewards.base import Score
 
 
 def read_score(result: object) -> Score:
-    """The score in a reward function's result; ValueError says why there is none.
+    """The Score of a reward function's result; ValueError where the result is not valid.
 
-    A number or bool is the value, and is stored as `acc` too. A dict must hold it under `score`; its other keys become
-    extra columns. `{"abstain": True}` declines to score.
+    A number or bool is the value, and is stored as `acc` too. A dict has the value under `score`; its other keys become
+    extra columns. `{"abstain": True}` is an abstention.
     """
     if isinstance(result, Mapping):
         return _read_score_dict(result)
@@ -37,8 +38,33 @@ def read_number(value: object) -> float:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy scalars and 0-d tensors of any library
         value = value.item()
     if not isinstance(value, Real | np.bool_):
-        raise ValueError(f"expected a number, a bool or a dict with 'score', got {type(value).__name__}: {value!r:.80}")
-    number = float(value)
+        shown = safe_text(value, repr)[:80]
+        raise ValueError(f"expected a number, a bool or a dict with 'score', got {type(value).__name__}: {shown}")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"the score is a number beyond {sys.float_info.max:.1e}; it must be finite") from None
     if not math.isfinite(number):
         raise ValueError(f"the score is {number}; it must be finite")
     return number
+
+
+def safe_text(value: object, text: Callable[[object], str] = str) -> str:
+    """`text(value)`, also of a user's object whose own method for it fails."""
+    try:
+        return text(value)
+    except BaseException as error:
+        return f"<{type(value).__name__}, whose {text.__name__}() raised {type(error).__name__}>"
+
+
+def is_equal(row: object, given: object) -> bool:
+    """Whether `given` still has everything that `row` has, with equal values; keys may be added."""
+    if isinstance(row, Mapping) and isinstance(given, Mapping):
+        return all(key in given and is_equal(value, given[key]) for key, value in row.items())
+    if isinstance(row, list | tuple) and isinstance(given, list | tuple):
+        return len(row) == len(given) and all(map(is_equal, row, given))
+    if isinstance(row, str | bytes | int | float | bool | None):
+        return type(row) is type(given) and (row == given or row != row)
+    if isinstance(row, np.ndarray):
+        return isinstance(given, np.ndarray) and row.tobytes() == given.tobytes()
+    return True  # an object with an equality of its own

@@ -11,7 +11,7 @@ Scorer = Callable[..., dict[str, Any]]
 
 SCORERS: dict[str, Scorer] = {"openai/gsm8k": gsm8k.score_answer}
 
-# Data sources of the reference whose scorer is not written yet; a name that ends in * is a prefix.
+# Data sources whose scorer is still to come; a name that ends in * is a prefix.
 PLANNED_SCORERS = {
     "math_reward": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     "math_dapo": ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
@@ -40,7 +40,7 @@ PLANNED_SCORERS = {
 def score_row(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """The built-in score {score, acc, pred}; NoScorerError when no scorer knows the data source."""
+    """The built-in score {score, acc, pred}; NoScorerError when no scorer exists for the data source."""
     return find_scorer(data_source)(solution_str, ground_truth, **kwargs)
 
 
@@ -56,26 +56,26 @@ def default_compute_score(
 ) -> float:
     """The built-in score of an answer, for reward functions that build on it.
 
-    The three sandbox arguments matter to code scorers only, which are still to come.
+    The three sandbox arguments are for code scorers, which are still to come.
     """
     return float(score_row(data_source, solution_str, ground_truth, extra_info, **kwargs)["score"])
 
 
 def find_scorer(data_source: str) -> Scorer:
-    """The scorer of a data source; NoScorerError names what there is."""
+    """The scorer of a data source; NoScorerError lists the built-in ones."""
     if data_source in SCORERS:
         return SCORERS[data_source]
     known = ", ".join(sorted(SCORERS))
-    own = "set reward.custom_reward_function.path to a function of your own"
+    advice = "set reward.custom_reward_function.path to a function of your own"
     for scorer_name, sources in PLANNED_SCORERS.items():
         if any(_matches(data_source, source) for source in sources):
             raise NoScorerError(
                 f"data_source {data_source!r}: its scorer {scorer_name} is still to come; built in so far: {known}. "
-                f"Until then {own}"
+                f"Until then {advice}"
             )
     near = closest(data_source, SCORERS)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise NoScorerError(f"no reward is known for data_source {data_source!r}{hint}; built in: {known}. Else {own}")
+    raise NoScorerError(f"no reward is known for data_source {data_source!r}{hint}; built in: {known}. Else {advice}")
 
 
 def _matches(data_source: str, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks that all run the same program (under torchrun) tell each other."""
+"""Collectives of Python objects between ranks that run the same program (under torchrun)."""
 
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """The ranks of the job, this one among them. Each method is a collective: all ranks call it, in the same order."""
+    """Collectives over all ranks of the job: all ranks call the methods in the same order."""
 
     def __init__(self, rank: int = 0, world_size: int = 1):
         self.rank, self.world_size = rank, world_size

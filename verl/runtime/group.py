@@ -1,4 +1,4 @@
-"""One object on many ranks, and the two verbs that reach it."""
+"""Groups of workers, one worker per rank, called through `broadcast` and `scatter`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks are used: `dp` groups that see different data, of `ranks_per_replica` ranks that work together."""
+    """`dp` data-parallel groups, each of `ranks_per_replica` ranks that process the same data."""
 
     dp: int = 1
     ranks_per_replica: int = 1
@@ -19,10 +19,10 @@ class Layout:
 
 
 class WorkerGroup(ABC):
-    """Workers of one layout. Calls are synchronous; a failure is `WorkerError(rank, method, remote traceback)`."""
+    """The workers of all ranks. Calls are synchronous; a failure is `WorkerError(rank, method, remote traceback)`."""
 
     layout: Layout
-    worker: Any  # where it lives in this process
+    worker: Any  # only when it runs in this process
 
     @abstractmethod
     def broadcast(self, method: str, *args: Any) -> list[Any]:
@@ -37,7 +37,7 @@ class WorkerGroup(ABC):
         """End the workers. The group cannot be used afterwards."""
 
     def for_role(self, name: str, ranks_per_replica: int = 1) -> "WorkerGroup":
-        """The same ranks, seen through attribute `name` of their workers; so many in a row share their shards."""
+        """Calls attribute `name` of the same workers; every `ranks_per_replica` consecutive ranks get one shard."""
         return _RoleGroup(self, name, ranks_per_replica)
 
 
@@ -60,4 +60,4 @@ class _RoleGroup(WorkerGroup):
         return self.base.scatter(f"{self.name}.{method}", shard_per_rank, *args)[::replica]
 
     def close(self) -> None:
-        """The whole group is closed by whoever built it."""
+        """Does nothing: the owner of `base` closes it."""

@@ -1,4 +1,4 @@
-"""The worker in this very process: ordinary calls, ordinary tracebacks."""
+"""A group of one worker in this process, called directly."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -8,7 +8,7 @@ from verl.runtime.group import Layout, WorkerGroup
 
 
 class InlineGroup(WorkerGroup):
-    """A group of one rank. Errors are raised as they are: their traceback already says everything."""
+    """A group of one rank. Errors are raised unchanged, with their own traceback."""
 
     def __init__(self, worker: Any):
         self.worker, self.layout = worker, Layout()
@@ -22,4 +22,4 @@ class InlineGroup(WorkerGroup):
         return [attrgetter(method)(self.worker)(shards[0], *args)]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing."""

@@ -1,10 +1,11 @@
-"""Local ranks in processes of their own, without Ray: spawned, joined by torch.distributed, called over pipes.
+"""Ranks in local processes, without Ray: spawned, connected by torch.distributed, called over pipes.
 
-The driver sends calls and keeps a future for each; one thread collects the answers and watches the processes, so a
-rank that dies is named at once, whatever the others wait for. What ranks write to stderr appears on the driver's, and
-the end of it in the error when one dies.
+The driver sends calls and stores a future for each. One thread receives the replies and watches the processes, so it
+reports the death of a rank at once, even while other ranks wait in a collective. It forwards the ranks' stderr to the
+driver's; when a rank dies, the error quotes the last part of its stderr.
 """
 
+import atexit
 import contextlib
 import itertools
 import multiprocessing
@@ -27,13 +28,13 @@ from verl.runtime.rank import RankInfo
 from verl.runtime.wire import deserialize, serialize
 from verl.utils.errors import WorkerError
 
-GRACE_S = 5.0  # after a failure on one rank: how long the others may take to come back before they are ended
+GRACE_S = 5.0  # after a failure on one rank: how long the others may still run before they are killed
 STDERR_TAIL_BYTES = 4000  # bytes of a rank's stderr that are quoted when it dies
 
 
 @dataclass
 class _Call:
-    """A method called on some ranks: what each will answer, and the failure that came first."""
+    """A method call on some ranks: a future for the result of each rank, and the first error."""
 
     method: str
     futures: dict[int, Future] = field(default_factory=dict)
@@ -41,11 +42,11 @@ class _Call:
 
 
 class ProcessGroup(WorkerGroup):
-    """`layout.world_size` local processes, each with the worker that `factory()` builds there.
+    """`layout.world_size` local processes, each with a worker built by `factory()` in that process.
 
-    `factory` must be importable there, and the program's main module must guard what it runs
-    (`if __name__ == "__main__":`). Arguments and results are what wire.py carries. Ranks of one replica follow each
-    other. Raises WorkerError when a rank fails or dies; after a death the group is lost and its processes have ended.
+    `factory` must be importable, and the program's main module must guard its code (`if __name__ == "__main__":`).
+    Arguments and results have types that wire.py supports. Ranks of one replica are consecutive. Raises WorkerError
+    when a rank fails or dies; after a death the group is unusable and its processes have ended.
     """
 
     def __init__(self, factory: Callable[[], Any], layout: Layout):
@@ -55,6 +56,7 @@ class ProcessGroup(WorkerGroup):
         self._lock = threading.Lock()
         self._failure: WorkerError | None = None
         self._closing = False
+        atexit.register(self.close)  # before multiprocessing sends SIGTERM, which ranks ignore, and waits
         self._start(factory)
         _, building = self._register_call("__init__", range(layout.world_size))
         threading.Thread(target=self._watch, daemon=True).start()
@@ -81,7 +83,7 @@ class ProcessGroup(WorkerGroup):
             args = (RankInfo(rank, size, rank, size), port, loopback_interface(), rank_end, stderr_writer, factory)
             process = context.Process(target=rank_server.serve, args=args, daemon=True, name=f"rank {rank}")
             process.start()
-            rank_end.close()  # its end is seen here once the process is gone
+            rank_end.close()  # so that the driver reads end-of-file once the process has ended
             stderr_writer.close()
             self._connections.append(driver_end)
             self._stderrs.append(stderr_reader)
@@ -105,7 +107,7 @@ class ProcessGroup(WorkerGroup):
         return self._wait_for_results(call)[::replica]
 
     def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
-        """Begin one call of `method` on `rank` per tuple; coroutines of one post start together."""
+        """Start one call of `method` on `rank` per tuple; coroutines of one post start together."""
         calls = [self._register_call(method, [rank]) for _ in arguments]
         self._send([rank], [(number, method) for number, _ in calls], list(arguments))
         return [call.futures[rank] for _, call in calls]
@@ -113,7 +115,7 @@ class ProcessGroup(WorkerGroup):
     def _register_call(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
         call = _Call(method, {rank: Future() for rank in ranks})
         for future in call.futures.values():
-            future.set_running_or_notify_cancel()  # nobody can cancel it: the rank answers all the same
+            future.set_running_or_notify_cancel()  # it cannot be cancelled: the rank runs the call anyway
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -124,17 +126,15 @@ class ProcessGroup(WorkerGroup):
         return number, call
 
     def _send(self, ranks: Sequence[int], calls: list[tuple[int, str]], arguments: list[tuple[Any, ...]]) -> None:
-        header, body = (
-            serialize(calls),
-            serialize(arguments),
-        )  # both before anything is sent: what cannot travel is an error here
+        # both before anything is sent, so that an unsupported type raises here
+        header, body = serialize(calls), serialize(arguments)
         for rank in ranks:
-            with contextlib.suppress(OSError):  # it has ended, and the thread that watches it will say so
+            with contextlib.suppress(OSError):  # the rank has ended; the watching thread reports it
                 self._connections[rank].send_bytes(header)
                 self._connections[rank].send_bytes(body)
 
     def _wait_for_results(self, call: _Call) -> list[Any]:
-        """Every rank's answer; the failure that came first, and the end of the group where ranks hang after it."""
+        """Every rank's result. Raises the first error, and ends the group if ranks hang after it."""
         futures = list(call.futures.values())
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         if any(future.exception() for future in done):
@@ -146,28 +146,28 @@ class ProcessGroup(WorkerGroup):
             raise error
         return [future.result() for future in futures]
 
-    # --- answers, in a thread of its own ---------------------------------------------------------------------------
+    # --- replies, in the watching thread ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        answers: dict[Any, int] = {c: rank for rank, c in enumerate(self._connections)}
+        replies: dict[Any, int] = {c: rank for rank, c in enumerate(self._connections)}
         stderrs: dict[Any, int] = {c: rank for rank, c in enumerate(self._stderrs)}
-        while answers or stderrs:
-            ready = connection.wait([*answers, *stderrs])
+        while replies or stderrs:
+            ready = connection.wait([*replies, *stderrs])
             for pipe in [pipe for pipe in ready if pipe in stderrs]:
                 if not self._forward_stderr(stderrs[pipe]):
                     del stderrs[pipe]
-            for pipe in [pipe for pipe in ready if pipe in answers]:
-                rank = answers[pipe]
+            for pipe in [pipe for pipe in ready if pipe in replies]:
+                rank = replies[pipe]
                 try:
                     number, succeeded, value = deserialize(self._connections[rank].recv_bytes())
                 except (EOFError, OSError):
-                    del answers[pipe]
+                    del replies[pipe]
                     self._on_death(rank)
                 else:
                     self._resolve(rank, number, succeeded, value)
 
     def _forward_stderr(self, rank: int) -> bool:
-        """Pass on what the rank wrote to stderr; False at its end."""
+        """Print what the rank wrote to stderr; False at end-of-file."""
         try:
             data = os.read(self._stderrs[rank].fileno(), 1 << 16)
         except OSError:
@@ -180,7 +180,7 @@ class ProcessGroup(WorkerGroup):
     def _resolve(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
         with self._lock:
             call = self._calls.get(number)
-            if call is None:  # it failed with another rank, which died meanwhile
+            if call is None:  # it has failed already, because another rank died
                 return
             future = call.futures[rank]
             if future.done():
@@ -190,11 +190,14 @@ class ProcessGroup(WorkerGroup):
                 call.first_error = call.first_error or error
             if all(other.done() or other is future for other in call.futures.values()):
                 del self._calls[number]
-        with contextlib.suppress(InvalidStateError):  # the group was lost meanwhile, and said so
+        with contextlib.suppress(InvalidStateError):  # the group has failed meanwhile and set the exception
             future.set_result(value) if succeeded else future.set_exception(error)
 
     def _on_death(self, rank: int) -> None:
-        if self._closing or self._failure is not None:
+        if self._failure is not None:
+            return
+        if self._closing:
+            self._fail_calls_of(rank, "the group was closed before it answered")
             return
         with self._lock:
             running = [call.method for call in self._calls.values() if rank in call.futures]
@@ -202,13 +205,20 @@ class ProcessGroup(WorkerGroup):
         process.join(GRACE_S)
         while connection.wait([self._stderrs[rank]], timeout=0) and self._forward_stderr(rank):
             pass
-        reason = f"its process {_describe_exit(process.exitcode)}"
-        if words := self._stderr_tails[rank].decode(errors="replace").strip():
-            reason += f"\nits last words on stderr:\n{words}"
+        reason = f"its process {describe_exit(process.exitcode)}"
+        if tail := self._stderr_tails[rank].decode(errors="replace").strip():
+            reason += f"\nthe last lines of its stderr:\n{tail}"
         self._fail_group(WorkerError(rank, running[0] if running else "between calls", reason))
 
+    def _fail_calls_of(self, rank: int, reason: str) -> None:
+        """Fail the calls that `rank` has not answered, which other threads may wait for."""
+        with self._lock:
+            waiting = [number for number, call in self._calls.items() if rank in call.futures]
+        for number in waiting:
+            self._resolve(rank, number, False, reason)
+
     def _fail_group(self, error: WorkerError) -> None:
-        """The group is lost: every call in flight fails with `error`, every process ends."""
+        """Fail every call in flight with `error`, and kill every process."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -218,14 +228,15 @@ class ProcessGroup(WorkerGroup):
         for process in self._processes:
             process.kill()
         for future in unanswered:
-            with contextlib.suppress(InvalidStateError):  # its answer came meanwhile
+            with contextlib.suppress(InvalidStateError):  # its reply arrived meanwhile
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Ask the ranks to end; kill those that do not within a few seconds."""
+        """Ask the ranks to end; kill those still running after GRACE_S. Calls of other threads then fail."""
         if self._closing:
             return
         self._closing = True
+        atexit.unregister(self.close)
         for pipe in self._connections:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"")
@@ -236,12 +247,12 @@ class ProcessGroup(WorkerGroup):
                 process.join()
 
 
-def _describe_exit(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """How a process ended, and what to do about it."""
     if code is None:
-        return "closed its connection but goes on; it was ended"
+        return "closed its connection but kept running; it was killed"
     if code >= 0:
-        return f"ended with exit code {code}; code of its own ended it (sys.exit, os._exit): look above"
+        return f"ended with exit code {code}; its own code ended it (sys.exit, os._exit): see its output above"
     name = signal.Signals(-code).name
     if code == -signal.SIGKILL:
         return (
@@ -252,6 +263,6 @@ def _describe_exit(code: int | None) -> str:
 
 
 def loopback_interface() -> str | None:
-    """The name of the interface that only this machine reaches."""
+    """The name of the loopback network interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)

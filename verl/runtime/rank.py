@@ -1,10 +1,11 @@
-"""One process's place among the ranks of a job, and how it joins them: under torchrun, or started by a driver."""
+"""A process's rank in a job, and how it joins the process group: under torchrun, or started by a driver."""
 
 import atexit
 import os
 import sys
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -14,13 +15,14 @@ import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
+from verl.utils.process_end import exit_now
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # how long a rank waits for the others inside one collective
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which rank this is, on its machine and in the job."""
+    """This process's rank and the number of ranks, in the job and on its machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,7 +31,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> "RankInfo":
-        """What torchrun (or srun with the same variables) says; one rank of one where it says nothing."""
+        """From the variables that torchrun (or srun) sets; a single rank without WORLD_SIZE."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -55,7 +57,9 @@ class RankInfo:
         return {"MASTER_ADDR": address, **{name: str(number) for name, number in numbers.items()}}
 
     def init_process_group(self, store: dist.Store | None = None) -> None:
-        """Take this rank's device and share of the cores, then meet the others (through `store`, or MASTER_ADDR)."""
+        """Set this rank's device and share of the cores, then join the process group (`store`, or MASTER_ADDR)."""
+        # names that torch is about to change, in its own code too: nobody who runs this can act on it
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         platform = get_platform()
         if platform.device_name != "cpu":
             platform.set_device(self.local_rank % platform.device_count())
@@ -72,37 +76,37 @@ class RankInfo:
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on this process ends when `parent` has, the one that started it, which would have ended it."""
+    """End this process once `parent`, the process that started it, has ended."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)
+        exit_now(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def end_rank() -> NoReturn:
-    """End the process of a rank whose work is done, with exit code 0 and without the interpreter's own end.
+def end_rank(exit_code: int = 0) -> NoReturn:
+    """End the process of a finished rank, without the interpreter's shutdown.
 
-    torch's caches hold process groups beyond their destruction, and with them gloo's threads: before Python 3.14, one
-    that gives back the tensors of a collective while the interpreter ends aborts the process.
+    torch's caches keep process groups alive after their destruction, and with them gloo's threads. Before Python 3.14,
+    a gloo thread that frees the tensors of a collective during the shutdown aborts the process.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    atexit._run_exitfuncs()  # as multiprocessing does where it forks
+    atexit._run_exitfuncs()  # as multiprocessing does in a forked process
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    exit_now(exit_code)
 
 
 def process_group_backend() -> str:
-    """gloo for tensors on the CPU, the platform's own for those on its device."""
+    """gloo for CPU tensors, the platform's own backend for tensors on its device."""
     platform = get_platform()
-    own = platform.communication_backend_name()
-    return "gloo" if platform.device_name == "cpu" else f"cpu:gloo,{platform.device_name}:{own}"
+    device_backend = platform.communication_backend_name()
+    return "gloo" if platform.device_name == "cpu" else f"cpu:gloo,{platform.device_name}:{device_backend}"
 
 
 def num_cores() -> int:
-    """Cores this process may run on."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

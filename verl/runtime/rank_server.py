@@ -1,4 +1,4 @@
-"""A rank's side of `ProcessGroup`: build the worker, answer calls in order, end with the driver."""
+"""The rank process of a `ProcessGroup`: it builds the worker, runs calls in order and ends with the driver."""
 
 import asyncio
 import faulthandler
@@ -18,7 +18,7 @@ from verl.runtime.rank import RankInfo, end_rank
 from verl.runtime.wire import deserialize, serialize
 from verl.utils.errors import VerlError
 
-BUILD_CALL = 0  # the number of the call that every rank answers first: its construction
+BUILD_CALL = 0  # number of every rank's first call, which builds its worker
 ADDRESS = "127.0.0.1"
 
 
@@ -30,11 +30,12 @@ def serve(
     stderr: Connection,
     factory: Callable[[], Any],
 ) -> None:
-    """The life of a rank's process."""
+    """The main function of a rank's process."""
     os.dup2(stderr.fileno(), 2)
     stderr.close()
-    faulthandler.enable()  # a crash in native code says where
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver decides what it means
+    faulthandler.enable()  # prints a traceback after a crash in native code
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a job; only the driver handles them
+        signal.signal(number, signal.SIG_IGN)
     os.environ.update(rank.env_variables(ADDRESS, port))
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -49,10 +50,10 @@ def serve(
 
 
 class _CallServer:
-    """Answers calls one after the other; coroutine methods run beside each other, between the others.
+    """Runs calls one after the other; coroutine methods run concurrently, between the other calls.
 
-    Whatever a call raises goes to the driver, and is raised there: as its traceback, or as the message alone where that
-    explains a mistake.
+    An exception of a call is sent to the driver and raised there: as its traceback, or as its message if it is a
+    `VerlError`.
     """
 
     def __init__(self, connection: Connection):
@@ -68,7 +69,7 @@ class _CallServer:
             worker = build()
         except Exception as error:
             self.reply(BUILD_CALL, False, _error_text(error))
-            while await self.inbox.get() is not None:  # until the driver has heard why, and asks to end
+            while await self.inbox.get() is not None:  # until the driver has read the error and asks to end
                 pass
             return
         self.reply(BUILD_CALL, True, None)
@@ -78,7 +79,7 @@ class _CallServer:
             task.cancel()
 
     def read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread of its own, so that a rank that is busy, or stuck in a collective, still ends with its driver."""
+        """Receive messages in a thread, so that a rank that is busy or stuck in a collective ends with its driver."""
         while True:
             try:
                 header = self.connection.recv_bytes()
@@ -122,7 +123,7 @@ class _CallServer:
     def reply(self, number: int, succeeded: bool, value: Any) -> None:
         try:
             data = serialize((number, succeeded, value))
-        except Exception:  # a result that cannot travel is a failed call, and the driver must hear of it
+        except Exception:  # a result of an unsupported type fails the call
             data = serialize((number, False, traceback.format_exc()))
         try:
             self.connection.send_bytes(data)

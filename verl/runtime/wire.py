@@ -1,6 +1,6 @@
-"""Calls and answers as bytes between the driver and its ranks: JSON that points into the bytes of the tensors.
+"""Serialization of calls and results between driver and ranks: JSON, followed by the bytes of its tensors.
 
-Nothing here can run code when it is read. What travels: None, booleans, numbers, strings, paths, lists, tuples,
+Reading a message cannot run code. Supported types: None, booleans, numbers, strings, paths, lists, tuples,
 dictionaries, tensors, `Batch`, `Metrics` and the dataclasses of this package.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 
-_ALIGNMENT = 16  # tensors start at multiples of it
+_ALIGNMENT = 16  # bytes; every tensor starts at a multiple of it
 
 
 class NotSerializableError(TypeError):
-    """A value of a type that the wire does not carry."""
+    """A value of a type that `serialize` does not support."""
 
 
 def serialize(item: Any) -> bytes:
@@ -37,7 +37,7 @@ def serialize(item: Any) -> bytes:
 
 
 def deserialize(data: bytes) -> Any:
-    """What `serialize` was given."""
+    """The item that `serialize` turned into `data`."""
     (size,) = struct.unpack_from("<Q", data)
     start = 8 + size
     return _from_json(json.loads(data[8:start]), _TensorReader(data, start + -start % _ALIGNMENT))
@@ -48,7 +48,7 @@ def _to_json(item: Any, tensors: list[Tensor]) -> Any:
     if item is None or type(item) in (bool, int, float, str):
         return item
     if type(item) in (list, tuple):
-        if all(type(value) in (int, float) for value in item):  # token ids, log-probs: thousands of them
+        if all(type(value) in (int, float) for value in item):  # token ids, log-probs: thousands of values
             return [type(item).__name__, 0, list(item)]
         return [type(item).__name__, 1, [_to_json(value, tensors) for value in item]]
     if type(item) is dict:
@@ -74,7 +74,7 @@ def _to_json(item: Any, tensors: list[Tensor]) -> Any:
 
 
 class _TensorReader:
-    """The tensors of a message, in the order in which they are asked for; they share its bytes."""
+    """Reads the tensors of a message in order, as views of one buffer."""
 
     def __init__(self, data: bytes, start: int):
         self.data, self.start = bytearray(data[start:]), 0
@@ -109,9 +109,9 @@ def _from_json(item: Any, tensors: _TensorReader) -> Any:
 
 
 def _find_dataclass(module: str, name: str) -> type:
-    found = getattr(importlib.import_module(module), name, None) if module.startswith("verl.") else None
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    cls = getattr(importlib.import_module(module), name, None) if module.startswith("verl.") else None
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise NotSerializableError(
-            f"{module}.{name} is not a dataclass of this package; both ends must run one version"
+            f"{module}.{name} is not a dataclass of this package; driver and ranks must run the same version"
         )
-    return found
+    return cls

@@ -1,6 +1,5 @@
-"""Import path of the dispatch decorators, which do not exist here."""
+"""Import path of the dispatch decorators, which do not exist here. A file, since a left-over folder would import."""
 
-raise ImportError(
-    "verl.single_controller does not exist here: a worker group has two verbs, broadcast and scatter "
-    "(verl.runtime.group.WorkerGroup), and the training loop reaches models through verl.workers.actor.Actor"
-)
+from verl.utils.import_paths import refuse
+
+refuse(__name__)

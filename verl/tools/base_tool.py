@@ -1,5 +1,6 @@
 """`BaseTool`, where tools written for this library expect it."""
 
-from verl.agent.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from verl.agent.tool_schemas import OpenAIFunctionToolSchema
+from verl.agent.tools import BaseTool, ToolResponse
 
 __all__ = ["BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"]

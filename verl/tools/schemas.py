@@ -1,5 +1,23 @@
-"""Schemas and responses, where tools written for this library expect them."""
+"""Schemas, calls and responses, where tools written for this library expect them."""
 
-from verl.agent.tools import FunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from verl.agent.tool_schemas import (
+    OpenAIFunctionCallSchema,
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionParsedSchema,
+    OpenAIFunctionPropertySchema,
+    OpenAIFunctionSchema,
+    OpenAIFunctionToolCall,
+    OpenAIFunctionToolSchema,
+)
+from verl.agent.tools import ToolResponse
 
-__all__ = ["FunctionSchema", "OpenAIFunctionToolSchema", "ToolResponse"]
+__all__ = [
+    "OpenAIFunctionCallSchema",
+    "OpenAIFunctionParametersSchema",
+    "OpenAIFunctionParsedSchema",
+    "OpenAIFunctionPropertySchema",
+    "OpenAIFunctionSchema",
+    "OpenAIFunctionToolCall",
+    "OpenAIFunctionToolSchema",
+    "ToolResponse",
+]

@@ -1,4 +1,4 @@
-"""What a batch looked like, under the metric names of the public surface."""
+"""Metrics of a batch, under their public names."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +17,7 @@ def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int)
     mask = batch["loss_mask"]
     out: dict[str, float] = {}
     out.update(mean_max_min("critic/score", batch["rewards"]))
+    out.update(reward_metrics(batch))
     out.update(mean_max_min("critic/rewards", batch.sum_per_sequence(batch["token_rewards"])))
     out.update(mean_max_min("critic/advantages", batch["advantages"][mask]))
     out.update(mean_max_min("critic/returns", batch["returns"][mask]))
@@ -36,11 +37,27 @@ def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int)
     return out
 
 
+def reward_metrics(batch: Batch) -> dict[str, float]:
+    """reward/std over the batch, and reward/groups_without_spread: the share of groups whose rewards are all equal."""
+    rewards = batch["rewards"].double()
+    if rewards.numel() == 0:
+        return {}
+    _, group = batch["group_ids"].unique(return_inverse=True)
+    count = int(group.max()) + 1
+    low, high = (
+        rewards.new_zeros(count).scatter_reduce(0, group, rewards, how, include_self=False) for how in ("amin", "amax")
+    )
+    return {
+        "reward/std": float(rewards.std(unbiased=False)),
+        "reward/groups_without_spread": float((low == high).double().mean()),
+    }
+
+
 def balance_metrics(lengths: Sequence[int], tokens_per_rank: Sequence[float]) -> dict[str, float]:
     """global_seqlen/{min,max,minmax_diff,mean,balanced_min,balanced_max}: tokens of a step on one data-parallel rank.
 
-    As they would be with the sequences in order, equally many per rank; `balanced_` the `tokens_per_rank` of the
-    update, nothing without one.
+    The first four assume the sequences in order, equally many per rank. `balanced_*` come from the `tokens_per_rank` of
+    the update, and are left out without an update.
     """
     ranks = len(tokens_per_rank)
     edges = [-(-len(lengths) * rank // ranks) for rank in range(ranks + 1)]
@@ -60,14 +77,14 @@ def prompt_and_response_lengths(batch: Batch) -> tuple[Tensor, Tensor]:
     """(N,) tokens before the first sampled one, and from it to the end (tool tokens included)."""
     starts, lengths = batch.cu_seqlens[:-1], batch.lengths
     sampled = batch["loss_mask"].nonzero().squeeze(1)
-    none = sampled.new_tensor([batch.num_tokens])
-    first = torch.cat([sampled, none])[torch.searchsorted(sampled, starts)]  # maybe of a later sequence
+    batch_end = sampled.new_tensor([batch.num_tokens])
+    first = torch.cat([sampled, batch_end])[torch.searchsorted(sampled, starts)]  # may lie in a later sequence
     prompt = torch.minimum(first - starts, lengths)
     return prompt, lengths - prompt
 
 
 def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
-    """`name`/mean, /max, /min; nothing for no values."""
+    """`name`/mean, /max, /min; empty without values."""
     if values.numel() == 0:
         return {}
     values = values.double()
@@ -76,19 +93,19 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}, the last two of conversations by a loop."""
+    """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}; the last two for agent loops only."""
     turns = [float(t.extra.get("num_turns", 2)) for t in trajectories]
     calls = [float(len(t.extra["tool_rewards"])) for t in trajectories if "tool_rewards" in t.extra]
     out = mean_max_min("num_turns", torch.tensor(turns)) | mean_max_min("tool_call_counts", torch.tensor(calls))
     seconds = [t.extra["agent_loop"] for t in trajectories if "agent_loop" in t.extra]
-    for name in dict.fromkeys(name for one in seconds for name in one):
-        values = torch.tensor([float(one[name]) for one in seconds if name in one])
+    for name in dict.fromkeys(name for timings in seconds for name in timings):
+        values = torch.tensor([float(timings[name]) for timings in seconds if name in timings])
         out |= mean_max_min(f"timing_s/agent_loop/{name}", values)
     return out
 
 
 def mismatch_metrics(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]:
-    """How far the sampler's log-probs are from the trainer's for the same weights, over sampled tokens.
+    """How far the rollout's log-probs are from the trainer's for the same weights, over sampled tokens.
 
     Probabilities: training/rollout_probs_diff_{max,mean,std} and their Pearson correlation. Log-probs (nats):
     KL(rollout || trainer) by k1 and k3, and perplexities of whole sequences.

@@ -1,7 +1,7 @@
-"""Checkpoints of a run on disk: written whole or not at all, perhaps in the background; the oldest dropped.
+"""Checkpoints of a run: saved atomically, optionally in the background; the oldest are deleted.
 
-<root>/global_step_N/{actor,critic}/…     engine checkpoints; in N itself where there is one engine
-<root>/global_step_N/trainer.json         step, data order, controller state; digest of the configuration
+<root>/global_step_N/{actor,critic}/…     engine checkpoints; directly in global_step_N if there is one engine
+<root>/global_step_N/trainer.json         step, data order, controller state; sha256 of itself and every manifest
 <root>/latest_checkpointed_iteration.txt  N of the newest complete one
 """
 
@@ -15,23 +15,26 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from verl.utils.checksummed import write_checksummed
-from verl.utils.errors import CheckpointError, ConfigError, WorkerError
-from verl.utils.paths import atomic_write_text, publish_directory
+from verl.models.tensor_file import file_digest
+from verl.utils.checksummed import read_checksummed, write_checksummed
+from verl.utils.errors import CheckpointError, WorkerError
+from verl.utils.paths import atomic_write_text, make_writable_folder, publish_directory
+from verl.workers.engine.manifest import MANIFEST, DamagedCheckpointError
 
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 TRAINER_STATE_FILE = "trainer.json"
-_STEP = re.compile(r"^global_step_(\d+)$")
+SAVED_WITH = "saved_with"  # in TRAINER_STATE_FILE: the step, and the sha256 of each role's manifest
+_STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
 
 
 class Saveable(Protocol):
-    """Whoever has an engine to save."""
+    """A role whose engine can be saved."""
 
     def save(self, folder: Path) -> None:
-        """Write into `folder`, or begin to."""
+        """Write into `folder`, or start to in the background."""
 
     def finish_save(self, wait: bool = True) -> bool:
-        """Whether no save is under way any more."""
+        """Whether no save is in progress any more."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,20 @@ class _PendingSave:
 
 
 class Checkpoints:
-    """Saves below `root`; of each role the newest `keep[role]` stay (None: all). One save is under way at most.
+    """Saves below `root`; keeps the newest `keep[role]` of each role (None: all). At most one save is in progress.
 
-    Where several ranks run the program (torchrun), each calls everything and the first writes what is the run's own.
+    Under torchrun every rank calls every method, and rank 0 writes the files of the run itself.
     """
 
     def __init__(self, root: Path, keep: Mapping[str, int | None], note: Callable[[str], None] = print):
-        self.root, self.keep, self.note = Path(root), keep, note
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)  # not hours later, when there is something to save
-        except OSError as error:
-            raise ConfigError(
-                f"trainer.default_local_dir={root} cannot be made ({error}); name another folder"
-            ) from error
+        self.root, self.keep, self.note = make_writable_folder(root, "trainer.default_local_dir"), keep, note
         self._pending: _PendingSave | None = None
 
     def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Saveable]) -> None:
-        """Each role fills its own sub-folder of `global_step_<step>` ("." is the folder itself), or begins to.
+        """Write each role to its sub-folder of `global_step_<step>` ("." is the folder itself), or start to.
 
-        Until `finish_pending` names it, and whenever the process is killed, the previous checkpoint stays in force:
-        what a run that goes on from this one must find is written in between.
+        Until `finish_pending` publishes it, a killed run resumes from the previous checkpoint. Write whatever a run
+        resumed from this one needs before that call.
         """
         self.finish_pending(wait=True)
         folder = self.root / f".global_step_{step}.tmp"
@@ -75,7 +72,7 @@ class Checkpoints:
         self._pending = _PendingSave(step, folder, state, roles)
 
     def finish_pending(self, wait: bool) -> None:
-        """Give the checkpoint being saved its name, once all of it is written; then drop those that are too old."""
+        """Publish the pending checkpoint once it is completely written; then delete the oldest ones."""
         pending = self._pending
         if pending is None:
             return
@@ -85,7 +82,9 @@ class Checkpoints:
                 return
             self._pending = None
             if is_rank_zero():
-                write_checksummed(pending.folder / TRAINER_STATE_FILE, pending.state)
+                manifests = {role: file_digest(pending.folder / role / MANIFEST) for role in pending.roles}
+                record = {"step": pending.step, "manifests": manifests}
+                write_checksummed(pending.folder / TRAINER_STATE_FILE, {**pending.state, SAVED_WITH: record})
                 publish_directory(pending.folder, target)
                 atomic_write_text(self.root / LATEST_STEP_FILE, str(pending.step))
         if is_rank_zero():
@@ -94,7 +93,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _clean_up_on_failure(self, step: int, folder: Path) -> Iterator[None]:
-        """What ends a save, as CheckpointError with what to do; the part that was written gives its room back."""
+        """Turn a failed save into CheckpointError with advice, and delete the partial checkpoint."""
         try:
             yield
         except (OSError, CheckpointError, WorkerError) as error:
@@ -109,7 +108,7 @@ class Checkpoints:
             ) from error
 
     def log_and_finish_pending(self, log: Callable[[], None]) -> None:
-        """Log the step, then finish the pending save: a run resumed from it lacks no line. A failed log loses none."""
+        """Log the step, then finish the pending save, so that a resumed run lacks no line; also if logging fails."""
         try:
             log()
         except Exception:
@@ -118,18 +117,18 @@ class Checkpoints:
         self.finish_pending(wait=False)
 
     def _prune(self, newest: int) -> None:
-        """Drop what `keep` no longer wants. Steps after `newest` are of a line that was left, and do not count."""
+        """Delete checkpoints beyond `keep`. Steps after `newest` belong to an abandoned run and do not count."""
         steps = [step for step in reversed(complete_steps(self.root)) if step <= newest]
         for role, count in self.keep.items():
             for step in steps[count:] if count else ():
                 self._drop(step_folder(self.root, step) / role)
-        for step in () if "." in self.keep else steps[1:]:  # all of whose roles were dropped
+        for step in () if "." in self.keep else steps[1:]:  # all roles of these were deleted
             folder = step_folder(self.root, step)
             if folder.is_dir() and not any(child.is_dir() for child in folder.iterdir()):
                 self._drop(folder)
 
     def _drop(self, folder: Path) -> None:
-        """Delete a folder; killed while at it, no part of it is left under its name."""
+        """Rename a folder, then delete it: a kill leaves no partial folder under its name."""
         if folder.is_dir():
             renamed = self.root / f".{'.'.join(folder.relative_to(self.root).parts)}.old.tmp"
             folder.rename(renamed)
@@ -137,7 +136,7 @@ class Checkpoints:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that writes for the run."""
+    """Whether this process writes the files of the run itself."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -146,8 +145,46 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps with a whole checkpoint folder, ascending. Unfinished ones have other names."""
+    """Steps with a complete checkpoint, ascending. Unfinished folders have other names; other files do not matter."""
     if not Path(root).is_dir():
         return []
-    matches = (_STEP.match(child.name) for child in Path(root).iterdir() if (child / TRAINER_STATE_FILE).is_file())
-    return sorted(int(match.group(1)) for match in matches if match)
+    steps = (_STEP.fullmatch(child.name) for child in Path(root).iterdir())
+    numbers = sorted(int(match.group(1)) for match in steps if match)
+    return [step for step in numbers if (step_folder(root, step) / TRAINER_STATE_FILE).is_file()]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint; DamagedCheckpointError if it cannot be read, or is of another step."""
+    path = folder / TRAINER_STATE_FILE
+    try:
+        state = read_checksummed(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}; use another checkpoint") from error
+    named, written = (
+        re.search(r"global_step_([0-9]+)", folder.name),
+        saved_with(state).get("step", state.get("global_step")),
+    )
+    if named and written is not None and int(named.group(1)) != written:
+        raise DamagedCheckpointError(
+            f"{path} was written at step {written}, but its folder is called {folder.name}: one of them is a copy from "
+            "another checkpoint; give the folder its own name back, or use another checkpoint"
+        )
+    return state
+
+
+def check_role_manifest(folder: Path, state: dict[str, Any], role: str) -> None:
+    """DamagedCheckpointError unless the role's files are those saved with `state`.
+
+    The checkpoints of earlier versions lack this record, and pass.
+    """
+    path = folder / role / MANIFEST
+    if SAVED_WITH in state and path.is_file() and saved_with(state)["manifests"].get(role) != file_digest(path):
+        raise DamagedCheckpointError(
+            f"{path} is not the one that {folder / TRAINER_STATE_FILE} was saved with: one of them is damaged or a "
+            "copy from another checkpoint; use another checkpoint"
+        )
+
+
+def saved_with(state: dict[str, Any]) -> dict[str, Any]:
+    """The step and the digests of the roles' manifests that `state` was saved with; empty for earlier versions."""
+    return state.get(SAVED_WITH, {})

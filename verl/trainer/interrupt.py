@@ -1,34 +1,53 @@
-"""Ctrl-C that loses no work."""
+"""Ctrl-C and SIGTERM handling that loses no work."""
 
 import signal
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+from verl.utils.errors import Interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stoppable(Protocol):
-    """A loop that looks at `stop_requested` after each step."""
+    """A loop that looks at `stop_requested`, the number of a signal or 0, after each step."""
 
-    stop_requested: bool
+    stop_requested: int
     note: Callable[[str], None]
 
 
 class Interrupt:
-    """First Ctrl-C: finish the step, save, stop. Second: the usual KeyboardInterrupt."""
+    """First Ctrl-C or SIGTERM: finish the step, save, stop. Second Ctrl-C: KeyboardInterrupt at once."""
 
     def __init__(self, run: Stoppable):
         self.run = run
+        self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         try:
-            self.previous = signal.signal(signal.SIGINT, self.request_stop)
-        except ValueError:  # not the main thread: its caller decides about signals
-            self.previous = None
+            self.previous = {number: signal.signal(number, self.request_stop) for number in SIGNALS}
+        except ValueError:  # not the main thread: the caller handles signals
+            self.previous = {}
 
-    def request_stop(self, *_: object) -> None:
-        self.run.stop_requested = True
-        self.run.note("stopping after this step (press Ctrl-C again to stop at once)")
+    def request_stop(self, number: int, *_: object) -> None:
+        self.run.stop_requested = self.run.stop_requested or number
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send several, then SIGKILL
+        self.run.note(f"{name_of(number)}: stopping after this step (press Ctrl-C again to stop at once)")
 
     def __exit__(self, *_: object) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGINT, self.previous)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def interrupted(number: int, step: int, total_steps: int, folder: object) -> Interrupted:
+    """The end of a run that a signal stopped after `step`, which is saved in `folder`."""
+    return Interrupted(
+        f"stopped by {name_of(number)} after step {step} of {total_steps}, which is saved in {folder}; the same "
+        "command goes on from there",
+        128 + number,
+    )
+
+
+def name_of(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from verl.config import RunConfig, load_config
 from verl.utils.command_line import run_command
+from verl.utils.folder_lock import one_run_in
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -20,7 +21,7 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
+    """Run from command-line overrides. 0: done; 2: a mistake the message explains; 130, 143: interrupted."""
     return run_command(argv, HELP, lambda words: run_ppo(load_config(words)))
 
 
@@ -28,12 +29,13 @@ def run_ppo(config: RunConfig) -> dict[str, float]:
     """Train as configured; returns the last validation's metrics."""
     from verl.trainer.ppo.run_setup import build_run
 
-    run = build_run(config)
-    with run.tracking:
-        try:
-            return run.fit()
-        finally:
-            run.trainer.close()
+    with one_run_in(config.trainer.default_local_dir, "trainer.default_local_dir"):
+        run = build_run(config)
+        with run.tracking:
+            try:
+                return run.fit()
+            finally:
+                run.trainer.close()
 
 
 if __name__ == "__main__":

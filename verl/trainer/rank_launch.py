@@ -1,15 +1,21 @@
-"""How many ranks a run of fine-tuning has, and who starts them: torchrun, here or by hand."""
+"""The number of ranks of a fine-tuning run; starts them by torchrun unless the user did."""
 
+import logging
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from verl.config import SFTConfig
 from verl.plugin.platform import choose_platform
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo, num_cores
+from verl.trainer.lost_ranks import REPORTS, say_which_was_lost
 from verl.utils.errors import ConfigError
 
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 SFT_MODULE = "verl.trainer.sft_trainer"
 
 
@@ -50,10 +56,11 @@ def _check_against_torchrun(config: SFTConfig, rank: RankInfo) -> None:
             )
 
 
-def start_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Be torchrun with `count` ranks of this program on this machine.
+def start_ranks(count: int, arguments: Sequence[str], root: Path) -> int:
+    """Run torchrun here with `count` ranks of this program on this machine; returns the exit code.
 
-    0: done; 1: a rank failed, and said why; 128 and more: stopped by that signal.
+    0: done; 1: a rank failed and printed why, or was lost, which is said here; 128 + N: stopped by signal N. Where the
+    other ranks were when one was lost is written to a file in `root`.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,13 +68,24 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
 
     if (interface := loopback_interface()) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))  # torchrun would say 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))  # torchrun's default is 1
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
-    with tempfile.TemporaryDirectory() as folder:  # torchrun would leave one behind
+    with tempfile.TemporaryDirectory() as folder:  # torchrun does not delete its own log folder
+        os.environ[REPORTS] = folder
+        log = logging.FileHandler(Path(folder) / "launcher.txt")
+        elastic = logging.getLogger("torch.distributed.elastic")
+        elastic.handlers, elastic.propagate = [log], False
         try:
             torchrun([*options, f"--log-dir={folder}", "-m", SFT_MODULE, *arguments])
-        except ChildFailedError:
+        except ChildFailedError as error:
+            codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
+            if code := next((code for code in codes.values() if code in INTERRUPTED), 0):
+                return code
+            if line := say_which_was_lost(codes, Path(folder), root):
+                print(f"error: {line}", file=sys.stderr)
             return 1
-        except SignalException as error:  # the ranks had it, too, and have saved what they had
+        except SignalException as error:  # the ranks received it too, and have saved
             return 128 + error.sigval
+        finally:
+            del os.environ[REPORTS]
     return 0

@@ -1,30 +1,36 @@
-"""Where a run continues: the newest checkpoint that is whole, or the one that was asked for."""
+"""Finds the checkpoint to resume from: the newest intact one, or the one that is configured."""
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl.config.trainer import SFTTrainerConfig, TrainerConfig
-from verl.trainer.checkpoints import LATEST_STEP_FILE, TRAINER_STATE_FILE, complete_steps, is_rank_zero, step_folder
-from verl.utils.checksummed import read_checksummed
+from verl.trainer.checkpoints import (
+    LATEST_STEP_FILE,
+    TRAINER_STATE_FILE,
+    check_role_manifest,
+    complete_steps,
+    is_rank_zero,
+    read_state,
+    step_folder,
+)
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import remove_leftovers
 from verl.workers.engine.manifest import DamagedCheckpointError, verify_folder
 
 logger = logging.getLogger(__name__)
 
-NO_CHECKPOINT, SEARCH_FAILED = -1, -2  # instead of a step
+NO_CHECKPOINT, SEARCH_FAILED = -1, -2  # returned instead of a step
 
 
 def find_resume(config: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Path | None:
     """The checkpoint folder to continue from, or None to start afresh (`trainer.resume_mode`).
 
     All files of `roles` (sub-folders; "." is the folder itself) that a resumed run reads are compared with their
-    digests. Among the newest, damaged ones are skipped with a warning; one that was asked for is refused.
+    digests. `auto` skips damaged checkpoints with a warning; `resume_path` refuses one.
     """
     mode = config.resume_mode
     if mode == "disable":
@@ -42,14 +48,24 @@ def find_resume(config: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) 
 
 
 def verify_checkpoint(folder: Path, roles: Sequence[str]) -> None:
-    """Refuses a checkpoint of which anything is missing or damaged, by the name of the file."""
-    read_state(folder)
+    """CheckpointError naming the file if one that a run reads is missing, damaged or of another checkpoint.
+
+    Damage to files that other programs read is a warning.
+    """
+    state = read_state(folder)
     for role in roles:
-        verify_folder(folder / role)
+        check_role_manifest(folder, state, role)
+        for damage in verify_folder(folder / role):
+            logger.warning(
+                "%s; the run does not need it and goes on, but load no model from there: `verl merge --local_dir %s` "
+                "makes one from the shards",
+                damage,
+                folder / role,
+            )
 
 
 def _newest_intact_step_on_all_ranks(root: Path, roles: Sequence[str]) -> int:
-    """`_newest_intact_step`, found by the first rank."""
+    """`_newest_intact_step` of rank 0, broadcast to all ranks."""
     if not dist.is_initialized():
         return _newest_intact_step(root, roles)
     step = torch.tensor(SEARCH_FAILED)
@@ -64,19 +80,19 @@ def _newest_intact_step_on_all_ranks(root: Path, roles: Sequence[str]) -> int:
 
 
 def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:
-    """The newest step whose files are whole, not after the one named by the marker file; NO_CHECKPOINT without any."""
-    remove_leftovers(root)
+    """The newest intact step, at most the one in LATEST_STEP_FILE; NO_CHECKPOINT without any checkpoint."""
+    remove_leftovers(root, ("global_step_", LATEST_STEP_FILE))
     steps = complete_steps(root)
     latest = root / LATEST_STEP_FILE
-    if latest.is_file():
-        text = latest.read_text().strip()
-        if not text.isdigit():
-            raise CheckpointError(f"{latest} holds {text!r}, expected a step number; correct or delete the file")
-        if int(text) not in steps:
+    if latest.exists():
+        marked = _read_marker(latest)
+        if marked not in steps:
             logger.warning(
-                "%s names step %s, but %s is no complete checkpoint", latest, text, step_folder(root, int(text))
+                "%s names step %d, but %s is no complete checkpoint", latest, marked, step_folder(root, marked)
             )
-        steps = [step for step in steps if step <= int(text)]
+        if later := [step for step in steps if step > marked]:
+            logger.warning("%s names step %d: passing over the checkpoints of steps %s", latest, marked, later)
+        steps = [step for step in steps if step <= marked]
     first_error: DamagedCheckpointError | None = None
     for step in reversed(steps):
         try:
@@ -86,12 +102,23 @@ def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:
             first_error = first_error or error
         else:
             return step
-    if first_error is not None or latest.is_file():
+    if first_error is not None or latest.exists():
         raise CheckpointError(
             f"{root} holds no checkpoint that is whole ({first_error or 'none is complete'}); restore one, or start "
             "over with trainer.resume_mode=disable"
         )
     return NO_CHECKPOINT
+
+
+def _read_marker(path: Path) -> int:
+    """The step number in LATEST_STEP_FILE."""
+    try:
+        text = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); write a step number into it, or delete it") from error
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise CheckpointError(f"{path} holds {text[:40]!r}, expected a step number; correct or delete the file")
+    return int(text)
 
 
 def _requested_folder(path: str | None) -> Path:
@@ -105,12 +132,3 @@ def _requested_folder(path: str | None) -> Path:
             f"trainer.resume_from_path={path} is no complete checkpoint: {folder / TRAINER_STATE_FILE} is missing"
         )
     return folder
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's part of a checkpoint."""
-    path = folder / TRAINER_STATE_FILE
-    try:
-        return read_checksummed(path)
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}; use another checkpoint") from error

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy.
 
-Over many ranks (torchrun) every rank runs this program: each knows the whole batch and trains on its part of it; the
-first one logs and saves.
+Under torchrun every rank runs this program: each builds the whole batch and trains on its shard of it; rank 0 logs and
+saves.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
@@ -25,19 +24,23 @@ from verl.data.conversations import Conversations, load_conversations
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
-from verl.models.load import load_tokenizer
+from verl.models.folder_checks import check_model_for_run
+from verl.models.load import build_config, load_tokenizer, model_folder
 from verl.observe.progress import Progress
+from verl.observe.run_record import write_run_record
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.collectives import Collectives
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.interrupt import Interrupt
-from verl.trainer.resume import find_resume, read_state
+from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
+from verl.trainer.interrupt import Interrupt, interrupted
+from verl.trainer.lost_ranks import report_when_ended
+from verl.trainer.resume import find_resume
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import with_schedule_length
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.rng import seed_generators
 from verl.workers.engine_worker import EngineWorker, micro_batching, with_loss_weights
 
 T = TypeVar("T")
@@ -66,7 +69,7 @@ class SFTTrainer:
             )
         self.worker: EngineWorker
         self.global_step = self.first_step = self.trained_tokens = 0
-        self.stop_requested = self.stop_agreed = False  # here; agreed by all ranks
+        self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
         self.root = Path(config.trainer.default_local_dir)
         data, settings = config.data, config.trainer
         self.steps_per_epoch = len(train) // data.train_batch_size
@@ -85,15 +88,24 @@ class SFTTrainer:
         self.micro = micro_batching(data, SFT_BATCHING_KEYS, self.ranks_per_replica)
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the metrics of the last one. Ctrl-C saves after the step in progress."""
+        """Train to the last step; returns the metrics of the last one.
+
+        Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
+        """
         self.resume()
+        if self.collectives.is_rank_zero:
+            write_run_record(self.root, self.config, self.total_steps)
         metrics: dict[str, float] = {}
-        with open(os.devnull, "w") as nowhere:
-            stream = None if self.collectives.is_rank_zero else nowhere
-            with Progress(self.total_steps, self.global_step, stream) as progress, Interrupt(self):
+        with open(os.devnull, "w") as devnull:
+            stream = None if self.collectives.is_rank_zero else devnull
+            progress = Progress(self.total_steps, self.global_step, stream)
+            with progress, Interrupt(self), report_when_ended(self.collectives.rank):
                 while self.global_step < self.total_steps and not self.stop_agreed:
                     metrics = self.one_step(progress)
                 self.checkpoints.finish_pending(wait=True)
+        if self.stop_agreed and self.global_step < self.total_steps:
+            folder = step_folder(self.root, self.global_step)
+            raise interrupted(self.stop_agreed, self.global_step, self.total_steps, folder)
         return metrics
 
     def one_step(self, progress: Progress) -> dict[str, float]:
@@ -103,10 +115,10 @@ class SFTTrainer:
             batch = self.next_batch()
             with timer("update"):
                 metrics = self.update(batch).values()
-            self.stop_agreed = any(self.collectives.all_gather(self.stop_requested))
+            self.stop_agreed = max(self.collectives.all_gather(self.stop_requested))
             self.global_step += 1
             self.trained_tokens += batch.num_tokens
-            last = self.global_step >= self.total_steps or self.stop_agreed
+            last = self.global_step >= self.total_steps or self.stop_agreed > 0
             if self.validation_set and (last or self.is_due(self.test_freq)):
                 with timer("testing"):
                     metrics["val/loss"] = self.validate(self.validation_set)
@@ -126,7 +138,7 @@ class SFTTrainer:
         return metrics
 
     def mfu(self, batch: Batch, seconds: float) -> dict[str, float]:
-        """train/mfu: operations the update of this batch needs, as a share of what all ranks can do in its time."""
+        """train/mfu: FLOPs of this batch's update over the peak FLOPs of all ranks in the same time."""
         speed = self.worker.speed()
         if speed is None:
             return {}
@@ -134,14 +146,14 @@ class SFTTrainer:
         return {"train/mfu": speed.mfu(needed, seconds) / self.collectives.world_size}
 
     def next_batch(self) -> Batch:
-        """The conversations of the next step; the order of an epoch follows from the seed alone."""
+        """The conversations of the next step; the order of an epoch depends on the seed alone."""
         epoch, place = divmod(self.global_step, self.steps_per_epoch)
         size = self.config.data.train_batch_size
         rows = self.epoch_order(epoch)[place * size : (place + 1) * size]
         return Batch.pack([sequence for row in rows for sequence in self.train_set[row]])
 
     def epoch_order(self, epoch: int) -> list[int]:
-        """Row numbers in training order: a permutation per epoch, or as in the files without data.shuffle."""
+        """Row numbers in training order: a permutation per epoch, or file order without data.shuffle."""
         count = len(self.train_set)
         if not self.config.data.shuffle:
             return list(range(count))
@@ -158,7 +170,7 @@ class SFTTrainer:
         return metrics.with_prefix("train/")
 
     def rank_shard(self, batch: Batch) -> tuple[Batch, MicroBatching]:
-        """This rank's part of a batch, and how it is cut; ranks of one Ulysses group share a part."""
+        """This rank's shard of a batch, and its micro-batch limits; ranks of one Ulysses group get the same shard."""
         count, number = (
             self.collectives.world_size // self.ranks_per_replica,
             self.collectives.rank // self.ranks_per_replica,
@@ -190,12 +202,12 @@ class SFTTrainer:
         return every > 0 and self.global_step % every == 0
 
     def save(self) -> None:
-        """The engine's files in global_step_N, the trainer's state beside them; then what is too old goes."""
+        """Save the engine's files and the trainer's state in global_step_N, or start to."""
         state = {"global_step": self.global_step, "trained_tokens": self.trained_tokens, "data": self.data_state()}
         self.checkpoints.save(self.global_step, state, {".": self.worker.engine})
 
     def data_state(self) -> dict[str, Any]:
-        """What decides which rows a step trains on."""
+        """The settings that determine which rows a step trains on."""
         data = self.config.data
         return {
             "rows": self.train_set.digest,
@@ -205,7 +217,7 @@ class SFTTrainer:
         }
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint where one is wanted and there, with the rows that come next."""
+        """Restore the checkpoint that trainer.resume_mode selects, if any; drop logged metrics of later steps."""
         settings = self.config.trainer
         if settings.resume_mode == "auto" and settings.resume_from_path:
             settings = dataclasses.replace(settings, resume_mode="resume_path")
@@ -216,13 +228,13 @@ class SFTTrainer:
         self.tracking.rewind(self.global_step)
 
     def restore(self, folder: Path) -> None:
-        """Weights, optimiser and the place in the data; DataError when the steps would train on other rows."""
+        """Restore weights, optimiser state and data position; DataError if the steps would train on other rows."""
         state, expected = read_state(folder), self.data_state()
         for name, value in expected.items():
             if state["data"][name] != value:
                 raise DataError(
                     f"{folder} was trained with other {name} ({state['data'][name]}, now {value}), so the rows already "
-                    f"used cannot be told; restore it, or start anew from model.path={folder / 'huggingface'} with "
+                    f"used are unknown; restore it, or start anew from model.path={folder / 'huggingface'} with "
                     f"trainer.resume_mode=disable"
                 )
         self.worker.engine.load(folder)
@@ -242,14 +254,17 @@ def batches(rows: Conversations, size: int) -> Iterator[Batch]:
 def build_sft(
     config: SFTConfig, note: Callable[[str], None] = print, collectives: Collectives | None = None
 ) -> SFTTrainer:
-    """Model, rows and trackers of a run; only the first rank says anything."""
+    """The trainer with its model, rows and trackers; only rank 0 prints notes."""
     check_supported(config)
     collectives = collectives or Collectives()
     if not collectives.is_rank_zero:
         note = ignore_note
-    torch.manual_seed(config.trainer.seed)
+    seed_generators(config.trainer.seed)
     tokenizer = load_tokenizer(config.model)
     data, settings = config.data, config.trainer
+    model_config, folder = build_config(config.model)[0], model_folder(config.model.path)
+    for line in check_model_for_run(model_config, folder, tokenizer, data.max_length, "data.max_length"):
+        note(f"warning: {line}")
     train = load_conversations(data.train_files, tokenizer, data, data.train_max_samples)
     held_out = load_conversations(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
     for rows in (train, held_out):
@@ -263,7 +278,7 @@ def build_sft(
 
 
 def ignore_note(line: str) -> None:
-    """For ranks that have nothing to say."""
+    """Drops a note, on all ranks but the first."""
 
 
 def build_worker(config: SFTConfig, total_steps: int) -> EngineWorker:

@@ -1,15 +1,18 @@
 """`python3 -m verl.trainer.sft_trainer key=value …`: supervised fine-tuning on conversations."""
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from verl.config import SFTConfig, load_config
 from verl.utils.command_line import run_command
-from verl.utils.errors import VerlError
+from verl.utils.errors import Interrupted, VerlError
+from verl.utils.folder_lock import one_run_in
 
-FIRST_RANK_GRACE_S = 10.0  # the first rank has spoken and ended by then, and with it the others
+FIRST_RANK_GRACE_S = 10.0  # by then rank 0 has printed the error, and torchrun ends all ranks
 
 HELP = """Fine-tune a model on conversations.
 
@@ -25,25 +28,37 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from command-line overrides. 0: done; 2: a mistake the message explains."""
+    """Run from command-line overrides. 0: done; 2: a mistake the message explains; 130, 143: interrupted."""
     return run_command(argv, HELP, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parent = os.getppid()  # before the imports: whoever ends while they take their seconds is not noticed after them
+    parent = os.getppid()  # read before the slow imports, during which the parent may end
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
+    from verl.trainer.lost_ranks import end_after_loss
     from verl.trainer.rank_launch import num_ranks_to_start, start_ranks
 
+    is_one_of_many = False
     try:
         config = load_config(arguments, config_name="sft_trainer")
         if count := num_ranks_to_start(config):
-            return start_ranks(count, arguments)
+            return start_ranks(count, arguments, Path(config.trainer.default_local_dir))
         if is_one_of_many := RankInfo.from_environment().world_size > 1:
             end_with_parent(parent)
         run_sft(config)
+    except Interrupted as stop:
+        if not is_one_of_many:
+            raise
+        if os.environ["RANK"] == "0":
+            print(f"error: {stop}", file=sys.stderr)
+        end_rank(stop.exit_code)
     except VerlError:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(FIRST_RANK_GRACE_S)  # what is wrong with a command is wrong on all ranks: the first says it
+            time.sleep(FIRST_RANK_GRACE_S)  # all ranks find the same mistake; only rank 0 prints it
+        raise
+    except Exception as error:
+        if is_one_of_many:
+            end_after_loss(error, RankInfo.from_environment().rank, Path(config.trainer.default_local_dir))
         raise
     if is_one_of_many:
         end_rank()
@@ -61,8 +76,11 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     rank = RankInfo.from_environment()
     if rank.world_size > 1:
         rank.init_process_group()
-    trainer = build_sft(config, collectives=Collectives(rank.rank, rank.world_size))
-    with trainer.tracking:
+    with contextlib.ExitStack() as stack:
+        if rank.rank == 0:
+            stack.enter_context(one_run_in(config.trainer.default_local_dir, "trainer.default_local_dir"))
+        trainer = build_sft(config, collectives=Collectives(rank.rank, rank.world_size))
+        stack.enter_context(trainer.tracking)
         return trainer.fit()
 
 

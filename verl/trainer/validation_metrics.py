@@ -1,9 +1,9 @@
 """Validation metrics over repeated answers: mean@N, std@N, best@n, worst@n and maj@n, by data source.
 
-N answers to one prompt give, for each variable, their mean and standard deviation, and for n = 2, 4, ... up to N what
-n answers would give: the best, the worst, and the one whose `pred` the majority shares. These are bootstrap figures:
-1000 draws of n answers with replacement, seed 42, whose mean and standard deviation are reported. Each metric is then
-averaged over the prompts of its data source.
+N answers to one prompt give, for each variable, their mean and standard deviation, and for n = 2, 4, ... up to N the
+best, the worst and the majority-vote (by `pred`) value of n answers. The latter are bootstrap estimates: the mean and
+standard deviation over 1000 draws of n answers with replacement, seed 42. Each metric is then averaged over the prompts
+of its data source.
 
 Shapes: P prompts with N answers each, B draws, n answers per draw.
 """
@@ -122,7 +122,7 @@ def _extremes(values_PN: np.ndarray, size: int) -> dict[str, tuple[np.ndarray, n
     means, stds = np.empty((2, len(values_PN))), np.empty((2, len(values_PN)))
     for start in range(0, len(values_PN), _PROMPTS_AT_ONCE):
         block = slice(start, start + _PROMPTS_AT_ONCE)
-        values_NP = np.ascontiguousarray(values_PN[block].T)  # whole rows are gathered below
+        values_NP = np.ascontiguousarray(values_PN[block].T)  # rows are gathered below
         best_BP = values_NP[draws_nB[0]]
         worst_BP = best_BP.copy()
         for answers_B in draws_nB[1:]:
@@ -135,10 +135,10 @@ def _extremes(values_PN: np.ndarray, size: int) -> dict[str, tuple[np.ndarray, n
 
 
 def _majority(values_PN: np.ndarray, voters: list[list[Any]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Value that n answers vote for: of the first drawn answer whose pred is the most frequent (ties: drawn first)."""
+    """Majority value of n drawn answers: that of the first with the most frequent pred (ties: drawn first)."""
     multiplicity_BN, order_BN = _multiplicity(values_PN.shape[1], size)
     means, stds = values_PN[:, 0].copy(), np.zeros(len(values_PN))
-    for prompt in np.flatnonzero((values_PN != values_PN[:, :1]).any(axis=1)):  # elsewhere any vote elects that value
+    for prompt in np.flatnonzero((values_PN != values_PN[:, :1]).any(axis=1)):  # elsewhere all values are equal
         texts_N = np.array([str(pred) for pred in voters[prompt]])
         same_NN = (texts_N[:, None] == texts_N[None, :]).astype(np.float32)
         elected_B = (multiplicity_BN @ (same_NN * (size + 1)) + order_BN).argmax(axis=1)
@@ -149,7 +149,7 @@ def _majority(values_PN: np.ndarray, voters: list[list[Any]], size: int) -> tupl
 
 @cache
 def _multiplicity(num_answers: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each draw holds each answer, and minus the place it first came at (-inf: not drawn), (B, N) each."""
+    """How often each draw contains each answer, and minus its first position (-inf: not drawn), (B, N) each."""
     draws_Bn = _draws(num_answers, size)
     multiplicity = np.zeros((NUM_DRAWS, num_answers), dtype=np.float32)
     order = np.full((NUM_DRAWS, num_answers), -np.inf, dtype=np.float32)

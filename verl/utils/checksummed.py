@@ -1,4 +1,4 @@
-"""JSON files that carry the digest of their own content."""
+"""JSON files that contain the SHA-256 digest of their content."""
 
 import hashlib
 import json
@@ -11,15 +11,15 @@ DIGEST_FIELD = "sha256"
 
 
 def write_checksummed(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` and its digest, whole or not at all."""
+    """Write `content` and its digest atomically."""
     atomic_write_text(path, json.dumps({**content, DIGEST_FIELD: _digest(content)}) + "\n")
 
 
 def read_checksummed(path: Path) -> dict[str, Any]:
-    """What `write_checksummed` wrote. ValueError, saying what is wrong, for anything else."""
+    """Content that `write_checksummed` wrote. ValueError, with the problem, for any other file."""
     content = json.loads(Path(path).read_bytes())
     if not isinstance(content, dict) or content.pop(DIGEST_FIELD, None) != _digest(content):
-        raise ValueError("its content is not what its digest says")
+        raise ValueError("its content does not match its digest")
     return content
 
 

@@ -1,15 +1,19 @@
-"""What commands whose arguments are key=value overrides share: help, exit codes, errors without a traceback."""
+"""Commands with key=value overrides: help, exit codes, errors without a traceback."""
 
 import errno
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.utils.errors import VerlError
+from verl.utils.process_end import SaidEnd
 
 
 def run_command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[str]], Any]) -> int:
-    """`run` with the arguments, those of this process by default. 0: done; 2: a mistake the message explains.
+    """Exit code of `run(argv)`; `argv` is that of this process by default. 0: done; 2: a user error, which is printed.
+
+    130, 143: ended by Ctrl-C, SIGTERM.
 
     An integer that `run` returns is the exit code.
     """
@@ -18,10 +22,24 @@ def run_command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[
         print(help_text)
         return 0
     try:
-        code = run(arguments)
+        with SaidEnd():
+            code = run(arguments)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
+    except SystemExit as error:  # of user code, in a task of its own: our code returns
+        print(
+            f"error: user code called sys.exit({error.code!r}) before the run was over; raise an exception instead",
+            file=sys.stderr,
+        )
+        return error.code if isinstance(error.code, int) and error.code else 1
+    except KeyboardInterrupt:
+        print(
+            "error: stopped at once by Ctrl-C; what was not saved is lost: a training run goes on from its last "
+            "checkpoint when the same command is run again",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -1,4 +1,4 @@
-"""Shim at a path that others' code uses: one function per question to `verl.plugin.platform.get_platform()`."""
+"""Shim at an import path of outside code; every function calls `verl.plugin.platform.get_platform()`."""
 
 import logging
 from typing import Any
@@ -34,12 +34,12 @@ def get_nccl_backend() -> str:
 
 
 def get_resource_name() -> str:
-    """What Ray calls the device."""
+    """Ray's resource name of the device."""
     return get_platform().ray_resource_name()
 
 
 def get_visible_devices_keyword() -> str:
-    """The variable that hides devices."""
+    """The environment variable that sets the visible devices."""
     return get_platform().visible_devices_envvar()
 
 
@@ -49,7 +49,7 @@ def set_expandable_segments(enable: bool) -> None:
 
 
 def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
-    """(major, minor) of the chip."""
+    """Compute capability (major, minor)."""
     return get_platform().get_device_capability(device_id)
 
 
@@ -64,7 +64,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def is_device_available() -> bool:
-    """Whether an accelerator is usable here; the CPU is none."""
+    """Whether an accelerator is usable; the CPU does not count."""
     return get_platform().device_name != "cpu" and get_platform().is_available()
 
 
@@ -83,7 +83,7 @@ def auto_set_device(config: Any) -> None:
 
 
 def __getattr__(name: str) -> bool:
-    """`is_cuda_available` and `is_npu_available`, found when they are asked for."""
+    """`is_cuda_available` and `is_npu_available`, evaluated on access."""
     devices = {"is_cuda_available": "cuda", "is_npu_available": "npu"}
     if name not in devices:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

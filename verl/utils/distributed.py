@@ -1,4 +1,4 @@
-"""A process group beside the default one, for transports between jobs that do not share it. Shim: needs torch."""
+"""A process group besides the default one, for transports between separate jobs. Shim: needs torch."""
 
 from datetime import timedelta
 from typing import Any
@@ -13,20 +13,20 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class StatelessGroup:
-    """Collectives among `world_size` processes that need not be in the same torch.distributed job. All block."""
+    """Blocking collectives among `world_size` processes, which may be in different torch.distributed jobs."""
 
     def __init__(self, backend: Any, store: dist.Store, rank: int, world_size: int):
         self.backend, self.store, self.rank, self.world_size = backend, store, rank, world_size
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrite `tensor` everywhere with rank `src`'s."""
+        """Overwrite `tensor` on all ranks with that of rank `src`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
         self.backend.broadcast([tensor], options).wait()
         return tensor
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Overwrite `tensor` everywhere with the reduction over all ranks."""
+        """Overwrite `tensor` on all ranks with the reduction over all ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self.backend.allreduce([tensor], options).wait()
@@ -37,7 +37,7 @@ class StatelessGroup:
         self.backend.send([tensor], dst, 0).wait()
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        """Overwrite `tensor` with what rank `src` sends."""
+        """Overwrite `tensor` with the tensor that rank `src` sends."""
         self.backend.recv([tensor], src, 0).wait()
         return tensor
 

@@ -1,16 +1,30 @@
-"""Exceptions for mistakes a user can repair: what is wrong, the value seen, what is allowed, what to do next."""
+"""Exceptions for user errors; the message has the problem, the value, the allowed values and what to do next."""
 
 
 class VerlError(Exception):
     """Root of every error this library raises on purpose; commands print it without a traceback."""
+
+    exit_code = 2  # of the command
 
 
 class ConfigError(VerlError):
     """A configuration key, value or combination that cannot be used."""
 
 
+class RegistryError(ConfigError, ValueError):
+    """A name that is not registered, or registered already."""
+
+
 class DataError(VerlError):
     """A data file or row that cannot be used; names file and row."""
+
+
+class Interrupted(VerlError):
+    """A run that Ctrl-C or SIGTERM ended before its last step; it has saved what it has done."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class PluginError(VerlError):
@@ -26,7 +40,7 @@ class CheckpointError(VerlError):
 
 
 class TransportError(VerlError):
-    """The other end of a transport of weights failed, went away or did not answer in time."""
+    """The other endpoint of a weight transfer failed, disconnected or did not answer in time."""
 
 
 class WorkerError(VerlError):

@@ -1,11 +1,14 @@
 """Objects from a user's own Python file or module, named in the configuration."""
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +18,10 @@ from verl.utils.suggest import did_you_mean
 
 
 def load_object(path: str, name: str, key: str) -> Any:
-    """Object `name` of the Python file or module `path`; `key` is the config section that errors talk about.
+    """Object `name` of the Python file or module `path`; `key` is the config section named in errors.
 
-    `path` is a plain file path, `file://path`, or `pkg://dotted.module` (slashes are allowed too). A file runs once per
-    process, however often it is asked for.
+    `path` is a plain file path, `file://path`, or `pkg://dotted.module` (slashes are allowed too). A file runs only
+    once per process.
     """
     module = load_module(path, key)
     if not hasattr(module, name):
@@ -41,7 +44,7 @@ def load_module(path: str, key: str) -> ModuleType:
 
 
 def import_external(names: str | Sequence[str] | None) -> None:
-    """Let the modules of `model.external_lib` register what they bring."""
+    """Import the modules of `model.external_lib`, which may register classes."""
     for name in [names] if isinstance(names, str) else names or ():
         if "/" in name or name.endswith(".py"):
             raise ConfigError(
@@ -52,14 +55,12 @@ def import_external(names: str | Sequence[str] | None) -> None:
 
 
 def _import(name: str, setting: str) -> ModuleType:
-    try:
+    with _errors_explained(f"{setting}: importing {name} failed"):
         return importlib.import_module(name)
-    except Exception as error:
-        raise ConfigError(f"{setting}: importing {name} failed:\n{user_traceback(error)}") from error
 
 
 def _run_file(file: Path, path: str, key: str) -> ModuleType:
-    # The name is derived from the place, so that two files of the same name stay apart and one file is loaded once.
+    # The path is part of the name, so that files of the same name stay apart and one file is loaded once.
     module_name = f"verl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -69,11 +70,38 @@ def _run_file(file: Path, path: str, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with _errors_explained(f"{key}.path={path!r}: running {file} failed"):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[module_name]
-        raise ConfigError(f"{key}.path={path!r}: running {file} failed:\n{user_traceback(error)}") from error
+        raise
     return module
+
+
+@contextlib.contextmanager
+def _errors_explained(problem: str) -> Iterator[None]:
+    """ConfigError for whatever user code raises at import, also SystemExit; Ctrl-C stays itself."""
+    pressed = False
+
+    def on_interrupt(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    replaced = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if replaced:
+        signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    except BaseException as error:
+        if pressed:
+            raise
+        raise ConfigError(f"{problem}:\n{user_traceback(error)}") from error
+    finally:
+        if replaced and signal.getsignal(signal.SIGINT) is on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def user_traceback(error: BaseException, frames: int = 4) -> str:

@@ -1,4 +1,4 @@
-"""Ports and addresses; stdlib only, at a path that published transports import."""
+"""Ports and addresses; stdlib only. Published transports import this path."""
 
 import ipaddress
 import socket
@@ -16,7 +16,7 @@ def is_valid_ipv6_address(address: str) -> bool:
 def get_free_port(address: str = "", with_alive_sock: bool = False) -> tuple[int, socket.socket | None]:
     """A TCP port that nobody listens on at `address`, and the bound socket that holds it when `with_alive_sock`.
 
-    Without the socket the port is free at the time of asking and may be taken by anyone afterwards.
+    Without the socket, the port is free at the time of the call, and another process may take it afterwards.
     """
     family = socket.AF_INET6 if is_valid_ipv6_address(address) else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,9 +1,14 @@
-"""Writing that a crash cannot tear: temporary name, fsync, rename, fsync of the folder."""
+"""Atomic, durable writes: temporary name, fsync, rename, fsync of the folder."""
 
 import os
+import re
 import shutil
+import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+
+from verl.utils.errors import ConfigError
 
 
 def fsync_dir(path: Path) -> None:
@@ -22,6 +27,16 @@ def fsync_file(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_writable_folder(folder: Path | str, key: str) -> Path:
+    """The folder that a configuration key names, made if it is missing; ConfigError unless a file can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{key}={folder} cannot be written to ({error}); name another folder") from error
+    return Path(folder)
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
@@ -46,7 +61,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def publish_directory(temporary: Path, target: Path) -> None:
-    """Flush every file in `temporary` to disk, then make it `target`, in place of an old one."""
+    """Flush every file in `temporary` to disk, then rename it to `target`, replacing an old one."""
     for folder, _, names in os.walk(temporary):
         for name in names:
             fsync_file(Path(folder) / name)
@@ -55,15 +70,27 @@ def publish_directory(temporary: Path, target: Path) -> None:
         old = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old.tmp")
         os.rename(target, old)
         os.rename(temporary, target)
-        shutil.rmtree(old)
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
     else:
         os.rename(temporary, target)
     fsync_dir(target.parent)
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Delete what was left in `folder` under names of unfinished files and folders; returns what was deleted."""
-    leftovers = [p for p in Path(folder).glob(".*.tmp")] if Path(folder).is_dir() else []
-    for path in leftovers:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return leftovers
+def model_name(folder: Path) -> str:
+    """A name for the model in `folder`: of the experiment and step where it is part of a checkpoint, else the folder's.
+
+    `checkpoints/project/experiment/global_step_5/actor/huggingface` is `experiment-step-5`.
+    """
+    path = Path(folder).expanduser().absolute()
+    while path.name in ("huggingface", "actor", "critic") and path.parent != path:
+        path = path.parent
+    if step := re.fullmatch(r"global_step_(\d+)", path.name):
+        return f"{path.parent.name or 'model'}-step-{step[1]}"
+    return path.name or "model"
+
+
+def remove_leftovers(folder: Path, prefixes: Sequence[str]) -> None:
+    """Delete the unfinished (temporary) files and folders in `folder` of what is called `prefixes`…"""
+    for prefix in prefixes:
+        for path in Path(folder).glob(f".{prefix}*.tmp"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,9 +1,9 @@
-"""One registry class: a name mapped to one object, with errors that list what is known."""
+"""Registry: a mapping from names to objects, with errors that list the known names."""
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from verl.utils.errors import ConfigError
+from verl.utils.errors import RegistryError
 from verl.utils.suggest import did_you_mean
 
 T = TypeVar("T")
@@ -17,13 +17,13 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files its argument under `name`."""
+        """Decorator that registers its argument as `name`."""
 
         def add(item: T) -> T:
-            taken = self._items.get(name)
-            if taken is not None and taken is not item:
-                raise ConfigError(
-                    f"{self.kind} {name!r} is already registered as {taken!r}; {item!r} needs another name"
+            existing = self._items.get(name)
+            if existing is not None and existing is not item:
+                raise RegistryError(
+                    f"{self.kind} {name!r} is already registered as {existing!r}; {item!r} needs another name"
                 )
             self._items[name] = item
             return item
@@ -31,9 +31,9 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The object filed under `name`; ConfigError with the closest names otherwise."""
+        """The object registered as `name`; RegistryError with the closest names otherwise."""
         if name not in self._items:
-            raise ConfigError(f"unknown {self.kind} {name!r}; {did_you_mean(name, self._items)}")
+            raise RegistryError(f"unknown {self.kind} {name!r}; {did_you_mean(name, self._items)}")
         return self._items[name]
 
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Publishing to engines that keep a copy of their own: buckets out, fingerprints back, and a probe at a set cadence."""
+"""Copy sync: sends weights to engines with their own copy, compares fingerprints, and probes log-probs regularly."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +15,11 @@ from verl.workers.rollout.base import CopyingEngine, StaleWeightsError
 
 
 class CopySync:
-    """Sends all of `weights()` to every replica and proves that they arrived and are used.
+    """Sends all of `weights()` to every replica and verifies that they arrived and are used.
 
-    `weights` gives (HF name, whole tensor) pairs, one at a time, to an engine of this process; with
-    `weight_transfer` they come from a trainer, or go to an engine, in another process. `probe_every`: publishes
-    between two probes (0: only the first of
-    this process, which is also the first after every restart).
+    `weights` yields (HF name, full tensor) pairs for an engine of this process; with `weight_transfer`, the trainer or
+    the engine is in another process. `probe_every`: publishes between two probes (0: only the first of this process,
+    which is also the first after every restart).
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class CopySync:
         self._published = 0
 
     async def publish(self, version: int) -> Receipt:
-        """Every replica samples from the trainer's present values as `version`, or StaleWeightsError says which not."""
+        """Make every replica sample the trainer's weights as `version`; StaleWeightsError names one that does not."""
         start = time.perf_counter()
         await self.engine.wake()
         transfer = self._transfer_in_process if self.weight_transfer is None else self.weight_transfer.transfer
@@ -50,6 +49,7 @@ class CopySync:
                     f"replica {number} says that it samples from version {replica.version} after {version} was sent"
                 )
         results = await self._probe(version)
+        read_back = [replica.read_back for replica in self.engine.replicas]
         return Receipt(
             version,
             num_replicas=len(arrived),
@@ -57,10 +57,12 @@ class CopySync:
             bytes_moved=num_bytes * len(arrived),
             num_tensors=len(manifest),
             probes=results,
+            num_read_back=min(held.num_tensors for held in read_back),
+            unread=read_back[0].unread,
         )
 
     async def _transfer_in_process(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
-        """Fingerprints of what left and its bytes, and of what arrived at each replica."""
+        """Fingerprints and bytes of the sent tensors, and the fingerprints that each replica received."""
         await self.engine.begin_update()
         manifest: Manifest = {}
         arrived: list[Manifest] = [{} for _ in self.engine.replicas]
@@ -81,7 +83,7 @@ class CopySync:
 
 
 def check_manifests(manifest: dict[str, str], received: dict[str, str], replica: int, version: int) -> None:
-    """The manifest of what was sent against what one replica says it received; names the first tensor that differs."""
+    """Compare the sent manifest with the one a replica reports; the error names the first tensor that differs."""
     for name, sent in manifest.items():
         if name not in received:
             raise StaleWeightsError(f"replica {replica} did not receive {name} of version {version}")

@@ -1,4 +1,4 @@
-"""Ranks that train in shards sample from a whole copy: publishing gathers it on each of them."""
+"""Gather sync: every rank of a sharded trainer samples from a full copy, which a publish gathers on it."""
 
 import time
 
@@ -8,13 +8,13 @@ from verl.workers.rollout.base import StaleWeightsError
 
 
 class GatherSync:
-    """Every rank takes the actor's weights, tensor by tensor, into the copy it samples from."""
+    """Gathers the actor's weights, tensor by tensor, into the copy that each rank samples from."""
 
     def __init__(self, engine: MultiRankRolloutEngine):
         self.engine = engine
 
     async def publish(self, version: int) -> Receipt:
-        """Returns when every rank samples from the actor's present weights as `version`."""
+        """Returns when every rank samples from the actor's current weights as `version`."""
         start = time.perf_counter()
         bytes_moved = await self.engine.publish(version)
         if self.engine.version != version:

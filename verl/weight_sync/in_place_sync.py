@@ -1,6 +1,6 @@
-"""The native engine shares the trainer's process and tensors: publishing is a version number.
+"""In-place sync: the native engine uses the trainer's own tensors, so a publish only sets the version.
 
-Copies that the engine holds (another type, a packed layout) it takes again and compares with the trainer's tensors.
+If the engine holds copies (another dtype, merged weights, oneDNN layout), it refreshes and verifies them.
 """
 
 import time
@@ -18,7 +18,7 @@ class InPlaceSync:
         self.model, self.engine = model, engine
 
     async def publish(self, version: int) -> Receipt:
-        """Make the engine sample from the module's present values as `version`; names a copy that differs."""
+        """Make the engine sample from the module's current values as `version`; the error names a copy that differs."""
         start = time.perf_counter()
         await self.engine.wake()
         await self.engine.update_weights(self.model, version)

@@ -1,4 +1,4 @@
-"""Publishing through a transport: the trainer's ranks send while every replica's workers receive."""
+"""Weight transfer through a transport: the trainer's ranks send while every replica's workers receive."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -12,13 +12,13 @@ from verl.runtime.group import WorkerGroup
 from verl.utils.errors import TransportError
 from verl.workers.rollout.base import CopyingEngine, StaleWeightsError
 
-DEFAULT_TIMEOUT_S = 300.0  # seconds, unless the transport's `timeout` says otherwise
+DEFAULT_TIMEOUT_S = 300.0  # seconds, unless the transport's `timeout` is set
 
 
 class WeightTransfer:
-    """Drives the endpoints of one transport: `trainer` holds `EngineWorker`s, `engine` the replicas.
+    """Drives the endpoints of one transport: `trainer` is a group of `EngineWorker`s, `engine` has the replicas.
 
-    Our own transports stay connected from publish to publish; a plug-in's is built and freed for each.
+    Our own transports stay connected between publishes; a plug-in's transport is built and freed for each publish.
     """
 
     def __init__(self, settings: TransportSettings, trainer: WorkerGroup, engine: CopyingEngine):
@@ -27,9 +27,9 @@ class WeightTransfer:
         self.connected = False
 
     async def transfer(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
-        """Fingerprints of what left and its bytes, and of what arrived at each replica.
+        """Fingerprints and bytes of the sent tensors, and the fingerprints that each replica received.
 
-        Raises StaleWeightsError with the error of each endpoint that failed; then every endpoint is closed.
+        If endpoints fail, closes every endpoint and raises StaleWeightsError with the error of each that failed.
         """
         if not self.connected:
             await self._connect()
@@ -82,8 +82,8 @@ class WeightTransfer:
         }
 
     async def _gather_with_timeout(self, calls: dict[str, Coroutine[Any, Any, Any]], timeout_s: float) -> list[Any]:
-        """What the calls return or raise. Once the trainer is done, or one has failed, each answer may take `timeout_s`
-        seconds; who does not answer then is given up."""
+        """Results or exceptions of the calls. Once the trainer is done or a call has failed, each next answer may take
+        `timeout_s` seconds; then the remaining calls are cancelled."""
         tasks = {name: asyncio.create_task(call) for name, call in calls.items()}
         waiting, is_limited = set(tasks.values()), "trainer" not in tasks
         while waiting:
@@ -99,7 +99,7 @@ class WeightTransfer:
         return [no_answer if task in waiting else task.exception() or task.result() for task in tasks.values()]
 
     async def _gather_or_raise(self, version: int | None, calls: dict[str, Coroutine[Any, Any, Any]]) -> list[Any]:
-        """What all calls return, carried out side by side. A failure closes its endpoint, so the others stop too."""
+        """Results of all calls, run concurrently. An endpoint that fails closes, so that the others stop too."""
         answers = await self._gather_with_timeout(
             calls, float(self.settings.arguments.get("timeout", DEFAULT_TIMEOUT_S))
         )
@@ -118,7 +118,7 @@ class WeightTransfer:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """As JSON carries it."""
+    """Name of a dtype, as it is sent in JSON."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""The policy, as the driver sees it."""
+"""The policy on the driver."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ class Actor:
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
-        ranks_per_sequence = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that hold a micro-batch together
+        ranks_per_sequence = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that split each sequence
         self.train_micro = micro_batching(actor, PPO_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
         self.infer_micro = micro_batching(rollout, LOG_PROB_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
 
     @property
     def model(self) -> nn.Module:
-        """The policy's module, where it lives in this process."""
+        """The policy's module; only when the worker runs in this process."""
         return self.group.worker.engine.model
 
     @property
@@ -43,24 +43,32 @@ class Actor:
         """Whether two forward passes in training mode can differ."""
         return self.dispatcher.has_dropout
 
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """(T,) log-probs of sampled tokens at `temperature` (default: the sampling temperature), 0 elsewhere."""
-        shard, at_temperature = batch.select_columns(["rows"]), self.temperature if temperature is None else temperature
-        return self.dispatcher.forward(shard, ("logprobs",), self.infer_micro, at_temperature)["logprobs"]
+    @property
+    def can_cast(self) -> bool:
+        """Whether `logprobs` can be computed in another dtype than the trainer's: not with sharded parameters."""
+        return self.dispatcher.can_cast
+
+    def logprobs(self, batch: Batch, temperature: float | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """(T,) log-probs of sampled tokens at `temperature` (default: the sampling temperature), 0 elsewhere.
+
+        With `dtype`, the weights are cast to it and run in it (in a wider one if the trainer computes in it already).
+        """
+        inputs = batch.select_columns(["rows"])
+        temperature = self.temperature if temperature is None else temperature
+        return self.dispatcher.forward(inputs, ("logprobs",), self.infer_micro, temperature, dtype)["logprobs"]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, tied ones once; where the policy lives in this process."""
+        """(HF name, full tensor) of every parameter, tied ones once; only when the worker runs in this process."""
         return self.group.worker.engine.export_weights()
 
     def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
-        """All optimiser steps on one batch; metrics, and (T,) log-probs of the first pass over each token.
+        """Run all optimiser steps on one batch; return metrics, and (T,) log-probs of each token's first forward pass.
 
-        Without a column `old_logprobs` the policy that is trained counts as the one that sampled.
+        Without a column `old_logprobs` the loss treats the current policy as the sampling policy.
         """
         actor, metrics = self.config.actor_rollout_ref.actor, Metrics()
         first_logprobs = torch.zeros(batch.num_tokens)
-        token_indices = torch.arange(batch.num_tokens)
-        indexed = batch.with_columns(token_indices=token_indices)
+        indexed = batch.with_columns(token_indices=torch.arange(batch.num_tokens))
         self.dispatcher.tokens_per_rank[:] = 0
         for _, mini in self.mini_batches.split(indexed, step):
             mini = with_loss_weights(
@@ -73,29 +81,29 @@ class Actor:
         return metrics, first_logprobs
 
     def save(self, folder: Path) -> None:
-        """Write what `checkpoint.save_contents` asks for."""
+        """Write the contents listed in `checkpoint.save_contents`."""
         self.group.broadcast("save", folder, list(self.config.actor_rollout_ref.actor.checkpoint.save_contents))
 
     def finish_save(self, wait: bool = True) -> bool:
-        """Whether no save is under way any more (`checkpoint.async_save`); raises what went wrong in one."""
+        """True once no background save (`checkpoint.async_save`) is running; raises the error of a failed one."""
         return all(self.group.broadcast("finish_save", wait))
 
     def load(self, folder: Path) -> None:
-        """Restore what `checkpoint.load_contents` asks for."""
+        """Restore the contents listed in `checkpoint.load_contents`."""
         self.group.broadcast("load", folder, list(self.config.actor_rollout_ref.actor.checkpoint.load_contents))
 
 
 def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
-    """The policy on this rank; its schedule spans the training steps of the run."""
+    """This rank's worker of the policy; its learning-rate schedule spans the run's training steps."""
     arr = config.actor_rollout_ref
     optim = with_schedule_length(arr.actor.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
     engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
     worker = EngineWorker(engine)
-    worker.loss = make_actor_loss(arr.actor)  # after external_lib had its chance to register one
+    worker.loss = make_actor_loss(arr.actor)  # after the import of external_lib, which may register a loss
     return worker
 
 
 def with_schedule_length(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:
-    """The optimiser's configuration with the length of its schedule, unless it was set."""
+    """`optim` with `total_training_steps` set to `total_steps`, unless it is set already."""
     return optim if optim.total_training_steps > 0 else dataclasses.replace(optim, total_training_steps=total_steps)

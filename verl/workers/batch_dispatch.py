@@ -1,4 +1,4 @@
-"""Batches out to the data-parallel ranks and columns back, in the order of the batch."""
+"""Sends shards of a batch to the data-parallel ranks and gathers columns in the order of the batch."""
 
 from collections.abc import Sequence
 
@@ -15,34 +15,40 @@ from verl.workers.engine_worker import RankBatch
 
 
 class ShardDispatcher:
-    """An `EngineWorker` per rank, called as one. Statistics of a batch do not depend on how it is sharded.
+    """Calls the `EngineWorker` of every rank as one. A batch's statistics do not depend on how it is sharded.
 
-    With `balanced`, ranks get sequences of equal cost in every micro-step; otherwise equally many, in order.
+    If `balanced`, ranks get sequences of equal cost in every micro-step; otherwise equally many, in order.
     """
 
     def __init__(self, group: WorkerGroup, balanced: bool = True):
         self.group, self.balanced = group, balanced
         model_facts = group.broadcast("model_facts")[0]
         self.has_dropout: bool = model_facts["has_dropout"]
+        self.can_cast: bool = model_facts["can_cast"]
         self.attention_length: float = model_facts["attention_length"]
-        self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, the highest of any rank
-        self.tokens_per_rank = np.zeros(
-            group.layout.dp
-        )  # tokens that each rank was given in updates, until somebody empties it
+        self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, maximum over ranks
+        # tokens that each rank has received in updates; the caller resets it
+        self.tokens_per_rank = np.zeros(group.layout.dp)
 
     def forward(
-        self, batch: Batch, names: tuple[str, ...], micro: MicroBatching, temperature: float
+        self,
+        batch: Batch,
+        names: tuple[str, ...],
+        micro: MicroBatching,
+        temperature: float,
+        dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """Columns (T,) without gradient."""
+        """The outputs `names` as columns (T,), without gradient; computed in `dtype`, if it is given."""
         shards = self.shards(batch, micro)
-        results = self.group.scatter("forward", self.rank_batches(batch, shards), names, temperature)
+        cast = [] if dtype is None else [str(dtype).removeprefix("torch.")]
+        results = self.group.scatter("forward", self.rank_batches(batch, shards), names, temperature, *cast)
         self.forward_memory = Metrics()
         for memory, _ in results:
             self.forward_memory.merge(memory)
         return gather_columns(batch, shards, [columns for _, columns in results])
 
     def update(self, batch: Batch, micro: MicroBatching, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
-        """One optimiser step on all ranks; metrics of the whole batch, and the loss's model outputs (T,)."""
+        """Run one optimiser step on all ranks; return metrics of the whole batch, and the loss's model outputs (T,)."""
         shards = self.shards(batch, micro)
         results = self.group.scatter("update", self.rank_batches(batch, shards), temperature)
         self.tokens_per_rank += [batch.lengths[list(shard.indices)].sum() for shard in shards]
@@ -55,20 +61,20 @@ class ShardDispatcher:
         return assign_shards(batch, self.group.layout.dp, micro, self.attention_length, self.balanced)
 
     def rank_batches(self, batch: Batch, shards: Sequence[Shard]) -> list[RankBatch]:
-        """Every rank's sequences, and how it cuts them."""
+        """Every rank's sequences, and how it splits them into micro-batches."""
         if len(shards) == 1:
             return [(batch, shards[0].micro)]
         return [(batch.select(shard.indices), shard.micro) for shard in shards]
 
 
 def gather_columns(batch: Batch, shards: Sequence[Shard], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns (T,) of the batch from those of its shards."""
+    """Columns (T,) of the batch, assembled from the columns of its shards."""
     if len(parts) == 1:
         return parts[0]
     out = {name: torch.zeros(batch.num_tokens, dtype=column.dtype) for name, column in parts[0].items()}
-    owners = batch.sequence_ids()
+    sequence_ids = batch.sequence_ids()
     for shard, columns in zip(shards, parts, strict=True):
-        tokens = torch.isin(owners, torch.tensor(shard.indices, dtype=owners.dtype))
+        tokens = torch.isin(sequence_ids, torch.tensor(shard.indices, dtype=sequence_ids.dtype))
         for name, column in columns.items():
             out[name][tokens] = column
     return out

@@ -1,4 +1,4 @@
-"""The value model, as the driver sees it."""
+"""The value model on the driver."""
 
 from pathlib import Path
 
@@ -26,17 +26,17 @@ class Critic:
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )
-        ranks_per_sequence = critic.fsdp.ulysses_sequence_parallel_size  # by so many ranks is each micro-batch
+        ranks_per_sequence = critic.fsdp.ulysses_sequence_parallel_size  # ranks that split each sequence
         self.train_micro = micro_batching(critic, PPO_BATCHING_KEYS, ranks_per_sequence)
         self.infer_micro = micro_batching(critic, FORWARD_BATCHING_KEYS, ranks_per_sequence)
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) value of the state before each sampled token, 0 elsewhere."""
-        shard = batch.select_columns(["rows"])
-        return self.dispatcher.forward(shard, ("values",), self.infer_micro, 1.0)["values"]
+        inputs = batch.select_columns(["rows"])
+        return self.dispatcher.forward(inputs, ("values",), self.infer_micro, 1.0)["values"]
 
     def update(self, batch: Batch, step: int) -> Metrics:
-        """All optimiser steps on one batch."""
+        """Run all optimiser steps on one batch; return metrics."""
         critic, metrics = self.config.critic, Metrics()
         for _, mini in self.mini_batches.split(batch, step):
             mini = with_loss_weights(
@@ -48,20 +48,20 @@ class Critic:
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write what `checkpoint.save_contents` asks for."""
+        """Write the contents listed in `checkpoint.save_contents`."""
         self.group.broadcast("save", folder, list(self.config.critic.checkpoint.save_contents))
 
     def finish_save(self, wait: bool = True) -> bool:
-        """Whether no save is under way any more (`checkpoint.async_save`); raises what went wrong in one."""
+        """True once no background save (`checkpoint.async_save`) is running; raises the error of a failed one."""
         return all(self.group.broadcast("finish_save", wait))
 
     def load(self, folder: Path) -> None:
-        """Restore what `checkpoint.load_contents` asks for."""
+        """Restore the contents listed in `checkpoint.load_contents`."""
         self.group.broadcast("load", folder, list(self.config.critic.checkpoint.load_contents))
 
 
 def build_critic_worker(config: RunConfig, total_steps: int) -> EngineWorker:
-    """The value model on this rank."""
+    """This rank's worker of the value model."""
     critic = config.critic
     optim = with_schedule_length(critic.optim, total_steps)
     engine_class = EngineRegistry.get_engine_cls("value_model", critic.strategy)

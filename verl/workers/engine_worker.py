@@ -1,6 +1,7 @@
-"""What actor, critic and reference share: the worker that owns an engine, and how a batch becomes optimiser steps."""
+"""The per-rank worker of actor, critic and reference, and the split of a batch into mini-batches."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,36 @@ from verl.plugin.platform import get_platform
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
 
-RankBatch = tuple[Batch, MicroBatching]  # what a rank computes on, and in which micro-batches
+RankBatch = tuple[Batch, MicroBatching]  # a rank's sequences, and how it splits them into micro-batches
 
 
 class EngineWorker:
-    """One rank's engine behind the calls that a driver makes, and the loss it trains with."""
+    """Runs one rank's engine, and the loss it trains with, for the driver."""
 
     def __init__(self, engine: BaseEngine, loss: TokenLoss | None = None):
         self.engine, self.loss, self.endpoint = engine, loss, TransportEndpoint()
         engine.initialize()
 
     def model_facts(self) -> dict[str, Any]:
-        """What a driver must know of the model: has_dropout, and its attention_length."""
-        return {"has_dropout": has_dropout(self.engine.model), "attention_length": self.attention_length()}
+        """The facts about the model that the driver needs: has_dropout, attention_length and can_cast."""
+        return {
+            "has_dropout": has_dropout(self.engine.model),
+            "attention_length": self.attention_length(),
+            "can_cast": self.engine.can_cast,
+        }
 
     def forward(
-        self, rank_batch: RankBatch, outputs: tuple[str, ...], temperature: float
+        self, rank_batch: RankBatch, outputs: tuple[str, ...], temperature: float, dtype: str | None = None
     ) -> tuple[Metrics, dict[str, Tensor]]:
-        """Peak memory, and columns (T,) of the shard, without gradient."""
+        """Peak memory, and the `outputs` (T,) of the shard, without gradient; computed in `dtype`, if it is given."""
         shard, micro = rank_batch
         get_platform().reset_peak_memory()
-        with self.engine.eval_mode():
+        with self.engine.eval_mode(), self.engine.computing_in(getattr(torch, dtype)) if dtype else nullcontext():
             columns = self.engine.forward(shard, outputs, micro, temperature)
             return add_memory_metrics(Metrics()), columns
 
     def update(self, rank_batch: RankBatch, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
-        """One optimiser step on the shard; metrics, and the outputs (T,) of the forward pass that was trained on."""
+        """Run one optimiser step on the shard; return metrics, and the outputs (T,) of its forward pass."""
         shard, micro = rank_batch
         assert self.loss is not None, "a worker without a loss only runs forward"
         get_platform().reset_peak_memory()
@@ -55,21 +60,21 @@ class EngineWorker:
             return add_memory_metrics(result.metrics.merge(self.engine.optim_step())), result.outputs
 
     def speed(self) -> Speed | None:
-        """What the model costs and this rank can do."""
+        """FLOP counts of the model, and the peak FLOP/s; None if the engine counts no FLOPs."""
         return self.engine.speed()
 
     def attention_length(self) -> float:
-        """Tokens of a sequence whose attention costs as much as the rest; infinite where nobody counts."""
+        """Sequence length at which attention costs as much as all else; infinite if the engine counts no FLOPs."""
         speed = self.engine.speed()
         return float("inf") if speed is None else speed.counts.attention_length
 
     def advance_schedule(self) -> None:
-        """One training step is done: the learning rate moves on."""
+        """Advance the learning-rate schedule by one training step."""
         self.engine.lr_scheduler_step()
 
     def transport_step(self, step: str, argument: Any) -> Any:
-        """A step of this rank's endpoint of a weight transport. "connect" takes the arguments of all ranks; "send" the
-        version and the dtype, and is a collective."""
+        """Run `step` of a weight transfer on this rank's endpoint. "connect" takes the arguments of all ranks; "send"
+        takes the policy version and the dtype, and is a collective."""
         if step == "send":
             return self.endpoint.send(self.engine.export_weights(), *argument)
         return getattr(self.endpoint, step)(argument[self.engine.rank] if step == "connect" else argument)
@@ -85,7 +90,7 @@ class EngineWorker:
 
 
 class WorkerWithoutAdapters(EngineWorker):
-    """Forward passes of another worker's engine, as if its adapters were not there. No second model in memory."""
+    """Runs forward passes of another worker's engine with its adapters disabled. Needs no second model in memory."""
 
     def __init__(self, worker: EngineWorker):
         self.engine, self.loss = worker.engine, None
@@ -96,7 +101,7 @@ class WorkerWithoutAdapters(EngineWorker):
 
 
 def add_memory_metrics(metrics: Metrics) -> Metrics:
-    """The same metrics and perf/*memory*_gb of this process: the highest of any rank and mini-batch, once merged."""
+    """`metrics` with perf/*memory*_gb of this process added; merging takes the maximum over ranks and mini-batches."""
     for name, value in memory_metrics(*get_platform().peak_memory()).items():
         metrics.max(name, value)
     return metrics
@@ -105,10 +110,10 @@ def add_memory_metrics(metrics: Metrics) -> Metrics:
 def micro_batching(
     section: Section, keys: tuple[str, str, str], ranks_per_sequence: int = 1, share_prefixes: bool = False
 ) -> MicroBatching:
-    """A fixed number of sequences where one is set and no token budget asked for, otherwise a token budget.
+    """A fixed number of sequences if it is set and the flag for token budgets is off; otherwise a token budget.
 
-    Of the two limits only the one that decides is read, so that a run can say that the other does nothing.
-    `ranks_per_sequence` are the ranks that hold a micro-batch together.
+    Only the limit that applies is read, so that a run can report that the other one has no effect.
+    `ranks_per_sequence` is the number of ranks that split each sequence.
     """
     flag, size, budget = keys
     path = section.__dict__.get(PATH, "*")
@@ -120,13 +125,13 @@ def micro_batching(
 
 
 class MiniBatches:
-    """Cuts a step's batch into optimiser steps of `prompts_per_step` whole groups, `epochs` times over."""
+    """Splits a training step's batch into mini-batches of `prompts_per_step` whole groups, `epochs` times."""
 
     def __init__(self, prompts_per_step: int, epochs: int, shuffle: bool, seed: int):
         self.prompts_per_step, self.epochs, self.shuffle, self.seed = prompts_per_step, epochs, shuffle, seed
 
     def split(self, batch: Batch, step: int) -> Iterator[tuple[Tensor, Batch]]:
-        """(indices, mini-batch) in training order. The shuffle follows from the seed, `step` and the epoch."""
+        """(indices, mini-batch) in training order. The shuffle is a function of the seed, `step` and the epoch."""
         groups = group_indices(batch["group_ids"])
         for epoch in range(self.epochs):
             order = list(range(len(groups)))
@@ -137,8 +142,8 @@ class MiniBatches:
                 indices = torch.tensor(
                     [index for i in order[start : start + self.prompts_per_step] for index in groups[i]]
                 )
-                whole = len(indices) == batch.num_sequences and not self.shuffle
-                yield indices, batch if whole else batch.select(indices)
+                is_whole_batch = len(indices) == batch.num_sequences and not self.shuffle
+                yield indices, batch if is_whole_batch else batch.select(indices)
 
 
 def group_indices(group_ids: Tensor) -> list[list[int]]:
@@ -150,5 +155,5 @@ def group_indices(group_ids: Tensor) -> list[list[int]]:
 
 
 def with_loss_weights(batch: Batch, mode: str, scale_factor: float | None, dtype: torch.dtype = torch.float32) -> Batch:
-    """The mini-batch with `loss_weights`, computed over all of it."""
+    """The mini-batch with a column `loss_weights`, computed over the whole mini-batch."""
     return batch.with_columns(loss_weights=loss_weights(batch, mode, scale_factor, dtype))

@@ -1,4 +1,4 @@
-"""Rollout beside a sharded engine: one rank's native engine over a copy of the weights that lives while it is awake."""
+"""Rollout on a rank of a sharded engine: a native engine on a full copy of the weights, freed while it sleeps."""
 
 import torch
 from torch import nn
@@ -11,9 +11,9 @@ from verl.workers.rollout.native_engine import NativeEngine, rollout_dtype
 
 
 class RankRollout:
-    """Answers this rank's share of the requests.
+    """Generates the completions of this rank's requests.
 
-    `publish` and `wake` gather the weights one tensor at a time: collectives, which all ranks call in the same order.
+    `publish` and `wake` are collectives that gather one tensor at a time: all ranks call them in the same order.
     """
 
     def __init__(self, rollout: RolloutConfig, model: HFModelConfig, engine: BaseEngine):
@@ -23,7 +23,7 @@ class RankRollout:
         self.native: NativeEngine | None = None
 
     async def publish(self, version: int) -> tuple[int, int]:
-        """Sample from the engine's weights as they are now. (version in use, bytes gathered)."""
+        """Copy the engine's current weights into the rollout; (policy version in use, bytes gathered)."""
         self.version = version
         if self.native is None:
             await self.wake()
@@ -35,7 +35,7 @@ class RankRollout:
         return self.native.version, sum(p.nbytes for p in self.model_copy.parameters())
 
     async def wake(self) -> None:
-        """Take a copy of the weights in the rollout dtype, unless there is one."""
+        """Copy the weights in the rollout dtype, unless there is a copy."""
         if self.native is not None:
             return
         self.model_copy = self._empty_model()
@@ -45,7 +45,7 @@ class RankRollout:
         await self.native.update_weights(self.model_copy, self.version)
 
     async def sleep(self) -> None:
-        """Free the copy and the cache."""
+        """Free the copy of the weights and the KV cache."""
         if self.native is not None:
             await self.native.sleep()
             self.native = self.model_copy = None
@@ -62,7 +62,7 @@ class RankRollout:
         return {} if self.native is None else self.native.stats()
 
     def _empty_model(self) -> nn.Module:
-        """The policy's structure with room for its values on the engine's device."""
+        """The policy's model with uninitialised parameters on the engine's device."""
         config, _ = build_config(self.model)
         engine_dtype = next(self.engine.model.parameters()).dtype
         dtype = rollout_dtype(self.rollout.dtype) or getattr(self.engine, "compute_dtype", engine_dtype)
@@ -73,11 +73,11 @@ class RankRollout:
 
     @torch.no_grad()
     def _copy_weights(self, copy: nn.Module) -> None:
-        """Values of every tensor, rounded to what the engine computes with first."""
+        """Copy every tensor into `copy`, rounded to the engine's compute dtype first."""
         targets = dict(copy.named_parameters())
-        compute = getattr(self.engine, "compute_dtype", None)
+        compute_dtype = getattr(self.engine, "compute_dtype", None)
         for name, tensor in self.engine.export_weights():
-            targets.pop(name).copy_(tensor if compute is None else tensor.to(compute))
+            targets.pop(name).copy_(tensor if compute_dtype is None else tensor.to(compute_dtype))
         assert not targets, f"the engine exported no value for {', '.join(targets)}"
         sources = dict(self.engine.model.named_buffers())
         for name, buffer in copy.named_buffers():

@@ -1,4 +1,4 @@
-"""The ranks' rollout, as the driver sees it: one engine that gives every rank its share of the requests."""
+"""The rollout engine on the driver that distributes requests over the ranks."""
 
 import asyncio
 import contextlib
@@ -9,25 +9,25 @@ from verl.runtime.processes import ProcessGroup
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
 
-ROLE = "rollout"  # the attribute of `RankWorkers` that answers
+ROLE = "rollout"  # the attribute of `RankWorkers` that is called
 
 
 class MultiRankRolloutEngine(RolloutEngine):
-    """Requests that arrive together go to the ranks with the fewest open samples and are decoded together there.
+    """Sends requests that arrive together to the ranks with the fewest open samples, which decode them together.
 
-    Which rank answers changes nothing: a sample's random numbers follow from seed, request and position.
+    Samples do not depend on the rank: their random numbers are a function of seed, request and position.
     """
 
     def __init__(self, group: ProcessGroup):
         self.group = group
         self._version = -1
-        self._open_samples = [0] * group.layout.world_size  # samples
+        self._open_samples = [0] * group.layout.world_size  # per rank
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[tuple[int, Future]]]] = []
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._send)  # after all that are ready to arrive
+            loop.call_soon(self._send)  # after the tasks that are ready have added their requests
         dispatched: asyncio.Future[tuple[int, Future]] = loop.create_future()
         self._waiting.append((request, dispatched))
         rank, answer = await dispatched
@@ -61,11 +61,11 @@ class MultiRankRolloutEngine(RolloutEngine):
                 dispatched.set_result((rank, answer))
 
     async def update_weights(self, weights: Any, version: int) -> None:
-        """Every rank gathers the weights that its engine trains; `weights` is None."""
+        """Make every rank gather the weights of its own engine; `weights` is None."""
         await self.publish(version)
 
     async def publish(self, version: int) -> int:
-        """Make every rank sample from its engine's weights as `version`; bytes that all of them took."""
+        """Make every rank sample from its engine's weights as policy `version`; bytes copied on all ranks."""
         answers = self.group.broadcast(f"{ROLE}.publish", version)
         self._version = min(answer[0] for answer in answers)
         return sum(answer[1] for answer in answers)

@@ -1,4 +1,4 @@
-"""The frozen policy that a KL term compares with."""
+"""The frozen reference policy of the KL term."""
 
 from torch import Tensor
 
@@ -26,18 +26,18 @@ class Reference:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
-        shard = batch.select_columns(["rows"])
-        return self.dispatcher.forward(shard, ("logprobs",), self.micro, self.temperature)["logprobs"]
+        inputs = batch.select_columns(["rows"])
+        return self.dispatcher.forward(inputs, ("logprobs",), self.micro, self.temperature)["logprobs"]
 
 
 def ranks_per_replica(config: RunConfig) -> int:
-    """How many ranks share the tokens of a sequence: as the actor's do where its engine answers."""
+    """How many ranks split a sequence; with LoRA the actor's setting, because its engine runs the reference."""
     arr = config.actor_rollout_ref
     return (arr.actor if wants_lora(arr.model) else arr.ref).fsdp_config.ulysses_sequence_parallel_size
 
 
 def build_reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:
-    """A forward-only engine on the policy's initial weights; with LoRA the actor's own, without its adapters."""
+    """A forward-only worker on the initial weights; with LoRA the actor's engine with its adapters disabled."""
     arr = config.actor_rollout_ref
     if wants_lora(arr.model):
         return WorkerWithoutAdapters(actor)

@@ -4,7 +4,7 @@
 #   python3 examples/data_preprocess/gsm8k_multiturn_sft.py --local_dataset_path DIR
 #   MODEL_PATH=~/models/Qwen/Qwen3-0.6B bash examples/sft/gsm8k/run_qwen3_0_6b.sh [key=value ...]
 #
-# Every variable below can be set in front of the command; further arguments are overrides and win.
+# Every variable below can be set in front of the command; further arguments are overrides and take precedence.
 set -euo pipefail
 
 MODEL_PATH=${MODEL_PATH:-$HOME/models/Qwen/Qwen3-0.6B}

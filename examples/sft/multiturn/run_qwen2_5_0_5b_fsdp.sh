@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tune on conversations of many turns: every assistant turn is trained, what the user says is not.
+# Fine-tune on conversations of many turns: every assistant turn is trained, user turns are not.
 #
 #   python3 examples/data_preprocess/gsm8k_multiturn_sft.py --steps --local_dataset_path DIR --local_save_dir ~/data/gsm8k_steps
 #   MODEL_PATH=~/models/Qwen/Qwen2.5-0.5B-Instruct bash examples/sft/multiturn/run_qwen2_5_0_5b_fsdp.sh [key=value ...]
@@ -8,7 +8,7 @@
 #   LAUNCH="torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
 set -euo pipefail
 
-LAUNCH=${LAUNCH:-python3} # python3 starts as many ranks as there are devices
+LAUNCH=${LAUNCH:-python3} # python3 starts one rank per device
 MODEL_PATH=${MODEL_PATH:-$HOME/models/Qwen/Qwen2.5-0.5B-Instruct}
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k_steps}
 SP_SIZE=${SP_SIZE:-1}

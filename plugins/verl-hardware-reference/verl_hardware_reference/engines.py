@@ -1,4 +1,4 @@
-"""The FSDP engines of each chip: what differs happens in `initialize`, after the parent's."""
+"""The FSDP engines of each chip; chip-specific changes follow the parent's `initialize`."""
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -10,7 +10,7 @@ BACKENDS = ["fsdp", "fsdp2"]
 
 
 def reduce_by_summing(model) -> None:
-    """Let FSDP2 reduce gradients as sum and division, for collective libraries without an averaging reduction."""
+    """Make FSDP2 reduce gradients by sum and division, for collective libraries without an averaging reduction."""
     if isinstance(model, FSDPModule):
         model.set_force_sum_reduction_for_comms(True)
 

@@ -1,4 +1,4 @@
-"""MetaX GPUs: the vendor's torch calls them "cuda", so only the vendor's program tells them from NVIDIA's."""
+"""MetaX GPUs: the vendor's torch calls them "cuda"; only the vendor's program distinguishes them from NVIDIA's."""
 
 from verl.plugin.platform import PlatformRegistry, TorchAccelerator
 

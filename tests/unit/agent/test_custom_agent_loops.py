@@ -36,10 +36,13 @@ class Asking(AgentLoopBase):
         self.spoil = spoil
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        ids = prompt = self.ct_build_initial_tokens(row["raw_prompt"])
+        messages = list(row["raw_prompt"])
+        ids = prompt = await self.ct_build_initial_tokens(messages)
         first = await self.server_manager.generate("x", prompt_ids=ids, sampling_params=sampling_params)
-        ids = self.ct_merge_assistant_token(ids, first.token_ids)
-        ids = self.ct_merge_non_assistant_msg(ids, [{"role": "user", "content": "Are you sure?"}])
+        merged, mask, _ = await self.ct_merge_assistant_token(ids, first.token_ids, [])
+        doubt = [*messages, {"role": "user", "content": "Are you sure?"}]
+        merged, mask, _ = await self.ct_merge_non_assistant_msg(messages, doubt, merged.token_ids, mask)
+        ids = merged.token_ids
         second = await self.server_manager.generate("x", prompt_ids=ids, sampling_params=sampling_params)
         asked = ids[len(prompt) + len(first.token_ids) :]
         answers = [first.token_ids, second.token_ids]
@@ -90,13 +93,13 @@ def test_a_loop_may_show_tools_of_its_own_but_no_pictures(tokenizer: Any, tool_f
     client = LLMServerClient(ScriptedEngine(tokenizer, []), SamplingParams(), 99, 0, 0)
     loop = Asking(ConfigWrap(made.config), client, tokenizer, tools=ToolListWrap(list(made.tools.values())))
     messages = [{"role": "user", "content": "hi"}]
-    assert '"name": "add"' in tokenizer.decode(loop.ct_build_initial_tokens(messages))
+    assert '"name": "add"' in tokenizer.decode(asyncio.run(loop.ct_build_initial_tokens(messages)))
     other = {"type": "function", "function": {"name": "other", "parameters": {}}}
-    shown = tokenizer.decode(loop.ct_build_initial_tokens(messages, tools=[other]))
+    shown = tokenizer.decode(asyncio.run(loop.ct_build_initial_tokens(messages, tools=[other])))
     assert '"name": "other"' in shown and '"name": "add"' not in shown
     for refused in (
-        lambda: loop.ct_build_initial_tokens(messages, images=[b"x"]),
-        lambda: loop.ct_merge_non_assistant_msg([1], messages, images=[b"x"]),
+        lambda: asyncio.run(loop.ct_build_initial_tokens(messages, images=[b"x"])),
+        lambda: asyncio.run(loop.ct_merge_non_assistant_msg([], messages, [1], [], images=[b"x"])),
         lambda: asyncio.run(client.generate("x", prompt_ids=[1], image_data=[b"x"])),
     ):
         with pytest.raises(DataError, match="only text is supported so far"):

@@ -145,7 +145,7 @@ def test_rows_choose_their_loop_and_loops_may_score_themselves(tokenizer: Any, t
         @register("echo_agent")
         class Echo(AgentLoopBase):
             async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-                prompt = self.ct_build_initial_tokens(kwargs["raw_prompt"])
+                prompt = await self.ct_build_initial_tokens(kwargs["raw_prompt"])
                 out = await self.server_manager.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
                 mask = [1] * len(out.token_ids)
                 return AgentLoopOutput(prompt, out.token_ids, mask, out.log_probs, reward_score=2.5, num_turns=2)

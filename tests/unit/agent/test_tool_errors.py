@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from verl.agent.agent_runner import load_agent_loops
-from verl.agent.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, call_tool, load_tools
+from verl.agent.tool_schemas import OpenAIFunctionToolSchema
+from verl.agent.tools import BaseTool, ToolResponse, call_tool, load_tools
 from verl.utils.errors import ConfigError
 
 FUNCTIONS = '''

@@ -284,3 +284,14 @@ def test_the_module_is_a_command(tmp_path):
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--local_dir", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and "error:" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_damaged_file_that_the_merged_model_takes_over_is_said(models, tmp_path, capsys):
+    saved = tmp_path / "saved"
+    save_shards(models["odd"], saved)
+    main(["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "sound")])
+    assert "warning" not in capsys.readouterr().err
+    with open(saved / "huggingface" / "config.json", "a") as file:
+        file.write("\n")
+    main(["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")])
+    assert "huggingface/config.json is damaged" in capsys.readouterr().err

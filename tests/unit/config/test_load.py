@@ -233,9 +233,34 @@ def test_a_key_without_effect_warns_and_leaves_all_else_alone():
         assert load_config(["data.return_raw_input_ids=True"]) == load_config()
 
 
-def test_code_from_model_folders_is_refused_with_a_way_out():
-    with pytest.raises(ConfigError, match="external_lib"):
-        load_config(["actor_rollout_ref.model.trust_remote_code=True"])
+def test_scripts_that_trust_code_of_a_model_folder_load_with_one_line_that_it_is_never_run():
+    for key, name in (("actor_rollout_ref.model", "ppo_trainer"), ("data", "ppo_trainer"), ("model", "sft_trainer")):
+        with pytest.warns(
+            ConfigWarning, match="trust_remote_code has no effect: code from a .* is never run"
+        ) as caught:
+            load_config([f"{key}.trust_remote_code=True"], name)
+        assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lines_of_published_scripts_load():
+    fine_tuning = load_config(
+        ["model=hf_model", "engine=fsdp", "optim=fsdp", "optim.lr_warmup_steps=null"], "sft_trainer"
+    )
+    assert fine_tuning == load_config([], "sft_trainer")
+    warmup = [f"{ACTOR}.optim.lr_warmup_steps=null", "critic.optim.lr_warmup_steps=null"]
+    batches = [f"reward_model.{key}=1" for key in ("forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")]
+    config = load_config([*warmup, *batches, "trainer.use_legacy_worker_impl=disable"])
+    assert config == load_config() and config.actor_rollout_ref.actor.optim.lr_warmup_steps == -1
+    with pytest.raises(ConfigError, match="model=llama is not one of hf_model"):
+        load_config(["model=llama"], "sft_trainer")
+
+
+def test_shared_prompts_run_packed_and_say_so():
+    packed = "actor_rollout_ref.model.use_remove_padding"
+    with pytest.warns(ConfigWarning, match=f"{packed}=False has no effect: .*use_prefix_grouper=True") as caught:
+        config = load_config([f"{ACTOR}.use_prefix_grouper=True", f"{packed}=False"])
+    assert config.actor_rollout_ref.model.use_remove_padding is True and len(caught) == 1
 
 
 def test_hf_is_another_name_of_the_native_engine():
@@ -333,3 +358,29 @@ def test_reading_a_replaced_section_counts_as_reading():
 )
 def test_every_shipped_preset_loads(path):
     load_config(config_name=path.stem)
+
+
+def test_configuration_classes_take_the_keywords_of_published_code():
+    from verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig
+
+    assert ActorConfig(strategy="fsdp", rollout_n=4).rollout_n == 4 and CriticConfig(rollout_n=2).rollout_n == 2
+    assert load_config([f"{ROLLOUT}.n=5"]).actor_rollout_ref.actor.rollout_n == 5
+    assert FSDPOptimizerConfig(warmup_style="cosine", grad_clip=2.0).lr_scheduler_type == "cosine"
+    with pytest.raises(ConfigError, match="give only lr_scheduler_type"):
+        FSDPOptimizerConfig(warmup_style="cosine", lr_scheduler_type="constant")
+    with pytest.raises(TypeError, match="warmup"):
+        FSDPOptimizerConfig(warmup="cosine")
+
+
+def test_omegaconf_makes_structured_configs_of_every_section():
+    omegaconf = pytest.importorskip("omegaconf")
+    import verl.config
+
+    for name in verl.config.__all__:
+        cls = getattr(verl.config, name)
+        if isinstance(cls, type) and issubclass(cls, verl.config.Section) and cls is not verl.config.Section:
+            omegaconf.OmegaConf.structured(cls)
+            omegaconf.OmegaConf.structured(cls())
+    model = omegaconf.OmegaConf.structured(verl.config.HFModelConfig)
+    model = omegaconf.OmegaConf.merge(model, {"path": "m", "target_modules": ["a"]})
+    assert omegaconf.OmegaConf.to_object(model) == verl.config.HFModelConfig(path="m", target_modules=["a"])

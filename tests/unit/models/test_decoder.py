@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
-from verl.models.decoder import lean_weights, onednn_weights
 from verl.models.decoder.device_graphs import GraphedDecode, capture_sizes
 from verl.models.decoder.generic import GenericDecoder
 from verl.models.decoder.lean_weights import why_not_lean
+from verl.models.decoder.weight_layouts import WeightLayout
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
 
@@ -97,12 +98,15 @@ def largest_error(model: PreTrainedModel, asked: list[GenerationRequest], got: l
     return worst
 
 
-CASES = [*((name, packs) for name in LEAN for packs in (True, False)), *((name, False) for name in GENERIC)]
+LAYOUTS = [WeightLayout(torch.float32, merged, onednn) for merged in (True, False) for onednn in (True, False)]
+CASES = [*((name, layout) for name in LEAN for layout in LAYOUTS), *((name, LAYOUTS[-1]) for name in GENERIC)]
 
 
-@pytest.mark.parametrize(("name", "packs"), CASES, ids=[f"{name}{', packed' * packs}" for name, packs in CASES])
-def test_logprobs_equal_the_models_own_on_every_family(name: str, packs: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", lean_weights.MAX_MERGED_BYTES if packs else 0)
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}, {layout.name}" for name, layout in CASES])
+def test_logprobs_equal_the_models_own_on_every_family(
+    name: str, layout: WeightLayout, monkeypatch: pytest.MonkeyPatch
+):
+    use_layout(monkeypatch, layout.merged, layout.onednn)
     family, extra = {**LEAN, **GENERIC}[name]
     model = tiny_model(family, extra)
     assert bool(why_not_lean(model)) == (name in GENERIC)
@@ -144,7 +148,7 @@ def test_a_longer_prompt_that_joins_moves_the_column_to_the_right():
 
 
 def test_the_lean_path_reads_the_modules_own_tensors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(onednn_weights, "MAX_ONEDNN_BYTES", 0)
+    use_layout(monkeypatch, onednn=False)
     model = tiny_model("llama", {}).bfloat16()
     engine = NativeEngine(RolloutConfig(dtype="bfloat16"), model)
     weights = engine.decoder.weights
@@ -158,19 +162,14 @@ def test_bfloat16_in_the_kernels_layout_rounds_no_more_than_in_place(name: str, 
     exact = copy.deepcopy(model).double()
     asked = requests([3, 17, 24, 9], n=2, new=20)
 
-    def error(reordered: int, packed: int) -> float:
-        monkeypatch.setattr(onednn_weights, "MAX_ONEDNN_BYTES", reordered)
-        monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", packed)
+    def error(onednn: bool, merged: bool) -> float:
+        use_layout(monkeypatch, merged, onednn)
         engine = NativeEngine(RolloutConfig(dtype="bfloat16", prompt_length=24, response_length=20), model)
-        assert (engine.decoder.weights.uses_onednn_layout, engine.decoder.weights.merges_projections) == (
-            reordered > 0,
-            packed > 0,
-        )
         return largest_error(exact, asked, engine.core.run(asked))
 
-    in_place = error(0, 0)
-    assert error(1 << 30, 0) < 1.5 * in_place + 0.01
-    assert error(1 << 30, 1 << 30) < 1.5 * in_place + 0.01
+    in_place = error(False, False)
+    assert error(True, False) < 1.5 * in_place + 0.01
+    assert error(True, True) < 1.5 * in_place + 0.01
 
 
 def test_padding_prompts_to_one_width_does_not_reach_their_logits():
@@ -184,7 +183,7 @@ def test_padding_prompts_to_one_width_does_not_reach_their_logits():
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_graphed_steps_pad_the_batch_and_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", 0)
+    use_layout(monkeypatch)
     model = tiny_model(family, {"sliding_window": 6})
     asked = requests([3, 17, 24, 9, 3, 24], n=2, new=20)
     config = RolloutConfig(dtype="float32", prompt_length=24, response_length=20, max_num_seqs=7)

@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import warnings
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -26,6 +28,7 @@ from verl.config import load_config
 from verl.config.rollout import RolloutConfig
 from verl.data.micro_batches import MicroBatching
 from verl.models.float64 import keep_float64
+from verl.runtime.rank import RankInfo
 from verl.trainer.ppo.rollout_setup import load_rollout_engine
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
@@ -326,6 +329,21 @@ def test_shards_merged_by_the_command_and_joined_by_peft_are_the_trained_model(f
     assert not torch.allclose(logits_of(joined), logits_of(plain), rtol=1e-3)
 
 
+def warnings_of_two_steps(folder, adapters):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        RankInfo(dist.get_rank(), 2, dist.get_rank(), 2).init_process_group()
+        engine = started(folder, adapters, dtype="fp32", strategy="fsdp")
+        engine.forward_backward(random_batch().select(ROWS[engine.rank]), SquaredLogprob())
+        engine.optim_step()
+        dict(engine.weights.full_tensors())
+    return [str(warning.message) for warning in said]
+
+
+def test_torch_says_nothing_about_adapters_in_flat_shards(folder, adapters):
+    assert run_ranks(2, warnings_of_two_steps, folder, adapters) == [[], []]
+
+
 def mixed_types(folder, adapters):
     engine = started(folder, adapters, dtype="bf16")
     kinds = {(p.dtype, p.requires_grad) for _, p in engine.weights.named_parameters}
@@ -366,12 +384,14 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_all_linear_passes_over_experts_that_are_one_tensor(tmp_path, family):
+def test_all_linear_passes_over_experts_that_are_one_tensor(tmp_path, family, caplog):
     changes, layer = MIXTURES[family]
     engine = build_engine(save_tiny_model(tmp_path, AutoConfig.for_model(family, **{**SHAPE, **changes})), model=LORA)
     engine.forward_backward(random_batch(), SquaredLogprob())  # in float64, which the grouped kernel has not
     adapted = {name.partition(".lora_")[0] for name in trained(engine)}
     assert any(name.endswith(layer) for name in adapted) and all(".self_attn." in name for name in adapted)
+    dense = "leaves 6 layers of dense MLPs and shared experts without adapters, first model.layers.0.mlp.gate_proj"
+    assert (dense in caplog.text) == (family == "deepseek_v3")
 
 
 def test_generation_without_a_trainer_takes_the_adapters_or_refuses(folder, adapters):

@@ -28,6 +28,8 @@ def folder(tmp_path_factory):
         ({"target_modules": ".*("}, r"target_modules='\.\*\(' is no regular expression"),
         ({"target_modules": ["q_proj", "lm_head"]}, "adapters of lm_head; only linear layers below the head"),
         ({"target_modules": ["embed_tokens"]}, "adapters of model.embed_tokens; only linear"),
+        ({"lora_rank": 10**9}, r"lora_rank=1000000000 makes adapters of \d+ GiB .*; at most \d+ would fit"),
+        ({"lora_rank": 10**9, "target_modules": ".*q_proj"}, r"lora_rank=1000000000 makes adapters of \d+ GiB"),
         ({"lora_adapter_path": "nowhere"}, "nowhere has no adapter_config.json and no adapter_model.safetensors"),
     ],
 )

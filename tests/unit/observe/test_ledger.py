@@ -1,6 +1,7 @@
 """The ledger gives back exactly what was recorded; dumps are readable JSON lines."""
 
 import json
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +11,7 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.observe.ledger import Ledger, ledger_path, ledger_steps, read_ledger
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 
 
 def make_batch(seed=0, count=7):
@@ -85,7 +86,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full_disk)
-    with pytest.raises(OSError):
+    with pytest.raises(DataError):
         Ledger(tmp_path).append(1, make_batch())
     assert list(tmp_path.iterdir()) == []
 
@@ -137,3 +138,33 @@ def test_dumps_of_steps_after_a_resume_are_removed(tmp_path):
         dump_rollouts(tmp_path, step, ["a"], ["b"], [""], [0.0])
     remove_dumps_after(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.jsonl", "2.jsonl"]
+
+
+def test_a_ledger_whose_folder_was_deleted_says_what_to_do(tmp_path):
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.append(1, make_batch())
+    shutil.rmtree(tmp_path / "ledger")
+    for task in (lambda: ledger.append(2, make_batch()), ledger.sync):
+        with pytest.raises(
+            DataError, match=r"ledger in .*ledger could not .*deleted.*same command.*trainer\.ledger=False"
+        ):
+            task()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"ledger.*cannot be written to"):
+        Ledger(tmp_path / "file" / "ledger")
+    with pytest.raises(DataError, match=r"answers of step 3 could not be written to .*3\.jsonl"):
+        dump_rollouts(tmp_path / "file", 3, ["a"], ["b"], ["c"], [1.0])
+
+
+def test_stray_files_in_the_ledger_are_passed_over(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.append(1, make_batch())
+    for name in ("step_old.parquet", "step_000001 (copy).parquet", "step_2.parquet"):
+        (tmp_path / name).write_text("stray")
+    ledger.rewind(0)
+    assert ledger_steps(tmp_path) == [] and len(list(tmp_path.iterdir())) == 3
+    (tmp_path / "².jsonl").write_text("")
+    remove_dumps_after(tmp_path, 0)

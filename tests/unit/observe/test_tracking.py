@@ -285,3 +285,28 @@ def test_an_unknown_tracker_suggests_the_nearest():
         Tracking("p", "e", "tensorbord")
     with Tracking("p", "e", ["console"]) as tracking, pytest.raises(ConfigError, match="not part of this run"):
         tracking.log({"x": 1}, 1, backend="file")
+
+
+def test_a_step_that_is_logged_again_keeps_one_line():
+    with Tracking("p", "e", "file") as tracking:
+        tracking.log({"x": 1}, 1)
+        tracking.log({"x": 2}, 2)
+    with Tracking("p", "e", "file") as tracking:
+        tracking.log({"val": 5}, 1)
+    assert [(r["step"], r["data"]) for r in trackers.read_metrics("p/e.jsonl")] == [
+        (1, {"x": 1, "val": 5}),
+        (2, {"x": 2}),
+    ]
+
+
+@pytest.mark.parametrize("line", ["not JSON", "[1]", '{"step": "a", "data": {}}', '{"step": 1}', "\x00"])
+def test_a_line_that_is_no_record_does_not_stop_a_resume(line: str, caplog: pytest.LogCaptureFixture):
+    with Tracking("p", "e", "file") as tracking:
+        tracking.log({"x": 1}, 1)
+    before = Path("p/e.jsonl").read_text() + line + "\n"
+    Path("p/e.jsonl").write_text(before)
+    with Tracking("p", "e", "file") as tracking:
+        tracking.rewind(1)
+        tracking.log({"x": 2}, 2)
+    assert "e.jsonl: line 2 is no record" in caplog.text and Path("p/e.jsonl.unreadable").read_text() == before
+    assert [json.loads(text)["step"] for text in Path("p/e.jsonl").read_text().splitlines()] == [1, 2]

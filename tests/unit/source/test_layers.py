@@ -1,50 +1,14 @@
 """Imports point strictly down, rooms of one layer are strangers, and heavy libraries stay in their adapters."""
 
-import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.layers import RANK, SHIMS, all_imports, covers, room_of
+
 ROOT = Path(__file__).resolve().parents[3]
 
-LAYERS = (
-    ("utils",),
-    ("config", "plugin"),
-    ("data",),
-    ("algorithms", "runtime", "observe"),
-    ("models",),
-    ("checkpoint_engine",),
-    ("workers.engine", "workers.rollout"),
-    ("workers",),  # driver-side handles over the two
-    ("weight_sync", "agent", "rewards"),
-    ("trainer",),
-    ("commands",),
-    ("experimental", "cli"),
-)
-RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
-
-# Thin modules at import paths that other people's code uses. They may look anywhere; nothing inside may import one.
-SHIMS = {
-    "verl.experimental.agent_loop",
-    "verl.model_merger",
-    "verl.protocol",
-    "verl.single_controller",
-    "verl.tools",
-    "verl.trainer.certify",
-    "verl.trainer.config",
-    "verl.trainer.main_eval",
-    "verl.trainer.main_generation_server",
-    "verl.trainer.ppo.core_algos",
-    "verl.utils.device",
-    "verl.utils.distributed",
-    "verl.utils.net_utils",
-    "verl.utils.reward_score",
-    "verl.workers.config",
-    "verl.workers.engine.fsdp",
-    "verl.workers.engine.megatron",
-}
 # Who may import a heavy library, lazily or not: its adapter.
 ADAPTERS = {
     "hydra": {"verl.config"},
@@ -53,45 +17,17 @@ ADAPTERS = {
     "mlflow": {"verl.observe.trackers"},
     "tensorboard": {"verl.observe.trackers"},
     "ray": {"verl.runtime.ray"},
-    "vllm": {"verl.workers.rollout.vllm_engine", "verl.workers.rollout.vllm_worker"},
+    "vllm": {
+        "verl.workers.rollout.vllm_engine",
+        "verl.workers.rollout.vllm_layout",
+        "verl.workers.rollout.vllm_worker",
+    },
     "sglang": {"verl.workers.rollout.sglang_engine"},
     "megatron": {"verl.workers.engine.megatron_engine"},
     "veomni": {"verl.workers.engine.veomni_engine"},
     "torch_npu": {"verl.plugin.platform.npu"},
     "flash_attn": {"verl.models.attention.packed"},
 }
-Import = tuple[str, int, str]  # importing module, line, imported name with dots
-
-
-def covers(prefixes, module: str) -> bool:
-    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
-
-
-def room_of(module: str) -> str | None:
-    """'verl.workers.engine.base' -> 'workers.engine'; None for `verl` itself."""
-    parts = module.split(".")[1:]
-    return next((room for room in (".".join(parts[:2]), ".".join(parts[:1])) if room in RANK), None)
-
-
-def module_name(path: Path, root: Path) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports_of(path: Path, root: Path) -> Iterator[Import]:
-    """Every import statement of a file, at any depth of nesting, `from a import b` as a.b, relative ones resolved."""
-    module = module_name(path, root)
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((module, node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((module, node.lineno, f"{source}.{alias.name}") for alias in node.names)
-
-
-def all_imports(root: Path) -> list[tuple[Path, Import]]:
-    return [(path, found) for path in sorted((root / "verl").rglob("*.py")) for found in imports_of(path, root)]
 
 
 def violations(root: Path) -> list[str]:
@@ -121,7 +57,8 @@ def test_imports_point_strictly_down():
 
 
 def test_every_listed_room_is_there_or_still_to_come():
-    rooms = {p.name.removesuffix(".py") for p in (ROOT / "verl").iterdir() if p.name[0] != "_" and p.name[0] != "."}
+    files = (p for p in (ROOT / "verl").iterdir() if p.is_dir() or p.suffix == ".py")
+    rooms = {p.name.removesuffix(".py") for p in files if p.name[0] != "_" and p.name[0] != "."}
     known = {room.split(".")[0] for room in RANK} | {shim.split(".")[1] for shim in SHIMS}
     assert rooms <= known, f"no layer for {sorted(rooms - known)}"
 

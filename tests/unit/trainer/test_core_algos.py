@@ -1,6 +1,7 @@
 """The door for outside algorithms, used the way the outside world does: padded (bs, T) tensors in, agg_loss out."""
 
 from collections import defaultdict
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from verl.trainer.ppo.core_algos import (
     register_adv_est,
     register_policy_loss,
 )
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -340,3 +341,114 @@ def test_the_padded_value_loss_is_half_the_larger_squared_error():
     )
     assert float(loss) == pytest.approx(0.5 * ((0.5 - 2.0) ** 2 + 1.0) / 2)
     assert float(clipfrac) == 0.5
+
+
+def test_a_published_loss_may_assert_the_class_of_its_config():
+    from verl.workers.config import ActorConfig as PublishedActorConfig
+
+    @register_policy_loss("asserts")
+    def asserts(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **kwargs):
+        assert isinstance(config, PublishedActorConfig) and "global_batch_info" in config
+        assert config.get("clip_ratio") == config["clip_ratio"] == config.clip_ratio == 0.3
+        losses = token_losses(old_log_prob, log_prob, advantages)
+        return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=4, clip_ratio=0.3, policy_loss=PolicyLossConfig(loss_mode="asserts")
+    )
+    assert config.rollout_n == 4 and losses.make_actor_loss(config) is not None
+
+
+def test_a_loss_without_rollout_is_weights_is_refused_with_a_sentence():
+    @register_policy_loss("older")
+    def older(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
+        return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode), {}
+
+    with pytest.raises(ConfigError, match=r"'older' cannot be called: .*'rollout_is_weights'.*add what is missing"):
+        losses.make_actor_loss(config_for("older"))
+
+
+def test_a_plain_enum_member_registers_under_its_value():
+    class Mine(Enum):
+        OURS = "ours_by_enum"
+
+    register_adv_est(Mine.OURS)(outside_grpo)
+    assert get_adv_estimator_fn("ours_by_enum") is get_adv_estimator_fn(Mine.OURS) is outside_grpo
+
+
+def test_names_that_are_unknown_or_taken_are_value_errors():
+    for get in (get_adv_estimator_fn, get_policy_loss_fn):
+        for name in ("nothing_like_it", "gpg"):
+            with pytest.raises(ValueError, match=name):
+                get(name)
+    with pytest.raises(ValueError, match="'grpo' is already registered"):
+        register_adv_est("grpo")(outside_grpo)
+    with pytest.raises(ValueError, match="'vanilla' is already registered"):
+        register_policy_loss("vanilla")(outside_ppo)
+
+
+def test_the_value_loss_takes_the_counts_of_the_whole_mini_batch():
+    columns = (
+        torch.tensor([[1.0, 3.0]]),
+        torch.tensor([[2.0, 2.0]]),
+        torch.tensor([[1.0, 3.0]]),
+        torch.tensor([[1, 1]]),
+    )
+    loss, _ = core_algos.compute_value_loss(*columns, 0.5, "token-mean", dp_size=2, batch_num_tokens=8)
+    assert float(loss) == pytest.approx(0.5 * 2.0 / 8 * 2)
+
+
+SCORES = [1.0, 0.0, 3.0, 2.0, 5.0]  # two groups of two, and a row alone
+LENGTHS = [1, 3, 2, 2, 4]
+INDEX = np.array(["a", "a", "b", "b", "c"], dtype=object)
+
+
+def outcome(name, *middle, **kwargs):
+    """(advantage on the first token of each row, all advantages, the mask) of one of the padded estimators."""
+    mask = (torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]).long()
+    rewards = torch.zeros(5, 4, dtype=torch.float64)
+    rewards[torch.arange(5), torch.tensor(LENGTHS) - 1] = torch.tensor(SCORES, dtype=torch.float64)
+    function = getattr(core_algos, f"compute_{name}_outcome_advantage")
+    advantages, returns = function(rewards, *middle, response_mask=mask, **kwargs)
+    assert advantages.shape == returns.shape == mask.shape and (advantages[mask == 0] == 0).all()
+    return advantages[:, 0].tolist(), advantages, mask
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rloo", [1.0, -1.0, 1.0, -1.0, 5.0]),
+        ("rloo_vectorized", [1.0, -1.0, 1.0, -1.0, 5.0]),
+        ("opo", [1 - 1 / 4, -1 / 4, 3 - 10 / 4, 2 - 10 / 4, 5.0]),
+        ("gpg", [0.5 * 5 / 4, -0.5 * 5 / 4, 0.5 * 5 / 4, -0.5 * 5 / 4, 5.0 * 5 / 4]),
+        ("grpo", [0.5 / (0.5**0.5), -0.5 / (0.5**0.5)] * 2 + [5.0]),
+        ("grpo_vectorized", [0.5 / (0.5**0.5), -0.5 / (0.5**0.5)] * 2 + [5.0]),
+    ],
+)
+def test_a_padded_estimator_gives_the_numbers_of_its_formula(name, expected):
+    assert outcome(name, index=INDEX)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_passk_rewards_the_lead_of_the_best_and_needs_two_rows():
+    rewards, mask = torch.tensor([[1.0], [0.0], [4.0], [1.5]]), torch.ones(4, 1)
+    advantages, _ = core_algos.compute_grpo_passk_outcome_advantage(
+        rewards, mask, np.array([0, 0, 0, 0]), norm_adv_by_std_in_grpo=False
+    )
+    assert advantages.flatten().tolist() == [0, 0, 2.5, 0]
+    with pytest.raises(DataError, match="row 4 is alone"):
+        outcome("grpo_passk", index=INDEX)
+
+
+def test_whitened_estimators_have_mean_0_and_variance_1_and_remax_subtracts_the_greedy_score():
+    for name, arguments in (("reinforce_plus_plus_baseline", {"index": INDEX}), ("reinforce_plus_plus", {})):
+        _, advantages, mask = outcome(name, **arguments)
+        sampled = advantages[mask.bool()]
+        assert float(sampled.mean()) == pytest.approx(0, abs=1e-6) and float(sampled.var()) == pytest.approx(
+            1, rel=1e-5
+        )
+    first, _, _ = outcome("remax", torch.tensor([1.0, 1.0, 0.0, 0.0, 2.0]))
+    assert first == [0.0, -1.0, 3.0, 2.0, 3.0]
+    returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(
+        torch.tensor([[1.0, 0.0, 2.0, 9.0]]), torch.tensor([[1, 0, 1, 0]]), config=AlgorithmConfig(gamma=0.5)
+    )[1]
+    assert returns.tolist() == [[2.0, 0.0, 2.0, 0.0]]  # what was not sampled is skipped, and not discounted

@@ -1,4 +1,4 @@
-"""The proof that the gradient of a configuration does not depend on how a mini-batch is cut, packed or shared out."""
+"""Checks that a configuration's gradient does not depend on how a mini-batch is split, packed or sharded."""
 
 from verl.commands.certify.comparison import main
 

@@ -1,4 +1,4 @@
-"""The certificate: one row per way to compute the gradient, and the verdict."""
+"""The certificate: one row per variant of the gradient computation, and the verdict."""
 
 import dataclasses
 import sys
@@ -8,28 +8,28 @@ from typing import Any
 from verl.commands.certify.variants import WHOLE_MINI_BATCH
 
 TOLERANCE = 1e-10  # relative, float64
-MAX_REPEAT_ERROR = 1e-7  # the definition computed twice: rounding in float64 stays far below
-MAX_RATIO = 2.0  # error against float64, as a multiple of the plain computation's
+MAX_REPEAT_ERROR = 1e-7  # between two computations of the definition; float64 rounding stays far below
+MAX_RATIO = 2.0  # error against float64, divided by the error of the plain computation
 
 
 @dataclass(frozen=True)
 class CertificateRow:
-    """One comparison with the definition."""
+    """One variant compared with the definition."""
 
     role: str
     dimension: str
     setting: str
     float64_error: float  # relative to the norm of the whole gradient
     tolerance: float
-    own_error: float | None  # the same in the type of the configuration; None where that is float64
-    ratio: float | None  # own_error over the error of the plain computation in that type
+    own_error: float | None  # the same in the configured dtype; None if that is float64
+    ratio: float | None  # own_error divided by the error of the plain computation in that dtype
     worst: str  # the parameter with the largest share of the error
     ok: bool
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """All rows of a configuration."""
+    """All rows for one configuration."""
 
     rows: list[CertificateRow]
 
@@ -38,7 +38,7 @@ class Certificate:
         return all(row.ok for row in self.rows)
 
     def failed_dimensions(self, role: str) -> list[str]:
-        """What the gradient of `role` changes with, in the order of the table; empty when with nothing."""
+        """The dimensions that change the gradient of `role`, in the order of the table."""
         return list(dict.fromkeys(row.dimension for row in self.rows if row.role == role and not row.ok))
 
     def verdict(self) -> str:
@@ -74,7 +74,7 @@ class Certificate:
 
 
 def print_table(certificate: Certificate) -> None:
-    """The table and the verdict, for people."""
+    """Print the table and the verdict."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`verl certify [key=value ...]`: is the gradient of this configuration the same however a mini-batch is cut?"""
+"""`verl certify [key=value ...]`: check that the gradient does not depend on how a mini-batch is split."""
 
 import argparse
 import contextlib
@@ -41,7 +41,7 @@ from verl.workers.engine.precision import Precision
 from verl.workers.engine.torch_engine import TorchEngine, platform_device
 from verl.workers.engine_worker import with_loss_weights
 
-HELP = """Check that the gradient does not depend on how a mini-batch is cut, packed and computed.
+HELP = """Check that the gradient does not depend on how a mini-batch is split, packed and computed.
 
 usage: verl certify [options] key=value ...
 
@@ -49,9 +49,9 @@ usage: verl certify [options] key=value ...
   verl certify --tiny actor_rollout_ref.model.path=DIR   a random two-layer model of the same family: seconds
   verl certify --tiny actor_rollout_ref.model.external_lib=my_loss actor_rollout_ref.actor.policy_loss.loss_mode=mine
 
-Every way to compute it is compared, in float64, with the definition: one sequence at a time, no packing, every formula
-written out. A relative difference above 1e-10 is a violation; so is, in float32, more than twice the error of the plain
-computation. Exit code 0: all equal; 1: a violation, named; 2: a mistake the message explains.
+Every variant is compared in float64 with the definition: one sequence at a time, no packing, every formula written out.
+A relative difference above 1e-10 is a violation. In float32, more than twice the error of the plain computation is one
+too. Exit code 0: all equal; 1: a violation, named; 2: a mistake the message explains.
 """
 
 
@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("verl certify", description=HELP, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--tiny", action="store_true", help="random weights in the shape of a two-layer model")
-    parser.add_argument("--ranks", type=int, default=1, help="also shard the model over so many processes (1)")
+    parser.add_argument("--ranks", type=int, default=1, help="also shard the model over this many processes (1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--sequences", type=int, default=14, help="sequences of the mini-batch (14)")
     parser.add_argument("--length", type=int, default=48, help="tokens of the longest one (48)")
-    parser.add_argument("--seed", type=int, default=0, help="of the mini-batch and of a tiny model (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mini-batch and of a tiny model (0)")
     options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     if options.ranks < 1:
         parser.error(f"--ranks {options.ranks}: at least 1")
@@ -90,7 +90,7 @@ def certify(
     seed: int = 0,
     num_ranks: int = 1,
 ) -> Certificate:
-    """The certificate of every model that `config` trains, sharded over `num_ranks` processes too where not 1."""
+    """The certificate of every model that `config` trains; `num_ranks` > 1 adds variants sharded over processes."""
     if num_sequences < 4 or longest < 8:
         raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
     choose_platform(config.trainer.device)
@@ -112,7 +112,7 @@ def certify(
 
 
 class GradientComparison:
-    """One subject, one mini-batch, and the gradient by definition that every variant is compared with."""
+    """Compares every variant's gradient of one subject and mini-batch with the gradient by definition."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class GradientComparison:
         if not 0 < self.norm < float("inf"):
             raise ConfigError(
                 f"the gradient of {subject.role} by definition, each sequence alone, has norm {self.norm}: nothing to "
-                "compare. A loss may not need other sequences, as one does that whitens or averages over a micro-batch"
+                "compare. A loss must not use other sequences, for example to whiten or average over a micro-batch"
             )
         self.repeat_error = self.relative_error(self.definition_gradient(model, sequences_per_forward=2))[0]
         if not self.repeat_error < MAX_REPEAT_ERROR:
@@ -156,7 +156,7 @@ class GradientComparison:
             self.plain_error = self.relative_error(self.definition_gradient(self.load(self.dtype)))[0]
 
     def load(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model without anything of the engine, with attention written out."""
+        """The model without the engine, with naive attention."""
         settings = self.subject.model
         assert settings.path is not None
         load = load_value_model if self.subject.value_head else load_causal_lm
@@ -176,7 +176,7 @@ class GradientComparison:
         )
 
     def relative_error(self, gradient: definition.Gradient) -> tuple[float, str]:
-        """|gradient - expected| / |expected| over all parameters together, and the one that adds most to it.
+        """|gradient - expected| / |expected| over all parameters together, and the parameter that adds most to it.
 
         A parameter without a gradient counts as zero.
         """
@@ -189,20 +189,20 @@ class GradientComparison:
 
     def rows(self) -> Iterator[CertificateRow]:
         """One row per variant."""
-        todo = variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
+        all_variants = variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
         packed = runs_packed(self.model_config, self.subject.model.use_remove_padding)
-        todo += [] if cannot_share(self.model_config, packed) else prefix_sharing_variants(self.batch)
+        all_variants += [] if lacks_prefix_sharing(self.model_config, packed) else prefix_sharing_variants(self.batch)
         if self.ranks is not None:
             heads = self.model_config.num_attention_heads if packed else 1
-            todo += rank_variants(self.batch, self.ranks.size, math.gcd(heads, self.ranks.size))
+            all_variants += rank_variants(self.batch, self.ranks.size, math.gcd(heads, self.ranks.size))
         tolerance = max(TOLERANCE, 10 * self.repeat_error)
-        for engine_key in dict.fromkeys(variant.engine_key for variant in todo):
-            same = [variant for variant in todo if variant.engine_key == engine_key]
-            float64_errors = self.relative_errors(same, torch.float64)
+        for engine_key in dict.fromkeys(variant.engine_key for variant in all_variants):
+            group = [variant for variant in all_variants if variant.engine_key == engine_key]
+            float64_errors = self.relative_errors(group, torch.float64)
             own_errors = (
-                self.relative_errors(same, self.dtype) if self.dtype != torch.float64 else [(None, None)] * len(same)
+                self.relative_errors(group, self.dtype) if self.dtype != torch.float64 else [(None, None)] * len(group)
             )
-            for variant, (error, worst), (own_error, own_worst) in zip(same, float64_errors, own_errors, strict=True):
+            for variant, (error, worst), (own_error, own_worst) in zip(group, float64_errors, own_errors, strict=True):
                 ratio = None if own_error is None else own_error / max(self.plain_error, sys.float_info.min)
                 exact = error <= tolerance
                 ok = exact and (ratio is None or self.dtype != torch.float32 or ratio <= MAX_RATIO)
@@ -211,9 +211,9 @@ class GradientComparison:
                     self.subject.role, variant.dimension, variant.setting, error, tolerance, own_error, ratio, worst, ok
                 )
 
-    def relative_errors(self, same: list[Variant], dtype: torch.dtype) -> list[tuple[float, str]]:
-        """The relative error of each of these variants, which share an engine, and the parameter it is largest in."""
-        subject, variant = self.subject, same[0]
+    def relative_errors(self, group: list[Variant], dtype: torch.dtype) -> list[tuple[float, str]]:
+        """For each variant of `group`, which share an engine: the relative error and the parameter with most of it."""
+        subject, variant = self.subject, group[0]
         changes = {"ulysses_sequence_parallel_size": 1, **variant.engine}
         if dtype == torch.float64:
             changes |= {"model_dtype": "fp64", "dtype": "fp64", "mixed_precision": None}
@@ -225,34 +225,34 @@ class GradientComparison:
         if variant.on_ranks:
             assert self.ranks is not None
             self.ranks.build(changed)
-            return [self.relative_error(self.ranks.gradient(self.mini_batch(one, dtype), one.micro)) for one in same]
+            return [self.relative_error(self.ranks.gradient(self.mini_batch(one, dtype), one.micro)) for one in group]
         engine = build_engine(changed)
-        return [self.relative_error(self.gradient(engine, one, dtype)) for one in same]
+        return [self.relative_error(self.gradient(engine, one, dtype)) for one in group]
 
     def mini_batch(self, variant: Variant, dtype: torch.dtype) -> Batch:
         """The mini-batch in the variant's order, with the trainer's own loss weights."""
         batch = self.batch if variant.order is None else self.batch.select(variant.order)
         wide = torch.promote_types(dtype, torch.float32)
         floating = {n: column.to(wide) for n, column in batch.token_columns.items() if column.is_floating_point()}
-        batch = batch.with_columns(**floating)  # as in the definition: a loss may mix them with sums of its own
+        batch = batch.with_columns(**floating)  # as in the definition: a loss may combine them with its own sums
         return with_loss_weights(batch, self.subject.loss_agg_mode, self.subject.scale, wide)
 
     def gradient(self, engine: TorchEngine, variant: Variant, dtype: torch.dtype) -> definition.Gradient:
-        """What the engine accumulates for the mini-batch."""
+        """The gradient that the engine accumulates for the mini-batch."""
         subject, mini = self.subject, self.mini_batch(variant, dtype)
         total: definition.Gradient = {}
         with engine.train_mode():
             for rank in range(variant.shards):
                 shard = mini.select(torch.arange(rank, mini.num_sequences, variant.shards))
-                for rows in torch.arange(shard.num_sequences).tensor_split(variant.calls):
-                    engine.forward_backward(shard.select(rows), subject.loss, variant.micro, subject.temperature)
+                for indices in torch.arange(shard.num_sequences).tensor_split(variant.calls):
+                    engine.forward_backward(shard.select(indices), subject.loss, variant.micro, subject.temperature)
                 for name, part in take_gradient(engine).items():
                     total[name] = total[name] + part if name in total else part
         return total
 
 
 def take_gradient(engine: TorchEngine) -> definition.Gradient:
-    """The accumulated gradient by name, in float64; the engine is left without one."""
+    """The accumulated gradient by name, in float64; it is cleared in the engine."""
     out = {}
     for name, parameter in engine.weights.named_parameters:
         if parameter.grad is not None:
@@ -261,8 +261,8 @@ def take_gradient(engine: TorchEngine) -> definition.Gradient:
     return out
 
 
-def cannot_share(config: PreTrainedConfig, packed: bool) -> bool:
-    """Whether this model computes a prompt once for every sequence."""
+def lacks_prefix_sharing(config: PreTrainedConfig, packed: bool) -> bool:
+    """Whether this model does not support prefix sharing."""
     try:
         check_prefix_sharing(config, packed)
     except ConfigError:
@@ -275,15 +275,15 @@ def norm(gradient: definition.Gradient) -> float:
 
 
 def check_model(subject: Subject) -> None:
-    """Refuses what has no weights to compare gradients with."""
+    """Refuses a model without fixed weights by ConfigError."""
     if subject.model.path is None:
         raise ConfigError("no model.path; give the folder of a model, or --tiny for a small random one")
     if subject.model.override_config.get("init_random"):
-        raise ConfigError("model.override_config.init_random makes other weights each time; use --tiny instead")
+        raise ConfigError("model.override_config.init_random gives different weights each time; use --tiny instead")
 
 
 def configured_prompts(config: RunConfig | SFTConfig, count: int) -> list[list[int]]:
-    """Prompts of data.train_files, where they are there and a tokenizer is named; otherwise none."""
+    """Prompts of data.train_files; none if the files do not exist or no model path is set."""
     if not isinstance(config, RunConfig) or not config.actor_rollout_ref.model.path:
         return []
     files = config.data.train_files

@@ -1,8 +1,8 @@
 """The gradient by definition: one sequence at a time, whole logits, every formula written out.
 
-Slow on purpose, and without anything of the engine that it checks: no packing, no chunks, no loss weights. The
-gradient by the model's outputs is taken first, over the whole mini-batch; each sequence then runs alone to carry its
-part into the parameters. Shapes: L tokens of one sequence, V vocabulary, W the longest response.
+Slow on purpose; uses nothing of the engine that it checks: no packing, no chunks, no loss weights. The gradient by the
+model's outputs is computed first, over the whole mini-batch. Then each sequence is run again alone and its part is
+backpropagated to the parameters. Shapes: L tokens of one sequence, V vocabulary, W the longest response.
 """
 
 import itertools
@@ -29,7 +29,7 @@ ReferenceLoss = Callable[[list[TokenColumns], list[TokenColumns]], Tensor]  # (o
 def naive_attention(
     module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **kwargs
 ):
-    """Causal attention of one whole sequence in the type of its inputs."""
+    """Causal attention of one whole sequence in the dtype of its inputs."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(groups, 1))
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -38,7 +38,7 @@ def naive_attention(
     distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)[None]
     allowed = (distance >= 0) & (distance < (sliding_window or length))
     scores = torch.where(allowed, scores, float("-inf"))
-    if s_aux is not None:  # one learnt score per head that takes its share of the attention and gives nothing
+    if s_aux is not None:  # attention sink: one learned logit per head, without a value
         scores = torch.cat([s_aux.view(1, -1, 1, 1).expand(len(scores), -1, length, 1).to(scores.dtype), scores], -1)
     weights = scores.softmax(-1)[..., -length:]
     return torch.einsum("bhqk,bhkd->bqhd", weights, value.repeat_interleave(groups, 1)), None
@@ -48,10 +48,10 @@ AttentionInterface.register(NAIVE_ATTENTION, naive_attention)
 
 
 def model_outputs(model: nn.Module, sequences: list[TokenColumns], temperature: float) -> list[TokenColumns]:
-    """What the model says about each token of each sequence: log-prob and entropy (nats), or the value.
+    """For each token of each sequence: log-prob and entropy (nats), or the value.
 
-    Entry t is about token t given those before it, 0 for the first. Several sequences are padded on the right, where a
-    causal model never looks.
+    Entry t is for token t given the tokens before it, 0 for the first. Several sequences are padded on the right, which
+    does not affect a causal model.
     """
     tokens_NL = pad_sequence([sequence["tokens"] for sequence in sequences], batch_first=True)
     logits_NLV = model(input_ids=tokens_NL, use_cache=False).logits
@@ -153,7 +153,7 @@ def actor_loss(config: ActorConfig, scale: float) -> ReferenceLoss:
 def single_sequence_policy_loss(
     policy_loss: PolicyLoss, logprobs: Tensor, sequence: TokenColumns, config: ActorConfig
 ) -> Tensor:
-    """(L,) a registered loss of one sequence that never meets another."""
+    """(L,) a registered loss, computed on one sequence alone."""
     alone = Batch(torch.tensor([0, len(logprobs)]), dict(sequence), {})
     return policy_loss(logprobs, sequence["old_logprobs"], sequence["advantages"], alone, config)[0]
 
@@ -161,7 +161,7 @@ def single_sequence_policy_loss(
 def external_policy_loss(
     adapter: PolicyLossAdapter, logprobs: list[Tensor], sequences: list[TokenColumns], config: ActorConfig, scale: float
 ) -> Tensor:
-    """A loss written for padded tensors, called once on the whole mini-batch; `agg_loss` aggregates for good."""
+    """A loss written for padded tensors, called once on the whole mini-batch; `agg_loss` returns the final value."""
     starts = [
         int(sequence["loss_mask"].nonzero()[0]) if sequence["loss_mask"].any() else len(sequence["tokens"])
         for sequence in sequences
@@ -177,12 +177,12 @@ def external_policy_loss(
 
 
 class _WholeBatchAggregation:
-    """Stands where `agg_loss` looks for the trainer: the mini-batch is whole, so its value is the true one."""
+    """Replaces the trainer's capture in `agg_loss`: the batch is the whole mini-batch, so the value is the loss."""
 
     def __init__(self, scale: float):
         self.scale = scale
 
-    def add(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
+    def record(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
         return aggregate(list(loss_mat), list(loss_mask), mode, self.scale)
 
 

@@ -1,7 +1,7 @@
-"""One mini-batch to compare gradients on: awkward on purpose, and the same for everybody who asks with the same seed.
+"""One random mini-batch with many edge cases to compare gradients on; the same seed gives the same batch.
 
-Groups that share a prompt, log-normal lengths, several turns with tool tokens between them, single tokens that do not
-count, a sequence with one sampled token and one with none.
+Groups that share a prompt, log-normal lengths, several turns with tool tokens between them, single tokens outside
+the loss mask, a sequence with one sampled token and one with none.
 """
 
 import math
@@ -27,7 +27,7 @@ def random_trajectories(
     generator: torch.Generator,
     prompts: Sequence[Sequence[int]] = (),
 ) -> list[Trajectory]:
-    """Trajectories of at most `longest` tokens; their first tokens are those of `prompts`, or made up."""
+    """Trajectories of at most `longest` tokens; they begin with `prompts`, or with random tokens."""
 
     def tokens(count: int) -> Tensor:
         return torch.randint(0, vocab_size, (count,), generator=generator)
@@ -51,8 +51,8 @@ def random_trajectories(
                 uncounted = torch.rand(len(answer), generator=generator) < (0.2 if len(out) % 4 == 1 else 0.0)
                 mask += [torch.zeros(len(tool), dtype=torch.bool), ~uncounted]
             token_ids, sampled = torch.cat(parts)[:longest], torch.cat(mask)[:longest]
-            keep = {0: len(token_ids), 1: 1, 2: 0}[max(0, len(out) - num_sequences + 3)]  # the last two are special
-            sampled &= sampled.cumsum(0) <= keep
+            limit = {0: len(token_ids), 1: 1, 2: 0}[max(0, len(out) - num_sequences + 3)]  # the last two are special
+            sampled &= sampled.cumsum(0) <= limit
             reward = float(torch.randn((), generator=generator))
             out.append(Trajectory(token_ids, sampled, torch.zeros(len(token_ids)), group_id=group, reward=reward))
     return out
@@ -65,7 +65,7 @@ def with_loss_columns(
     temperature: float,
     generator: torch.Generator,
 ) -> Batch:
-    """Adds what the losses read: log-probs of an older policy and of a reference, values, advantages and returns.
+    """Adds the losses' inputs: log-probs of an older policy and of a reference, values, advantages and returns.
 
     The older policies are `model` with noise on every log-prob, so that ratios leave the clip range on both sides. A
     value model gets log-probs that are noise alone. All numbers are exact in float32.

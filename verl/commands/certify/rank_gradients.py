@@ -1,4 +1,4 @@
-"""The same gradient from several ranks: processes that share a sharded model and its mini-batch as in training."""
+"""The gradient computed by several ranks, with the model and the mini-batch sharded as in training."""
 
 import dataclasses
 
@@ -15,16 +15,16 @@ from verl.runtime.processes import ProcessGroup
 
 
 class RankWorker:
-    """One rank: an engine that is built again for every way to compute."""
+    """One rank; its engine is rebuilt for every variant."""
 
     def build(self, config: RunConfig | SFTConfig, role: str, model: HFModelConfig, settings: FSDPEngineConfig) -> None:
-        """The engine of `role` on `model` with `settings`."""
+        """Build the engine of `role` on `model` with `settings`."""
         (subject,) = [subject for subject in subjects(config) if subject.role == role]
         self.subject = dataclasses.replace(subject, model=model, engine=settings)
         self.engine = build_engine(self.subject)
 
     def gradient(self, shard_and_limits: tuple[Batch, MicroBatching]) -> dict[str, Tensor]:
-        """The gradient of the mini-batch by parameter name, on rank 0; nothing on the others."""
+        """The gradient of the mini-batch by parameter name, on rank 0; empty on the others."""
         shard, micro = shard_and_limits
         out = {}
         with self.engine.train_mode():
@@ -37,20 +37,20 @@ class RankWorker:
 
 
 class RankGradients:
-    """The driver's side."""
+    """The driver's side: builds engines on the ranks and sums their gradients."""
 
     def __init__(self, config: RunConfig | SFTConfig, size: int):
         self.config, self.size = config, size
         self.group = ProcessGroup(RankWorker, Layout(size))
 
     def build(self, subject: Subject) -> None:
-        """An engine for `subject` on every rank; its model may be a stand-in."""
+        """Build an engine for `subject` on every rank; its model may differ from the configured one."""
         self.ulysses_size = subject.engine.ulysses_sequence_parallel_size
         self.group.broadcast("build", self.config, subject.role, subject.model, subject.engine)
 
     def gradient(self, mini: Batch, micro: MicroBatching) -> dict[str, Tensor]:
-        """The gradient that the ranks add up to; those that share sequences get the same ones."""
-        if micro.max_tokens is not None:  # of all ranks that share sequences
+        """The gradient summed over all ranks; ranks of one Ulysses group get the same sequences."""
+        if micro.max_tokens is not None:  # the limit of a whole Ulysses group
             micro = dataclasses.replace(micro, max_tokens=micro.max_tokens * self.ulysses_size)
         shards = assign_shards(mini, self.size // self.ulysses_size, micro)
         parts = [(mini.select(torch.tensor(shard.indices)), shard.micro) for shard in shards]

@@ -1,4 +1,4 @@
-"""What is certified: the models that a configuration trains, each with its loss, and small stand-ins for them."""
+"""The models that a configuration trains, each with its loss, and small random replacements for them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ TINY_SIZES: dict[str, int] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """One trained model: how its engine is built, what it learns from, and the definition of its loss."""
+    """One trained model: the settings of its engine, its loss, and the definition of that loss."""
 
     role: str
     strategy: str
@@ -72,19 +72,19 @@ class Subject:
 
 
 def build_engine(subject: Subject) -> TorchEngine:
-    """Its engine as in training, initialised; ConfigError where two forwards of it may differ."""
+    """The subject's engine, initialised as in training; ConfigError if its forward pass is random."""
     engine = EngineRegistry.new(subject.model_type, subject.strategy, subject.model, subject.engine, subject.optim)
     engine.initialize()
     if has_dropout(engine.model):
         raise ConfigError(
-            "dropout, or the jitter of a router, makes every gradient another; set it to 0 in model.override_config "
+            "dropout or router jitter gives a different gradient each time; set it to 0 in model.override_config "
             "to certify"
         )
     return engine  # type: ignore[return-value]
 
 
 def subjects(config: RunConfig | SFTConfig) -> list[Subject]:
-    """The policy, and the critic where there is one; or the model of supervised fine-tuning."""
+    """The policy and, if enabled, the critic; or the model of supervised fine-tuning."""
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
     import_external(model.external_lib)
     if isinstance(config, SFTConfig):
@@ -148,7 +148,7 @@ def sft_subject(config: SFTConfig) -> Subject:
 
 
 def with_tiny_model(subject: Subject, folder: Path, seed: int) -> Subject:
-    """The subject on a random two-layer model of the same family (Qwen3 where no model is named), saved in `folder`."""
+    """The subject on a random two-layer model of the same family (Qwen3 without a model.path), saved in `folder`."""
     config = Qwen3Config(tie_word_embeddings=True) if subject.model.path is None else build_config(subject.model)[0]
     config = shrink_config(config)
     auto_class: Any = AutoModelForCausalLM
@@ -157,18 +157,18 @@ def with_tiny_model(subject: Subject, folder: Path, seed: int) -> Subject:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # wide enough for so small a model to tell its inputs apart
+        for parameter in model.parameters():  # large enough that so small a model distinguishes its inputs
             parameter.data += 0.05 * torch.randn(parameter.shape)
     with no_progress_bars():
         model.save_pretrained(folder)
     settings = dataclasses.replace(subject.model, path=str(folder), hf_config_path=None, override_config={})
-    if settings.lora_adapter_path is not None:  # it fits another model
+    if settings.lora_adapter_path is not None:  # the adapter belongs to the full-size model
         settings = dataclasses.replace(settings, lora_adapter_path=None, lora_rank=settings.lora_rank or TINY_LORA_RANK)
     return dataclasses.replace(subject, model=settings)
 
 
 def with_random_adapters(subject: Subject, folder: Path, seed: int) -> Subject:
-    """The subject with adapters as if they had been trained, saved in `folder`: new ones would leave A no gradient."""
+    """The subject with random LoRA adapters, saved in `folder`; new ones have B = 0, so A would get no gradient."""
     settings = subject.model
     assert settings.path is not None
     load = load_value_model if subject.value_head else load_causal_lm
@@ -186,7 +186,7 @@ def with_random_adapters(subject: Subject, folder: Path, seed: int) -> Subject:
 
 
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same family in a few thousand parameters; how heads are shared and which layers differ stays."""
+    """The same family with a few thousand parameters; keeps the kind of query grouping and the layer types."""
     queries_per_key = config.num_attention_heads // (
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     )
@@ -195,7 +195,7 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
     if getattr(config, "qk_rope_head_dim", None) is not None and hasattr(config, "head_dim"):
-        config.head_dim = config.qk_rope_head_dim  # what the tables of rotations are made for
+        config.head_dim = config.qk_rope_head_dim  # the size of the rotary embedding tables
     config.num_attention_heads = 4
     if getattr(config, "num_key_value_heads", None) is not None:
         config.num_key_value_heads = {1: 4}.get(queries_per_key, 2)

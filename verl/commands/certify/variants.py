@@ -1,4 +1,4 @@
-"""The ways to cut, pack and compute one mini-batch that must all give the same gradient."""
+"""Ways to split, pack and compute one mini-batch, which must all give the same gradient."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ class Variant:
     setting: str
     micro: MicroBatching = field(default_factory=MicroBatching)
     order: tuple[int, ...] | None = None  # sequences in another order
-    shards: int = 1  # data-parallel ranks, one after the other, their gradients added up
-    calls: int = 1  # forward_backward calls on parts of the mini-batch, gradients added up
+    shards: int = 1  # data-parallel ranks, simulated one after the other; gradients are summed
+    calls: int = 1  # forward_backward calls on parts of the mini-batch; gradients are summed
     engine: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
-    on_ranks: bool = False  # in processes that share the model and the mini-batch
+    on_ranks: bool = False  # in several processes, with the model and the mini-batch sharded
 
     @property
     def engine_key(self) -> tuple:
@@ -34,7 +34,7 @@ class Variant:
 
 
 def variants(batch: Batch, value_head: bool, configured: MicroBatching, generator: torch.Generator) -> list[Variant]:
-    """All of them for this batch, the whole mini-batch in one micro-batch first."""
+    """The variants that need one process; the first is the whole mini-batch in one micro-batch."""
     n, longest = batch.num_sequences, int(batch.lengths.max())
     by_size = [MicroBatching(max_sequences=k) for k in (1, 2, max(3, n // 2 + 1))]
     by_size += [MicroBatching(max_tokens=k) for k in (longest, 2 * longest + 1)]
@@ -56,7 +56,7 @@ def variants(batch: Batch, value_head: bool, configured: MicroBatching, generato
     heads = []
     if not value_head:
         plain, switches = {"use_fused_kernels": False}, ("entropy_checkpointing", "entropy_from_logits_with_chunking")
-        off = dict.fromkeys(switches, False)  # this configuration's own are in the other rows
+        off = dict.fromkeys(switches, False)  # the other variants use the configured values
         heads = [Variant("head mode", mode, budget, engine={**off, "head_mode": mode}, model=plain) for mode in modes]
         chunks = {**off, switches[1]: True, "entropy_from_logits_chunk_size": 5, "head_mode": "auto"}
         heads.append(Variant("head mode", "chunks of 5 tokens", budget, engine=chunks, model=plain))
@@ -79,20 +79,20 @@ def variants(batch: Batch, value_head: bool, configured: MicroBatching, generato
 
 
 def prefix_sharing_variants(batch: Batch) -> list[Variant]:
-    """Prompts computed once for the sequences that begin with them."""
+    """Variants that compute a prompt once for all sequences that begin with it."""
     longest = int(batch.lengths.max())
     limits = (MicroBatching(), MicroBatching(max_tokens=2 * longest), MicroBatching(max_sequences=3))
     return [Variant("prefix sharing", describe(m), dataclasses.replace(m, share_prefixes=True)) for m in limits]
 
 
 def rank_variants(batch: Batch, ranks: int, ulysses_size: int) -> list[Variant]:
-    """The model in shards over `ranks` processes; sequences dealt out among them, or shared by `ulysses_size` each."""
+    """Variants with the model sharded over `ranks` processes: data parallel, and Ulysses groups of `ulysses_size`."""
     budget = MicroBatching(max_tokens=2 * int(batch.lengths.max()))
-    whole = {"reshard_after_forward": False}
+    no_reshard = {"reshard_after_forward": False}
     out = [
         Variant("sharded", f"{ranks} ranks, {describe(budget)}", budget, on_ranks=True),
         Variant("sharded", f"{ranks} ranks, 1 sequence", MicroBatching(max_sequences=1), on_ranks=True),
-        Variant("sharded", f"{ranks} ranks, gathered once", budget, engine=whole, on_ranks=True),
+        Variant("sharded", f"{ranks} ranks, gathered once", budget, engine=no_reshard, on_ranks=True),
     ]
     ulysses = {"ulysses_sequence_parallel_size": ulysses_size}
     if ulysses_size > 1:

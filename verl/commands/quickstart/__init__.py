@@ -1,4 +1,4 @@
-"""The proof that everything works: a small model learns arithmetic by GRPO on this very machine."""
+"""An end-to-end check on this machine: train a small model on arithmetic with GRPO."""
 
 from verl.commands.quickstart.stages import main
 

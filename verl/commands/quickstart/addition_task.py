@@ -1,9 +1,9 @@
-"""Two-digit addition with the working shown, and its rows on disk.
+"""Two-digit addition with worked answers, and its data files.
 
     prompt    37+48=
     answer    7+8=15,3+4+1=8;85
 
-Units, tens with the carry, then the result. Only the result after `;` is judged.
+Units, tens with the carry, then the result. Only the result after `;` is scored.
 """
 
 import json
@@ -32,7 +32,7 @@ class Problem:
 
     @property
     def worked(self) -> str:
-        """The answer a careful pupil writes."""
+        """The right answer with its working."""
         (tens_a, units_a), (tens_b, units_b) = divmod(self.a, 10), divmod(self.b, 10)
         units = units_a + units_b
         carry = units // 10
@@ -86,7 +86,7 @@ def chat(problem: Problem) -> list[dict[str, str]]:
 
 
 def rl_row(problem: Problem, split: str, index: int) -> dict:
-    """One row as every data set of this library has it."""
+    """One data row in the format of this library."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": chat(problem),

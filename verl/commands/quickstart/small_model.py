@@ -1,4 +1,4 @@
-"""A small Qwen3 with random weights and a tokenizer of single characters, saved as any Hugging Face model is."""
+"""A small Qwen3 with random weights and a tokenizer of single characters, saved in the Hugging Face format."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per character, plus padding and end of sequence; its chat template adds nothing but the end."""
+    """One token per character, plus padding and end of sequence; its chat template adds only end of sequence."""
     vocabulary = {token: i for i, token in enumerate([*characters, PAD, EOS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -1,0 +1,5 @@
+"""An OpenAI-compatible server over a rollout engine."""
+
+from verl.commands.serve.command import main
+
+__all__ = ["main"]

@@ -1,8 +1,8 @@
-"""The text of an answer while its tokens arrive: whole characters only, and nothing of what ends it."""
+"""The text of an answer while its tokens arrive: whole characters only, without stop strings."""
 
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
+_INCOMPLETE = "\ufffd"  # a decoder's output for an incomplete character
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:
@@ -12,17 +12,17 @@ def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:
 
 
 class TextStream:
-    """Pieces that joined are `cut_at_stop(decode(all tokens), stop_strings)`. `decode`: token ids to text."""
+    """Returns pieces that join to `cut_at_stop(decode(all tokens), stop_strings)`. `decode`: token ids to text."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str]):
         self.decode, self.stop_strings = decode, stop_strings
-        self.ids: list[int] = []  # the newest; the text of the first `context` of them is settled
+        self.ids: list[int] = []  # the newest tokens; the text of the first `context` of them is final
         self.context = 0
-        self.held_back = ""  # may turn out to begin one of `stop_strings`
+        self.held_back = ""  # text that may be the beginning of a stop string
         self.ended = False
 
     def add(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """The text that `token_ids` make certain; with `last`, all that is left."""
+        """The text that is final after `token_ids`; with `last`, all remaining text."""
         self.ids += token_ids
         before, text = self.decode(self.ids[: self.context]), self.decode(self.ids)
         if self.ended or (text.endswith(_INCOMPLETE) and not last):
@@ -32,9 +32,9 @@ class TextStream:
             self.ids, self.context = self.ids[self.context :], len(self.ids) - self.context
         text = cut_at_stop(self.held_back, self.stop_strings)
         self.ended = text != self.held_back or last
-        certain = len(text) if self.ended else len(text) - self._partial_stop_length(text)
-        self.held_back = text[certain:]
-        return text[:certain]
+        final_length = len(text) if self.ended else len(text) - self._partial_stop_length(text)
+        self.held_back = text[final_length:]
+        return text[:final_length]
 
     def _partial_stop_length(self, text: str) -> int:
         """Characters at the end of `text` with which one of `stop_strings` may begin."""

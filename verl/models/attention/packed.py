@@ -1,9 +1,9 @@
-"""Attention over sequences laid end to end: the one door through which packed tokens meet each other.
+"""Attention over packed sequences: the only function in which packed tokens attend to each other.
 
 `model(input_ids=(1, T), position_ids=(1, T), cu_seqlens=Packing | (N+1,) tensor, use_cache=False)` keeps sequences
 apart in every model of `transformers` whose attention goes through the attention interface, once `use_packed_attention`
 has selected it. The boundaries are a forward argument, so recomputation under gradient checkpointing sees them too.
-A `PrefixPacking` in their place lays common prompts out once; a `SplitPacking` shares the tokens with other ranks.
+With a `PrefixPacking` common prompts are computed once; with a `SplitPacking` ranks split the tokens (Ulysses).
 
 Shapes: H query heads, K key/value heads, T packed tokens, D head size.
 """
@@ -16,7 +16,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from verl.models.attention.prefix_sharing import PrefixPacking, attend_with_prefixes
-from verl.models.attention.sequence_attention import AttentionSpec, Packing, attend, attend_eager, attend_sequences
+from verl.models.attention.sequence_attention import (
+    AttentionSpec,
+    Packing,
+    attend,
+    attend_eager,
+    attend_sequences,
+)
 from verl.models.attention.ulysses import SplitPacking, attend_split
 
 PACKED_ATTENTION = "verl_packed"
@@ -43,8 +49,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence -> ((1, T, H, D), None).
 
-    Without `cu_seqlens` every row of the batch is one sequence and `attention_mask`, if any, decides (generation with
-    a cache). `softcap` bounds scores by tanh, `s_aux` (H,) are attention sinks.
+    Without `cu_seqlens` every row of the batch is one sequence, and `attention_mask` applies if given (generation with
+    a cache). `softcap` bounds scores by tanh; `s_aux` (H,) are attention sinks.
     """
     spec = AttentionSpec(scaling, dropout, sliding_window, softcap, s_aux)
     if cu_seqlens is None:
@@ -72,7 +78,7 @@ def _attend_packed(
 def _attend_unpacked(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec, kwargs: dict
 ) -> tuple[Tensor, None]:
-    """Rows that are one sequence each: plain causal rows here, masks and caches by the library's own function."""
+    """Attention where each row is one sequence; masks and caches go to the library's function if it supports `spec`."""
     if mask is None and query.shape[2] == key.shape[2]:
         _refuse_reset_positions(kwargs.get("position_ids"))
         return attend(query, key, value, spec).transpose(1, 2).contiguous(), None
@@ -84,7 +90,7 @@ def _attend_unpacked(
 def _refuse_reset_positions(position_ids: Tensor | None) -> None:
     if position_ids is not None and position_ids.device.type == "cpu" and bool((position_ids.diff(dim=-1) < 0).any()):
         raise ValueError(
-            "position_ids restart inside a row but no cu_seqlens were passed: the sequences would see each other. "
+            "position_ids restart inside a row but no cu_seqlens were passed: sequences would attend to each other. "
             "Pass cu_seqlens=... to the model's forward"
         )
 
@@ -97,7 +103,7 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """No mask for whole sequences: `packed_attention` knows what may see what. Masks only for caches and padding."""
+    """None for whole sequences, whose boundaries `packed_attention` knows; a mask only for caches and padding."""
     if attention_mask is None and q_length == kv_length:
         return None
     return sdpa_mask(batch_size, q_length, kv_length, q_offset=q_offset, attention_mask=attention_mask, **kwargs)

@@ -1,8 +1,8 @@
-"""Prompts that several sequences begin with, computed once: the layout of their tokens and its exact attention.
+"""Prefix sharing: prompts that several sequences begin with are computed once. Token layout and exact attention.
 
-The tokens that are computed are laid out as prefixes | suffixes, group by group | other sequences. Prefixes and other
-sequences attend to themselves; a suffix to the prefix of its group and to itself. A plain layer does the two parts with
-a flash kernel each and merges them by their log-sum-exp; every other one, a row per suffix with the prefix before it.
+The computed tokens are laid out as prefixes | suffixes, group by group | other sequences. Prefixes and other sequences
+attend to themselves; a suffix attends to the prefix of its group and to itself. For plain softmax attention, two flash
+kernel calls compute the two parts and their log-sum-exp merges them. Otherwise each suffix follows a prefix copy.
 
 Shapes: H query heads, K key/value heads, P tokens of all prefixes, S of all suffixes, T packed tokens, D head size.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrefixPacking:
-    """Boundaries of prefixes, of the suffixes one by one and of each group together, and of the other sequences."""
+    """Boundaries of the prefixes, of each suffix, of the suffixes of each group, and of the other sequences."""
 
     prefixes: Packing
     suffixes: Packing
@@ -42,29 +42,29 @@ class PrefixPacking:
 
 @dataclass(frozen=True)
 class PrefixLayout:
-    """Which tokens of a batch are computed, and where each of its tokens is among them."""
+    """Which tokens of a batch are computed, and the index of every batch token among the computed ones."""
 
     packing: PrefixPacking | Packing
-    computed: Tensor  # (U,) places in the batch
-    computed_index: Tensor  # (T,) places among the computed
+    computed: Tensor  # (U,) indices into the tokens of the batch
+    computed_index: Tensor  # (T,) indices into the computed tokens
 
 
 def prefix_sharing_order(batch: Batch) -> list[int]:
-    """Sequence numbers so that neighbours share a prompt, and equally long ones are neighbours inside a group."""
+    """Sequence indices ordered so that sequences with the same prompt are adjacent and sorted by length."""
     lengths = batch.lengths.tolist()
     groups = [sorted(group, key=lengths.__getitem__) for group in prompt_groups(batch)]
     return [i for group in sorted(groups, key=lambda group: (len(group) == 1, lengths[group[0]])) for i in group]
 
 
 def plan_prefix_sharing(batch: Batch, device: torch.device) -> PrefixLayout | None:
-    """The layout of a batch in `prefix_sharing_order`; None where no two sequences have a prompt in common."""
+    """The layout of a batch that is in `prefix_sharing_order`; None if no two sequences have a common prompt."""
     lengths, starts = batch.lengths.tolist(), batch.cu_seqlens.tolist()
     groups = [(group, common_prefix(batch, group)) for group in prompt_groups(batch) if len(group) > 1]
     groups = [(group, prefix) for group, prefix in groups if prefix]
     if not groups:
         return None
-    shared = {i for group, _ in groups for i in group}
-    others = [i for i in range(len(lengths)) if i not in shared]
+    grouped = {i for group, _ in groups for i in group}
+    others = [i for i in range(len(lengths)) if i not in grouped]
     suffixes = [[lengths[i] - prefix for i in group] for group, prefix in groups]
     packing = PrefixPacking(
         Packing.of_lengths([prefix for _, prefix in groups], device),
@@ -111,7 +111,7 @@ def _attend_suffix_rows(
     packing: PrefixPacking,
     spec: AttentionSpec,
 ) -> Tensor:
-    """(1, S, H, D): each suffix after a copy of what it can see of its prefix, equally long ones in one call."""
+    """(1, S, H, D): each suffix attends to a copy of its visible prefix and to itself; equal lengths in one call."""
     in_groups = [x.split(list(packing.groups.lengths), 2) for x in (query, key, value)]
     prefix_parts = [x.split(list(packing.prefixes.lengths), 2) for x in (prefix_key, prefix_value)]
     out = []
@@ -137,7 +137,7 @@ def _runs_by_group(packing: PrefixPacking) -> Iterator[list[tuple[int, int]]]:
         yield Packing(tuple(members), packing.suffixes.cu_seqlens).equal_length_runs()
 
 
-# --- two flash kernels, merged ----------------------------------------------------------------------------------------
+# --- merging two flash kernel calls -----------------------------------------------------------------------------------
 
 
 def _can_merge(query: Tensor, value: Tensor, packing: PrefixPacking, spec: AttentionSpec) -> bool:
@@ -151,9 +151,9 @@ def _can_merge(query: Tensor, value: Tensor, packing: PrefixPacking, spec: Atten
 
 @functools.cache
 def _merge_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the flash kernels run here and agree with rows of suffixes; asked once by trying them.
+    """Whether the flash kernels run here and agree with `_attend_suffix_rows`; tried once.
 
-    It may be asked first without gradients, or inside a checkpointed layer that counts what is saved for backward.
+    The first call may come without gradients, or inside a checkpointed layer that counts saved tensors.
     """
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return _try_merge(device_type, dtype, head_dim)
@@ -164,7 +164,7 @@ def _try_merge(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     packings = [Packing.of_lengths(lengths, device) for lengths in ((3,), (2, 2, 1), (5,), ())]
     packing, spec = PrefixPacking(*packings, max_length=5), AttentionSpec(None, 0.0, None, None, None)
     values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device, dtype)
-    found = []
+    results = []
     for attend_suffixes in (_MergedAttention.apply, _attend_suffix_rows):
         query, key = torch.cat([values, -values], 1)[:, :, 3:].requires_grad_(), values.clone().requires_grad_()
         try:
@@ -173,18 +173,18 @@ def _try_merge(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             logger.warning("flash kernels cannot be merged on %s in %s, copies instead: %s", device_type, dtype, error)
             return False
-        found.append((out, query.grad, key.grad))
-    if all(torch.allclose(a, b, atol=0.02) for a, b in zip(*found, strict=True)):
+        results.append((out, query.grad, key.grad))
+    if all(torch.allclose(a, b, atol=0.02) for a, b in zip(*results, strict=True)):
         return True
     logger.warning("merged flash kernels on %s in %s give wrong numbers; copies instead", device_type, dtype)
     return False
 
 
 class _MergedAttention(torch.autograd.Function):
-    """softmax over prefix and suffix keys from a kernel call for each.
+    """Softmax attention over prefix and suffix keys, with one kernel call for each part.
 
-    With out_i and lse_i of the two, lse = log(e^lse_1 + e^lse_2) and out = sum_i e^(lse_i - lse) out_i. A kernel's
-    backward, given the merged out and lse, uses the probabilities e^(score - lse) of the whole row: it is exact as is.
+    With out_i and lse_i of the parts, lse = log(e^lse_1 + e^lse_2) and out = sum_i e^(lse_i - lse) out_i. A kernel's
+    backward, given the merged out and lse, uses the probabilities e^(score - lse) of the whole row, so it is exact.
     """
 
     @staticmethod
@@ -226,16 +226,16 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """Segment i of the queries attends to segment i of the keys -> out (1, H, S, D), log-sum-exp (1, H, S)."""
     if query.device.type != "cpu":
-        rows = [_tokens_first(x) for x in (query, key, value)]
+        inputs = [_tokens_first(x) for x in (query, key, value)]
         boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *boundaries, 0.0, causal, False, scale=scale)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*inputs, *boundaries, 0.0, causal, False, scale=scale)
         return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-    outs, sums = [], []
+    outs, lses = [], []
     for q, k, v in _batched_runs(queries, keys, (query,), (key, value)):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         outs.append(_unbatched(out))
-        sums.append(_unbatched(lse.unsqueeze(-1)))
-    return torch.cat(outs, 2), torch.cat(sums, 2).squeeze(-1)
+        lses.append(_unbatched(lse.unsqueeze(-1)))
+    return torch.cat(outs, 2), torch.cat(lses, 2).squeeze(-1)
 
 
 def _flash_backward(
@@ -250,21 +250,21 @@ def _flash_backward(
     causal: bool,
     scale: float | None,
 ) -> list[Tensor]:
-    """Gradients of query, key and value of a call to `_flash`, with the out and lse of the whole softmax."""
+    """Gradients of query, key and value of a `_flash` call, given the out and lse of the whole softmax."""
     if query.device.type != "cpu":
-        rows = [_tokens_first(x) for x in (grad_out, query, key, value, out)]
+        inputs = [_tokens_first(x) for x in (grad_out, query, key, value, out)]
         boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
         rng_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
-        found = torch.ops.aten._flash_attention_backward(
-            *rows, lse[0].contiguous(), *boundaries, 0.0, causal, *rng_state, scale=scale
+        kernel_grads = torch.ops.aten._flash_attention_backward(
+            *inputs, lse[0].contiguous(), *boundaries, 0.0, causal, *rng_state, scale=scale
         )
-        return [x.transpose(0, 1).unsqueeze(0) for x in found]
+        return [x.transpose(0, 1).unsqueeze(0) for x in kernel_grads]
     gradients = []
     for g, q, o, s, k, v in _batched_runs(queries, keys, (grad_out, query, out, lse.unsqueeze(-1)), (key, value)):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        kernel_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, o, s.squeeze(-1), 0.0, causal, scale=scale
         )
-        gradients.append([_unbatched(x) for x in found])
+        gradients.append([_unbatched(x) for x in kernel_grads])
     return [torch.cat(parts, 2) for parts in zip(*gradients, strict=True)]
 
 
@@ -275,7 +275,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 def _batched_runs(
     queries: Packing, keys: Packing, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Each run of neighbouring segments of equal lengths as rows (N, heads, L, D)."""
+    """Each run of adjacent segments of equal lengths, batched as (N, heads, L, D)."""
     offsets = [0, 0]
     for lengths, same in groupby(zip(queries.lengths, keys.lengths, strict=True)):
         count, rows = len(list(same)), []

@@ -1,4 +1,4 @@
-"""Exact causal attention of sequences laid end to end: a varlen kernel where one works, otherwise a loop.
+"""Exact causal attention of packed sequences: a varlen kernel where one works, otherwise a loop.
 
 Shapes: H query heads, K key/value heads, T packed tokens, L one sequence, D head size.
 """
@@ -56,7 +56,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How one layer attends."""
+    """Scale, dropout, window, soft cap and sinks of one attention layer."""
 
     scaling: float | None
     dropout: float
@@ -80,7 +80,7 @@ def _attend_by_length_runs(query: Tensor, key: Tensor, value: Tensor, packing: P
     """One call per run of equally long sequences. The fastest exact way on a CPU, and correct everywhere."""
     runs, outputs = packing.equal_length_runs(), []
     sizes = [count * length for count, length in runs]
-    # split, not slices: the gradient of a split is one concatenation, that of a slice a whole tensor of zeros
+    # split, not slices: the gradient of a split is one concatenation, that of each slice a full tensor of zeros
     for (count, length), *parts in zip(runs, *(x.squeeze(0).split(sizes, 1) for x in (query, key, value)), strict=True):
         rows = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
         out = attend(*rows, spec)  # (count, H, length, D)
@@ -89,7 +89,7 @@ def _attend_by_length_runs(query: Tensor, key: Tensor, value: Tensor, packing: P
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Causal attention of (N, H, L, D) queries, the last of their rows, to all keys (N, K, S, D) of the row."""
+    """Causal attention of queries (N, H, L, D), the last L tokens of each row, to the row's keys (N, K, S, D)."""
     length, total = query.shape[2], key.shape[2]
     window = spec.window if spec.window is not None and spec.window < total else None
     mask = None
@@ -110,14 +110,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Te
 
 
 def _causal_window_mask(length: int, total: int, window: int, device: torch.device) -> Tensor:
-    """(L, S) True where the last L of S tokens may look: at themselves and the `window - 1` tokens before."""
+    """(L, S) True where the last L of S tokens attend: to themselves and to the `window - 1` tokens before."""
     positions = torch.arange(total, device=device)
     distance = positions[total - length :, None] - positions[None, :]
     return (distance >= 0) & (distance < window)
 
 
 def attend_eager(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Attention with soft-capped scores or sinks, which no fused kernel here offers; scores in fp32 or wider."""
+    """Attention with soft-capped scores or sinks, which no fused kernel here supports; scores in fp32 or wider."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = spec.scaling if spec.scaling is not None else 1 / math.sqrt(query.shape[-1])
@@ -125,15 +125,15 @@ def attend_eager(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec,
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if mask is not None:
-        # the lowest number, not -inf: a padding token that may see nothing gets some number instead of NaN
+        # the lowest number, not -inf: a padding token that attends to nothing gets a finite output instead of NaN
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     if spec.sinks is not None:
         sinks = spec.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     else:
-        weights = scores.softmax(-1)
-    return F.dropout(weights, spec.dropout).to(query.dtype) @ value
+        probabilities = scores.softmax(-1)
+    return F.dropout(probabilities, spec.dropout).to(query.dtype) @ value
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
@@ -146,7 +146,7 @@ def _can_use_varlen(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
 
 @functools.cache
 def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the varlen kernel runs here and agrees with the loop; asked once per kind of device by trying it."""
+    """Whether the varlen kernel runs here and agrees with the loop; tried once per device type, dtype and size."""
     packing = Packing((3, 5), torch.tensor([0, 3, 8], device=device_type, dtype=torch.int32))
     spec = AttentionSpec(None, 0.0, 2, None, None)
     values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device_type, dtype)

@@ -1,8 +1,8 @@
-"""Ulysses: the tokens of a forward dealt out to ranks, whose attention exchanges tokens for heads and back.
+"""Ulysses sequence parallelism: ranks split the tokens of a forward; attention exchanges tokens for heads.
 
 Every rank of a group has the same packed sequences and computes an equal slice of their tokens. Attention needs all
-tokens of a sequence, but heads do not need each other: before it each rank gives away its tokens' other heads and gets
-its own heads of all tokens; afterwards it is undone.
+tokens of a sequence, but its heads are independent: an all-to-all before it gives each rank some heads of all tokens,
+and an all-to-all after it gives back all heads of the rank's own tokens.
 
 Shapes: S ranks of the group, T tokens of all ranks, C = T / S of one, H query heads, K key/value heads, D head size.
 """
@@ -32,7 +32,7 @@ class SplitPacking:
 
     @classmethod
     def over(cls, packing: Packing | PrefixPacking, num_tokens: int, group: dist.ProcessGroup) -> "SplitPacking":
-        """With a sequence of padding at the end where `num_tokens` cannot be shared equally."""
+        """Adds a padding sequence at the end if the ranks cannot split `num_tokens` equally."""
         padding = -num_tokens % group.size()
         if padding and isinstance(packing, PrefixPacking):
             packing = replace(packing, others=packing.others.with_extra_sequence(padding))
@@ -41,7 +41,7 @@ class SplitPacking:
         return cls(packing, group)
 
     def local_slice(self, column: Tensor) -> Tensor:
-        """This rank's (C,) of a column about the tokens of all ranks, zero where there is only padding."""
+        """This rank's slice (C,) of a column over the tokens of all ranks; zero at padding."""
         padded = torch.nn.functional.pad(column, (0, -len(column) % self.group.size()))
         return padded.chunk(self.group.size())[self.group.rank()]
 
@@ -49,12 +49,12 @@ class SplitPacking:
 def attend_split(
     query: Tensor, key: Tensor, value: Tensor, split: SplitPacking, spec: AttentionSpec, attend: AttentionOfHeads
 ) -> Tensor:
-    """(1, H, C, D), (1, K, C, D), (1, K, C, D) of this rank's tokens -> (1, C, H, D), by `attend` for some heads."""
+    """(1, H, C, D), (1, K, C, D), (1, K, C, D) of this rank's tokens -> (1, C, H, D); `attend` runs on some heads."""
     size, rank = split.group.size(), split.group.rank()
     query_heads = query.shape[1] // size
     if spec.sinks is not None:
         spec = replace(spec, sinks=spec.sinks[rank * query_heads : (rank + 1) * query_heads])
-    # a copy of each key/value head for as many ranks as need it
+    # repeat each key/value head for as many ranks as need it
     copies = size // math.gcd(key.shape[1], size)
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -63,13 +63,13 @@ def attend_split(
 
 
 def _tokens_for_heads(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """(1, n, C, D) tensors, all heads of these tokens -> (1, n / S, T, D), these heads of all tokens."""
+    """(1, n, C, D), all heads of this rank's tokens -> (1, n / S, T, D), this rank's heads of all tokens."""
     size = group.size()
-    rows = [
+    per_rank = [
         x[0].transpose(0, 1).unflatten(1, (size, -1)).transpose(0, 1).flatten(2) for x in tensors
     ]  # (S, C, n/S * D)
-    received = _AllToAll.apply(torch.cat(rows, 2), group).flatten(0, 1)  # (T, all of these)
-    parts = received.split([x.shape[2] for x in rows], 1)
+    received = _AllToAll.apply(torch.cat(per_rank, 2), group).flatten(0, 1)  # (T, sum of n/S * D)
+    parts = received.split([x.shape[2] for x in per_rank], 1)
     return [
         part.unflatten(1, (-1, x.shape[3])).transpose(0, 1).unsqueeze(0) for part, x in zip(parts, tensors, strict=True)
     ]
@@ -82,16 +82,16 @@ def _heads_for_tokens(out: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class PeerOutOfMemory(RuntimeError):
-    """Another rank that shares the sequences has no memory left."""
+    """Another rank of the sequence-parallel group ran out of memory."""
 
 
 _out_of_memory_groups: set[dist.ProcessGroup] = set()
 
 
 def check_peers(group: dist.ProcessGroup) -> None:
-    """Whether every rank of the group is still there to exchange something; PeerOutOfMemory where one gave up.
+    """Returns if every rank of the group can go on to a collective; PeerOutOfMemory if one ran out of memory.
 
-    On the CPU, so that nothing waits for a device. Once the answer was no, it is for the rest of the pass.
+    The check runs on the CPU, so that nothing waits for a device. After a failure it raises for the rest of the pass.
     """
     if group not in _out_of_memory_groups:
         any_failed = torch.zeros((), dtype=torch.int32)
@@ -99,22 +99,22 @@ def check_peers(group: dist.ProcessGroup) -> None:
         if any_failed:
             _out_of_memory_groups.add(group)
     if group in _out_of_memory_groups:
-        raise PeerOutOfMemory("out of memory on a rank that shares the sequences")
+        raise PeerOutOfMemory("out of memory on a rank of the sequence-parallel group")
 
 
 def announce_out_of_memory(group: dist.ProcessGroup) -> dist.Work:
-    """What the others hear when they `check_peers` next."""
+    """Makes the next `check_peers` of the other ranks raise PeerOutOfMemory."""
     _out_of_memory_groups.add(group)
     return dist.all_reduce(torch.ones((), dtype=torch.int32), dist.ReduceOp.MAX, group, async_op=True)
 
 
 def clear_out_of_memory(group: dist.ProcessGroup) -> None:
-    """A new pass begins."""
+    """Forget the failure; called when a new pass begins."""
     _out_of_memory_groups.discard(group)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row s of (S, ...) goes to rank s; row s of the result came from it. Its own transpose, so its own gradient."""
+    """Row s of (S, ...) goes to rank s; row s of the result comes from rank s. The backward is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -132,7 +132,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_tokens(slice_1CD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(1, T, D) of all ranks on every rank. What ranks do with each other's tokens counts in the gradient of those."""
+    """(1, T, D) of all ranks on every rank; backward reduce-scatters, so each token gets the gradients of all ranks."""
     return _AllGather.apply(slice_1CD[0], group).unsqueeze(0)
 
 
@@ -161,9 +161,9 @@ class _AllGather(torch.autograd.Function):
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `values` of all ranks, for a loss that every rank then computes from it alike.
+    """The sum of `values` over all ranks, for a loss that every rank computes from it in the same way.
 
-    So each rank's gradient of its own part is that of the sum, and nothing is sent in backward.
+    Each rank's gradient of its own part is then that of the sum, and backward needs no collective.
     """
     return _AllReduceSum.apply(values, group)
 

@@ -1,6 +1,6 @@
 """Decode steps replayed as device graphs, one per batch size and number of cache columns.
 
-A captured step has fixed shapes: the batch is padded to a capture size, the window to a whole number of `_COLUMN_STEP`
+A captured step has fixed shapes: the batch is padded to a capture size, the window to a multiple of `_COLUMN_STEP`
 columns. Column and starts are read from device tensors, so one graph serves every step of its shape.
 """
 
@@ -73,13 +73,13 @@ class GraphedDecode:
         self._column = torch.zeros(1, dtype=torch.int64, device=device)
 
     def __call__(self, tokens_B: Tensor, window: "CacheWindow") -> Tensor | None:
-        """Logits (B, V), or None where no capture size holds the batch."""
+        """Logits (B, V), or None if the batch is larger than every capture size."""
         count = len(tokens_B)
         size = next((s for s in self.sizes if s >= count), None)
         if size is None:
             return None
         self._column.fill_(window.column)
-        self._starts[:size].fill_(window.column)  # padding rows see only their own new token
+        self._starts[:size].fill_(window.column)  # padding rows attend only to their own new token
         self._starts[:count], self._tokens[:count] = window.starts_B, tokens_B
         columns = self.decoder.keys[0].shape[2]
         num_columns = min(-(-(window.column + 1) // _COLUMN_STEP) * _COLUMN_STEP, columns)

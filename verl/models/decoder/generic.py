@@ -1,7 +1,7 @@
-"""Token-by-token forward passes through a model's own `forward` and cache: any causal LM of `transformers`.
+"""Prefill and decode passes through a model's own `forward` and cache: any causal LM of `transformers`.
 
-Sequences enter in waves: the next one when no row of the last is left. Models with recurrent layers take prompts of
-one length per wave, because padding would run through their state.
+Sequences run in waves: the next wave begins when no row of the last one is left. Models with recurrent layers take
+prompts of one length per wave, because padding would change their state.
 """
 
 import copy
@@ -16,7 +16,7 @@ from verl.models.decoder.lean_weights import same_bytes
 
 
 class GenericDecoder:
-    """Slower than the lean decoder and right for every family."""
+    """A decoder for every family, slower than the lean one."""
 
     supports_continuous_batching = supports_mixed_batches = supports_shared_prompts = False
 
@@ -46,7 +46,7 @@ class GenericDecoder:
 
     @torch.no_grad()
     def refresh(self, model: nn.Module, version: int) -> None:
-        """Sample from `model` as `version`: itself, or a copy in the rollout dtype."""
+        """Sample from `model` as policy `version`: the module itself, or a copy in the rollout dtype."""
         first = next(model.parameters())
         self.weights_version = version
         if first.dtype == self.dtype and first.device == self.device:
@@ -59,12 +59,12 @@ class GenericDecoder:
 
     @torch.no_grad()
     def find_stale(self, model: nn.Module) -> str:
-        """The first parameter whose copy is not the model's, bit for bit; empty if none."""
+        """The first parameter whose copy differs from the model's bit for bit; empty if none."""
         if self._copy is None:
             return ""
         copies = dict(self._copy.named_parameters())
-        wanted = ((name, p.to(self.device, self.dtype)) for name, p in model.named_parameters())
-        return next((name for name, tensor in wanted if not same_bytes(copies[name], tensor)), "")
+        expected = ((name, p.to(self.device, self.dtype)) for name, p in model.named_parameters())
+        return next((name for name, tensor in expected if not same_bytes(copies[name], tensor)), "")
 
     def allocate(self, rows: int, columns: int) -> None:
         """Nothing to do: the cache grows with its sequences."""
@@ -73,12 +73,12 @@ class GenericDecoder:
         self.cache = None
 
     def free_copies(self) -> None:
-        """Drop the copy; the next `refresh` takes it again."""
+        """Drop the copy; the next `refresh` makes it again."""
         if self._copy is not None:
             self.model, self._copy = None, None
 
     def prefill(self, prompts: list[list[int]], target: CacheTarget) -> Tensor:
-        """Logits (N, V) float32 after each prompt; the cache then holds as many rows of each as continue it."""
+        """Logits (N, V) float32 after each prompt; the cache then has a row for each sequence that continues it."""
         repeats, column = target.repeats, target.column
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
@@ -112,7 +112,7 @@ class GenericDecoder:
         return out.logits[:, -1].float().clone()
 
     def move_rows(self, sources: list[int], targets: list[int], count: int, window: CacheWindow) -> None:
-        """Rows `sources` take the places `targets`; afterwards rows 0..count-1 are in use."""
+        """Copy rows `sources` to rows `targets`; afterwards rows 0..count-1 are in use."""
         if not count:
             self.cache = None
             return
@@ -121,5 +121,5 @@ class GenericDecoder:
         self.cache.reorder_cache(index)
 
     def shift_columns(self, count: int, first_column: int, column: int, by: int) -> None:
-        """Columns are only names here."""
+        """Only the numbering of columns changes."""
         self.first_column += by

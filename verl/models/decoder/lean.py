@@ -1,8 +1,8 @@
-"""Token-by-token forward passes for sampling: the lean path over the actor's own tensors.
+"""Prefill and decode passes for sampling: the lean path, which reads the actor's own tensors.
 
-A decoder owns the cache of keys and values. Every row of the cache holds one sequence, and all rows share one running
-column: the newest token of every sequence lies in the same column, a sequence begins at its own `start` column. So a
-step writes one slice, a sliding window is a slice, and the only index per row is `start`.
+A decoder owns the KV cache. Each row of the cache stores one sequence. The newest token of every sequence is in the
+same column, and a sequence begins at its own `start` column. So a decode step writes one slice, a sliding window is a
+slice, and the only index per row is `start`.
 
 Shapes: B rows, N prompts, P prompt columns, W columns attended, H query heads, K key-value heads, E head size.
 """
@@ -16,45 +16,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.models.decoder.decode_attention import fastest_attention
 from verl.models.decoder.device_graphs import GraphedDecode
 from verl.models.decoder.lean_layer import Layer
-from verl.models.decoder.lean_weights import DecoderShape, DecoderWeights
+from verl.models.decoder.lean_weights import DecoderWeights
 from verl.models.decoder.merged_weights import MergedLayer
 from verl.models.decoder.prompt_cache import PromptCache, PromptSharing, SharedPromptAttention
+from verl.models.decoder.weight_layouts import DecoderShape
 
 
 @dataclass(frozen=True)
 class CacheWindow:
-    """Where the rows of a step lie: the column to write and the first column any row needs."""
+    """The cache columns of a decode step: the column to write and the first column that any row needs."""
 
     column: int
     first_column: int
     starts_B: Tensor  # (B,) int64
     ragged: bool  # some row's own columns start after `first_column`
-    own_starts_B: Tensor | None = None  # (B,) int64: where columns of their own begin, if prompts are shared
+    own_starts_B: Tensor | None = None  # (B,) int64: the first column of its own in each row, if prompts are shared
     sharing: PromptSharing | None = None
 
 
 @dataclass(frozen=True)
 class CacheTarget:
-    """Where the keys and values of entering prompts go: each to as many rows as continue it, or to a slot."""
+    """Where prefill writes keys and values: each prompt to all rows that continue it, or to a prompt cache slot."""
 
-    column: int  # prompts in rows end before it
+    column: int  # prompts in rows end before this column
     first_row: int
     repeats: list[int]
     slots: slice | None = None
 
 
 class Decoder(Protocol):
-    """What the rollout core needs of a decoder, whichever path it takes."""
+    """What the rollout core needs of a decoder, lean or generic."""
 
-    supports_continuous_batching: bool  # new sequences may enter while others run; otherwise only when no row is left
-    supports_mixed_batches: bool  # ... and in the very pass that decodes the others
-    supports_shared_prompts: bool  # prompts may be held once for several rows
+    supports_continuous_batching: bool  # prefill while other sequences decode; otherwise only when no row is left
+    supports_mixed_batches: bool  # prefill in the same forward pass as the decode step
+    supports_shared_prompts: bool  # a prompt may be cached once for several rows
     prompt_cache: PromptCache
-    supports_padded_prompts: bool  # prompts of different lengths may enter together
+    supports_padded_prompts: bool  # prompts of different lengths may be prefilled together
     weights_version: int
-    copied_bytes: int  # weights that are not the module's own tensors
+    copied_bytes: int  # of weights that are not the module's own tensors
     dtype: torch.dtype
 
     def bytes_per_token(self) -> int: ...
@@ -62,7 +64,7 @@ class Decoder(Protocol):
     def free_cache(self) -> None: ...
     def free_copies(self) -> None: ...
     def refresh(self, model: nn.Module, version: int) -> None: ...
-    def find_stale(self, model: nn.Module) -> str: ...  # the first copy that is not what `model` holds, empty if none
+    def find_stale(self, model: nn.Module) -> str: ...  # the first copy that differs from `model`, empty if none
     def prefill(self, prompts: list[list[int]], target: CacheTarget) -> Tensor: ...
     def decode(self, tokens_B: Tensor, window: CacheWindow) -> Tensor: ...
     def decode_and_prefill(
@@ -86,6 +88,7 @@ class LeanDecoder:
         self.rotary_tables: tuple[Tensor, ...] = ()
         self.graphs: GraphedDecode | None = None
         self.prompt_cache = PromptCache(self.shape, self.dtype)
+        self.attention = fastest_attention(self.shape, self.dtype, self.weights.device)
 
     @property
     def supports_mixed_batches(self) -> bool:
@@ -118,7 +121,7 @@ class LeanDecoder:
         return self.weights.find_stale(model)
 
     def allocate(self, rows: int, columns: int) -> None:
-        """Room for `rows` rows, keeping what is there; zeros, as hidden columns are multiplied by zero."""
+        """Grow the cache to `rows` rows and keep its content; new memory is 0: hidden columns are multiplied by 0."""
         shape = (rows, self.shape.kv_heads, columns, self.shape.head_dim)
         self.keys, self.values = self._grow_caches(self.keys, shape), self._grow_caches(self.values, shape)
         self.rotary_tables = self.weights.rotary_tables(columns)
@@ -130,7 +133,7 @@ class LeanDecoder:
         return grown
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the tensors of a step lie: a captured graph is valid while they stay."""
+        """Data pointers of a step's tensors: a captured graph is valid while they stay the same."""
         return (*self.weights.addresses, *(t.data_ptr() for t in (*self.keys, *self.values, *self.rotary_tables)))
 
     def free_cache(self) -> None:
@@ -145,7 +148,7 @@ class LeanDecoder:
         return self._forward([PrefillSegment(self, prompts, target)])
 
     def decode(self, tokens_B: Tensor, window: CacheWindow) -> Tensor:
-        """Logits (B, V) after `tokens_B`, which take the window's column in rows 0..B-1."""
+        """Logits (B, V) after `tokens_B`, which are written to the window's column in rows 0..B-1."""
         logits = self.graphs(tokens_B, window) if self.graphs is not None else None
         return self._forward([DecodeSegment(self, tokens_B, window)]) if logits is None else logits
 
@@ -157,34 +160,38 @@ class LeanDecoder:
 
     def _forward(self, parts: "list[DecodeSegment | PrefillSegment]") -> Tensor:
         s, w = self.shape, self.weights
-        rotation = self.rotation(_concatenate([part.positions for part in parts]))
-        x = w.embed(_concatenate([part.ids for part in parts]))  # (T, D)
         sizes = [len(part.ids) for part in parts]
+        num_rows = sum(sizes)
+        extra = w.layout.padded_rows(num_rows) - num_rows  # rows that only the products see
+        rotation = self.rotation(F.pad(_concatenate([part.positions for part in parts]), (0, extra)))
+        x = w.embed(F.pad(_concatenate([part.ids for part in parts]), (0, extra)))  # (T, D)
         for index, layer in enumerate(w.layers):
             qk, v = layer.qkv(x, rotation)  # (T, H+K, E), (T, K, E)
-            q, k = qk.split((s.heads, s.kv_heads), dim=1)
+            q, k = qk[:num_rows].split((s.heads, s.kv_heads), dim=1)
             if len(parts) == 1:
-                out = parts[0].attend(index, layer, q, k, v)
+                out = parts[0].attend(index, layer, q, k, v[:num_rows])
             else:
-                shares = zip(parts, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-                out = torch.cat([part.attend(index, layer, *share) for part, *share in shares])
-            x = layer.add_mlp(layer.add_attention(x, out))
-        return w.logits(_concatenate([part.last_hidden(y) for part, y in zip(parts, x.split(sizes), strict=True)]))
+                segments = zip(parts, q.split(sizes), k.split(sizes), v[:num_rows].split(sizes), strict=True)
+                out = torch.cat([part.attend(index, layer, *qkv) for part, *qkv in segments])
+            x = layer.add_mlp(layer.add_attention(x, _pad_rows(out, extra)))
+        hidden = x[:num_rows].split(sizes)
+        last = _concatenate([part.last_hidden(y) for part, y in zip(parts, hidden, strict=True)])
+        return w.logits(_pad_rows(last, w.layout.padded_rows(len(last)) - len(last)))[: len(last)]
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """Rows of the rotary tables."""
+        """The rows of the rotary tables at `positions`."""
         rows = tuple(table[positions] for table in self.rotary_tables)
         return rows if len(rows) > 1 else rows[0]
 
     def write(self, index: int, rows: slice, columns: slice, k: Tensor, v: Tensor, repeats: Tensor | None) -> None:
-        """Keys and values (N, K, P, E) into the cache, each prompt `repeats` times."""
+        """Write keys and values (N, K, P, E) to the cache, each prompt `repeats` times."""
         if repeats is not None:
             k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
         self.keys[index][rows, :, columns] = k
         self.values[index][rows, :, columns] = v
 
     def move_rows(self, sources: list[int], targets: list[int], count: int, window: CacheWindow) -> None:
-        """Rows `sources` take the places `targets`; afterwards rows 0..count-1 are in use."""
+        """Copy rows `sources` to rows `targets`; afterwards rows 0..count-1 are in use."""
         columns = slice(window.first_column, window.column)
         source_rows, target_rows = (torch.tensor(rows, device=self.weights.device) for rows in (sources, targets))
         for cache in (*self.keys, *self.values) if sources else ():
@@ -192,14 +199,14 @@ class LeanDecoder:
             part.index_copy_(0, target_rows, part.index_select(0, source_rows))
 
     def shift_columns(self, count: int, first_column: int, column: int, by: int) -> None:
-        """Columns first_column..column-1 of the first `count` rows move by `by` columns."""
+        """Move columns first_column..column-1 of the first `count` rows by `by` columns."""
         old, new = slice(first_column, column), slice(first_column + by, column + by)
         for cache in (*self.keys, *self.values):
             cache[:count, :, new] = cache[:count, :, old].clone()
 
 
 class DecodeSegment:
-    """One new token for each of the first rows: its share of a forward pass."""
+    """The part of a forward pass that decodes one new token for each of the first rows."""
 
     def __init__(self, decoder: LeanDecoder, tokens_B: Tensor, window: CacheWindow):
         self.decoder, self.window, self.ids = decoder, window, tokens_B
@@ -222,7 +229,7 @@ class DecodeSegment:
         return bias.view(len(bias), 1, 1, -1)
 
     def attend(self, index: int, layer: Layer | MergedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, H*E) from (B, H or K, E); the query heads of a group are queries to one key head."""
+        """(B, H*E) from (B, H or K, E); the query heads of a group are queries of one key head."""
         d, window, bias = self.decoder, self.window, self.bias
         rows, at = len(q), window.column
         d.keys[index][:rows, :, at], d.values[index][:rows, :, at] = k, v
@@ -233,11 +240,11 @@ class DecodeSegment:
         q = q.view(rows, d.shape.kv_heads, -1, d.shape.head_dim)
         if self.shared is not None:
             return self.shared.attend(index, q, keys, values, bias, layer.scale)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=layer.scale).reshape(rows, -1)
+        return d.attention(q, keys, values, bias, layer.scale).reshape(rows, -1)
 
 
 class PrefillSegment:
-    """Whole prompts, padded on the left to one width: their share of a forward pass."""
+    """The part of a forward pass that prefills whole prompts, padded on the left to one width."""
 
     def __init__(self, decoder: LeanDecoder, prompts: list[list[int]], target: CacheTarget):
         device = decoder.weights.device
@@ -256,21 +263,21 @@ class PrefillSegment:
         return x.view(self.num, self.width, -1)[:, -1]
 
     def _masks(self, pads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Boolean masks (N, 1, P, P) for full and sliding layers; None is plain causal. Padding sees itself: no nan."""
+        """Boolean masks (N, 1, P, P) for full and sliding layers; None: plain causal. Padding sees itself: no NaN."""
         window = self.decoder.shape.sliding_window
-        narrow = window is not None and window < self.width
-        if not narrow and not bool(pads.any()):
+        window_applies = window is not None and window < self.width
+        if not window_applies and not bool(pads.any()):
             return None, None
         columns = torch.arange(self.width, device=pads.device)
         causal = columns <= columns.unsqueeze(1)
         itself = columns == columns.unsqueeze(1)
         full = ((columns >= pads.view(-1, 1, 1)) & causal | itself).unsqueeze(1)
-        if not narrow:
+        if not window_applies:
             return full, full
         return full, full & (columns > columns.unsqueeze(1) - window)
 
     def attend(self, index: int, layer: Layer | MergedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(N*P, H*E) from (N*P, H or K, E); keys and values go to the cache."""
+        """(N*P, H*E) from (N*P, H or K, E); keys and values are written to the cache."""
         q, k, v = (t.reshape(self.num, self.width, -1, t.shape[-1]).transpose(1, 2) for t in (q, k, v))
         if self.slots is None:
             self.decoder.write(index, self.rows, self.columns, k, v, self.repeats)
@@ -283,12 +290,16 @@ class PrefillSegment:
         return out.transpose(1, 2).reshape(self.num * self.width, -1)
 
 
+def _pad_rows(x: Tensor, extra: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, extra)) if extra else x
+
+
 def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose pages the system gives only once they are written (on a CPU)."""
+    """Zeros; on a CPU the system allocates their pages only when they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -39,7 +39,7 @@ class Projection:
 
 @dataclass
 class OutputHead:
-    """The last norm and the product with the vocabulary."""
+    """The last norm and the projection to the vocabulary."""
 
     norm: Norm
     projection: Projection

@@ -1,34 +1,30 @@
 """The parameters of a Llama-like `transformers` module, as the lean decoder reads them.
 
-Where dtype and device agree the tensors are the module's own. Another dtype takes one cast copy. On a CPU a small model
-takes a merged copy, a larger bfloat16 model one in the layout that its kernels read. A copy is stamped with its
-version, refreshed by `refresh` and proved by `find_stale`.
+If dtype and device agree, the tensors are the module's own; another dtype needs one cast copy. On a CPU the fastest of
+the layouts that `possible_layouts` names is used, and all but the plain one are copies. `refresh` updates a copy and
+records its policy version; `find_stale` verifies it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.decoder.lean_layer import Layer, Norm, OutputHead, Projection, silu_in_place
-from verl.models.decoder.merged_weights import (
-    MAX_MERGED_BYTES,
-    MergedHead,
-    MergedLayer,
-    MergedProjection,
-    rotation_table,
-)
-from verl.models.decoder.onednn_weights import can_use_onednn_layout, to_onednn_layout
+from verl.models.decoder.merged_weights import MergedHead, MergedLayer, MergedProjection
+from verl.models.decoder.weight_layouts import DecoderShape, LayerOrHead, WeightLayout, possible_layouts
+from verl.models.fastest import fastest
 from verl.models.lora import is_adapted, merged_weight
 
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TIMED_ROWS = 64
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the sequence length
 
 
 def why_not_lean(model: nn.Module) -> str:
-    """Why a model needs the generic path; empty when the lean one can run it."""
+    """Why a model needs the generic decoder; empty if the lean one can run it."""
     config = model.config
     if config.model_type not in LEAN_FAMILIES:
         return f"model family {config.model_type!r} is not one of {', '.join(LEAN_FAMILIES)}"
@@ -46,16 +42,6 @@ def why_not_lean(model: nn.Module) -> str:
         and not type(module).__name__.startswith("FSDP")
     ]
     return unsupported[0] if unsupported else ""
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    sliding_window: int | None  # tokens a sliding layer sees, the newest included
-    vocab: int
 
 
 def decoder_shape(model: nn.Module) -> DecoderShape:
@@ -80,9 +66,9 @@ def _sliding_window(attention: nn.Module) -> int | None:
 
 
 class ParameterReader:
-    """Takes parameters in one dtype on one device: the module's own tensors, or copies.
+    """Reads parameters in one dtype on one device: the module's own tensors, or copies.
 
-    Copies of an earlier reader are written over, so that captured graphs stay valid.
+    Copies of an earlier reader are overwritten in place, so that captured graphs stay valid.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, previous_copies: dict[int, Tensor]):
@@ -95,7 +81,7 @@ class ParameterReader:
         if parameter is None:
             return None
         local = parameter.detach()
-        if hasattr(local, "full_tensor"):  # DTensor: one rank holds it all, more must gather
+        if hasattr(local, "full_tensor"):  # a DTensor: whole on one rank, all-gathered from several
             local = local.to_local() if local.device_mesh.size() == 1 else local.full_tensor()
         if local.dtype == self.dtype and local.device == self.device:
             self.addresses.append(local.data_ptr())
@@ -148,22 +134,62 @@ class ParameterReader:
         )
 
 
-LayerOrHead = Layer | OutputHead | MergedLayer | MergedHead
+class ShapeReader(ParameterReader):
+    """Makes tensors of the parameters' shapes to time products with: no rank has to gather anything."""
+
+    def read(self, parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else torch.full(parameter.shape, 0.01, dtype=self.dtype, device=self.device)
+
+    def projection(self, linear: nn.Module) -> Projection:
+        return super().projection(linear.base_layer if is_adapted(linear) else linear)
+
+
+def fastest_layout(model: nn.Module, dtype: torch.dtype, device: torch.device) -> WeightLayout:
+    """The layout in which one block decodes `TIMED_ROWS` tokens fastest on this machine."""
+    num_weights, block = sum(p.numel() for p in model.parameters()), first_block(model)
+    layouts = possible_layouts(num_weights, dtype, device)
+    matrices = ", ".join("x".join(map(str, p.shape)) for p in block.parameters() if p.dim() == 2)
+    ways = {layout.name: partial(timed_block, model, layout, device) for layout in layouts}
+    choice = fastest(f"decoder weights {dtype}, {matrices}, {', '.join(ways)}", ways)
+    return next(layout for layout in layouts if layout.name == choice)
+
+
+def first_block(model: nn.Module) -> nn.Module:
+    return next(iter(model.model.layers))
+
+
+def timed_block(model: nn.Module, layout: WeightLayout, device: torch.device) -> Callable[[], Tensor]:
+    """The work of one block around its attention, over made-up weights."""
+    shape, reader = decoder_shape(model), ShapeReader(layout.activation_dtype, device, {})
+    layer = layout.apply(reader.layer(first_block(model)), shape)
+    tables = layout.rotary_tables(model, shape, TIMED_ROWS, device)
+    rotation = tables if len(tables) > 1 else tables[0]
+    x = torch.ones(TIMED_ROWS, model.config.hidden_size, dtype=layout.activation_dtype, device=device)
+    attended = torch.ones(TIMED_ROWS, shape.heads * shape.head_dim, dtype=x.dtype, device=device)
+
+    def block() -> Tensor:
+        layer.qkv(x, rotation)
+        return layer.add_mlp(layer.add_attention(x.clone(), attended))
+
+    return block
 
 
 class DecoderWeights:
-    """Everything the lean decoder multiplies with. `copied_bytes` counts what is not the module's own."""
+    """All weights of the lean decoder. `copied_bytes` counts those that are not the module's own tensors."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, device: torch.device | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        layout: WeightLayout | None = None,
+    ):
         first = model.get_input_embeddings().weight
-        wanted = dtype or first.dtype
+        weight_dtype = dtype or first.dtype
         self.device = torch.device(device) if device is not None else first.device
         self.shape = decoder_shape(model)
-        size = sum(p.numel() for p in model.parameters())
-        self.uses_onednn_layout = can_use_onednn_layout(wanted, self.device, size * wanted.itemsize)
-        fast = self.uses_onednn_layout or (wanted == torch.float32 and self.device.type == "cpu")
-        self.merges_projections = fast and size * torch.float32.itemsize <= MAX_MERGED_BYTES
-        self.dtype = torch.float32 if self.merges_projections else wanted  # of what is not a matrix, the cache included
+        self.layout = layout or fastest_layout(model, weight_dtype, self.device)
+        self.dtype = self.layout.activation_dtype  # of the cache and all but matrices
         self.version = -1
         self.copied_bytes = 0
         self._copies: dict[int, Tensor] = {}
@@ -172,29 +198,21 @@ class DecoderWeights:
 
     @torch.no_grad()
     def refresh(self, model: nn.Module, version: int) -> None:
-        """Take the parameters as they are now, as `version`."""
+        """Read the current parameters as policy `version`."""
         reader = ParameterReader(self.dtype, self.device, self._copies)
         self._model, self.version = model, version
         self.embedding = reader.read(model.get_input_embeddings().weight)
-        changes_layout = self.merges_projections or self.uses_onednn_layout
-        scratch = (
-            ParameterReader(self.dtype, self.device, {}) if changes_layout else reader
-        )  # not kept besides what is made of it
+        # tensors that are only read to make another layout are not stored
+        scratch = reader if self.layout.is_plain else ParameterReader(self.dtype, self.device, {})
         self.head = self._change_layout(scratch.head(model))
         self.layers = [self._change_layout(scratch.layer(block)) for block in model.model.layers]
         self._copies, self.addresses = reader.copies, tuple(reader.addresses)
-        kept_tensors = {id(t): t for _, t in self._named_tensors()}.values()
+        stored = {id(t): t for _, t in self._named_tensors()}.values()
         own = reader.own_addresses | scratch.own_addresses
-        self.copied_bytes = sum(t.nbytes for t in kept_tensors if t.layout != torch.strided or t.data_ptr() not in own)
+        self.copied_bytes = sum(t.nbytes for t in stored if t.layout != torch.strided or t.data_ptr() not in own)
 
     def _change_layout(self, part: LayerOrHead) -> LayerOrHead:
-        if self.merges_projections:
-            if isinstance(part, OutputHead):
-                return MergedHead(part, self.uses_onednn_layout)
-            return MergedLayer(part, self.shape.heads, self.shape.kv_heads, self.uses_onednn_layout)
-        if self.uses_onednn_layout:
-            to_onednn_layout(part)
-        return part
+        return self.layout.apply(part, self.shape)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, part in (("embed_tokens", self.embedding), ("lm_head", self.head)):
@@ -203,17 +221,17 @@ class DecoderWeights:
             yield from named_tensors(layer, f"layers.{number}")
 
     def free_copies(self) -> None:
-        """Drop copies; the next `refresh` takes them again."""
+        """Drop copies; the next `refresh` makes them again."""
         if self.copied_bytes:
             self.layers, self._copies, self.copied_bytes, self.version = [], {}, 0, -1
             self.embedding = self.head = None
 
     @torch.no_grad()
     def find_stale(self, model: nn.Module) -> str:
-        """The first tensor that is not what `model` holds now in this dtype and layout; empty if none.
+        """The first tensor that differs from the model's current one in this dtype and layout; empty if none.
 
-        Every part is read a second time, one layer at a time, and compared bit for bit: oneDNN matrices in
-        their plain layout, merged ones with their like.
+        Every part is read a second time, one layer at a time, and compared bit for bit: oneDNN matrices in their plain
+        layout, merged matrices with merged ones.
         """
         current = dict(self._named_tensors())
         part_readers = [("embed_tokens", lambda reader: reader.read(model.get_input_embeddings().weight))]
@@ -222,26 +240,22 @@ class DecoderWeights:
             part_readers.append((f"layers.{number}", lambda reader, block=block: reader.layer(block)))
         for name, read in part_readers:
             part = read(ParameterReader(self.dtype, self.device, {}))
-            if self.merges_projections and not isinstance(part, Tensor):
+            if self.layout.merged and not isinstance(part, Tensor):
                 part = self._change_layout(part)
-            for path, wanted in named_tensors(part, name):
-                if not same_bytes(current[path], wanted):
+            for path, expected in named_tensors(part, name):
+                if not same_bytes(current[path], expected):
                     return path
         return ""
 
     def rotary_tables(self, positions: int) -> tuple[Tensor, ...]:
-        """What `layer.qkv` rotates with, one row per position, from the model's own rotary module."""
-        probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = self._model.model.rotary_emb(probe, torch.arange(positions, device=self.device).unsqueeze(0))
-        if self.merges_projections:
-            return (rotation_table(cos[0], sin[0], self.shape.heads + self.shape.kv_heads),)
-        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        """The tables that `layer.qkv` rotates with, one row per position, from the model's own rotary module."""
+        return self.layout.rotary_tables(self._model, self.shape, positions, self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embedding)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., V); never a view of anything kept."""
+        """(..., D) -> (..., V); never a view of a stored tensor."""
         return self.head(x)
 
 
@@ -255,7 +269,7 @@ def named_tensors(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, whatever their layout: a nan equals itself, zero is not minus zero."""
+    """Whether two tensors are equal bit for bit in any layout: NaN equals NaN, zero differs from minus zero."""
     a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
     a, b = (t if t.layout == torch.strided else t.to_dense() for t in (a, b))
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape:

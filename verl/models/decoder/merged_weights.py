@@ -1,11 +1,11 @@
 """A merged copy of a small model's weights: fewer operations per layer than over the module's own tensors.
 
-Queries, keys and values are one product (gate and up stay apart: halves of one product are slow to walk). The norms'
-weights and the attention scale are folded into the matrices that follow. The rotary pairs (i, i + E/2) lie side by
-side, so a rotation is one complex product; queries and keys are permuted alike, so their products do not change. For
-bfloat16 only the matrices are rounded, and multiplied by the kernels of `decoder_reordered`; the rest stays float32.
+Queries, keys and values are one matmul (gate and up stay apart: halves of one output are slow to read). The norms'
+weights and the attention scale are folded into the matrices that follow. The rotary pairs (i, i + E/2) are adjacent, so
+a rotation is one complex product; queries and keys are permuted in the same way, so their products do not change. In
+bfloat16 only the matrices are rounded; the rest stays float32. The products are plain, or those of `onednn_weights`.
 
-Only worth it where operations, not arithmetic, take the time: `MAX_MERGED_BYTES` bounds the copy.
+It pays off only where launching operations, not arithmetic, takes the time: `MAX_MERGED_BYTES` bounds the copy.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from verl.models.decoder.lean_layer import Layer, Norm, OutputHead, Projection
 from verl.models.decoder.onednn_weights import OneDNNProjection
 
 MAX_MERGED_BYTES = 64 << 20
+MIN_ONEDNN_ROWS = 16
 
 
 @dataclass
@@ -36,29 +37,44 @@ class MergedProjection:
         return activation(gate(x)).mul_(self(x))
 
 
-class MergedBfloat16Projection(MergedProjection):
-    """The same with a bfloat16 matrix in oneDNN's layout; float32 out, except between gate and down."""
+class MergedOneDNNProjection(MergedProjection):
+    """The same in oneDNN's layout, with the matrix in `dtype`; float32 out, except between gate and down.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        plain = Projection(weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16))
-        self.product = OneDNNProjection(plain)
+    A call of oneDNN costs as much as a plain product of a few rows, so a float32 matrix is also stored plain for them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
+        self.dtype = dtype
+        self.product = OneDNNProjection(Projection(weight.to(dtype), None if bias is None else bias.to(dtype)))
+        self.few_rows = MergedProjection(weight.t().contiguous(), bias) if dtype == torch.float32 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x.to(torch.bfloat16)).float()
+        if self.few_rows is not None and len(x) < MIN_ONEDNN_ROWS:
+            return self.few_rows(x)
+        return self.product(x.to(self.dtype)).float()
 
     def gated(self, x: Tensor, gate: MergedProjection, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        assert isinstance(gate, MergedBfloat16Projection)
-        return self.product.gated(x.to(torch.bfloat16), gate.product, activation)
+        assert isinstance(gate, MergedOneDNNProjection)
+        if self.few_rows is not None and gate.few_rows is not None and len(x) < MIN_ONEDNN_ROWS:
+            return self.few_rows.gated(x, gate.few_rows, activation)
+        return self.product.gated(x.to(self.dtype), gate.product, activation)
 
 
-def merge_projections(projections: list[Projection], norm: Norm | None, use_bfloat16: bool) -> MergedProjection:
-    """Several projections of one input as one, behind a norm whose weight is folded in."""
+def merge_projections(
+    projections: list[Projection], norm: Norm | None, onednn_dtype: torch.dtype | None
+) -> MergedProjection:
+    """Several projections of one input as one, behind a norm whose weight is folded in.
+
+    In oneDNN's layout if `onednn_dtype` is given, else plain.
+    """
     weight = torch.cat([p.weight for p in projections])
     if norm is not None:
         weight = weight * norm.weight
     biases = [p.bias for p in projections]
     bias = None if biases[0] is None else torch.cat(biases)
-    return MergedBfloat16Projection(weight, bias) if use_bfloat16 else MergedProjection(weight.t().contiguous(), bias)
+    if onednn_dtype is not None:
+        return MergedOneDNNProjection(weight, bias, onednn_dtype)
+    return MergedProjection(weight.t().contiguous(), bias)
 
 
 class MergedLayer:
@@ -66,7 +82,7 @@ class MergedLayer:
 
     scale = 1.0  # folded into the queries
 
-    def __init__(self, layer: Layer, heads: int, kv_heads: int, use_bfloat16: bool):
+    def __init__(self, layer: Layer, heads: int, kv_heads: int, onednn_dtype: torch.dtype | None):
         self.head_dim, self.num_rotated_heads, self.window = layer.head_dim, heads + kv_heads, layer.window
         q, k = (_interleave_projection(p, layer.head_dim) for p in (layer.q, layer.k))
         self.norm_weight: Tensor | None = None
@@ -76,11 +92,11 @@ class MergedLayer:
             q_weight, k_weight = (_interleave(n.weight, layer.head_dim) for n in (layer.q_norm, layer.k_norm))
             self.norm_weight = torch.cat(((q_weight * layer.scale).expand(heads, -1), k_weight.expand(kv_heads, -1)))
             self.head_eps = torch.tensor(layer.q_norm.eps)
-        self.qkv_merged = merge_projections([q, k, layer.v], layer.input_norm, use_bfloat16)
-        self.out = merge_projections([layer.attention_out], None, use_bfloat16)
-        self.gate = merge_projections([layer.gate], layer.post_norm, use_bfloat16)
-        self.up = merge_projections([layer.up], layer.post_norm, use_bfloat16)
-        self.down = merge_projections([layer.down], None, use_bfloat16)
+        self.qkv_merged = merge_projections([q, k, layer.v], layer.input_norm, onednn_dtype)
+        self.out = merge_projections([layer.attention_out], None, onednn_dtype)
+        self.gate = merge_projections([layer.gate], layer.post_norm, onednn_dtype)
+        self.up = merge_projections([layer.up], layer.post_norm, onednn_dtype)
+        self.down = merge_projections([layer.down], None, onednn_dtype)
         self.activation: Callable[[Tensor], Tensor] = layer.activation
         self.input_eps, self.post_eps = torch.tensor(layer.input_norm.eps), torch.tensor(layer.post_norm.eps)
 
@@ -101,11 +117,11 @@ class MergedLayer:
 
 
 class MergedHead:
-    """The last norm and the product with the vocabulary on one merged matrix."""
+    """The last norm and the projection to the vocabulary as one merged matrix."""
 
-    def __init__(self, head: OutputHead, use_bfloat16: bool):
+    def __init__(self, head: OutputHead, onednn_dtype: torch.dtype | None):
         self.merged, self.eps = (
-            merge_projections([head.projection], head.norm, use_bfloat16),
+            merge_projections([head.projection], head.norm, onednn_dtype),
             torch.tensor(head.norm.eps),
         )
 
@@ -120,14 +136,14 @@ def unit_norm(x: Tensor, eps: Tensor) -> Tensor:
 
 
 def rotation_table(cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """(positions, heads, E/2) complex from the model's own (positions, E) tables; a product that broadcasts is slow."""
+    """(positions, heads, E/2) complex from the model's own (positions, E) tables; repeated, as broadcasting is slow."""
     half = cos.shape[-1] // 2
     rotations = torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous())
     return rotations.unsqueeze(1).repeat(1, heads, 1)
 
 
 def _interleave(x: Tensor, head_dim: int) -> Tensor:
-    """Rows (heads * E, ...) with the halves of each head dealt alternately."""
+    """Rows (heads * E, ...) with the halves of each head interleaved."""
     halves = x.reshape(-1, 2, head_dim // 2, *x.shape[1:])
     return halves.transpose(1, 2).reshape(x.shape)
 

@@ -1,7 +1,8 @@
-"""A bfloat16 copy of the projections in the layout that oneDNN's CPU kernels walk, with what follows fused in.
+"""A copy of the projections in the layout of oneDNN's CPU kernels, with the next operations fused in.
 
-A plain matrix is laid out anew at each product; with few rows that takes longer than the product. The layout loses
-nothing: `to_dense` gives the plain matrix back bit for bit, which is how a publish proves the copy.
+A plain bfloat16 matrix is converted at each product; with few rows that takes longer than the product. Plain float32
+products are the vendor library's, which on other makes uses half the processor's width. The layout is lossless:
+`to_dense` returns the plain matrix bit for bit, which is how the copy is verified after a weight sync.
 """
 
 from collections.abc import Callable
@@ -12,15 +13,22 @@ from torch import Tensor
 
 from verl.models.decoder.lean_layer import Layer, OutputHead, Projection, silu_in_place
 
-MAX_ONEDNN_BYTES = 4 << 30  # a larger model is read in place: its copy would cost more memory than time
+MAX_ONEDNN_BYTES = 4 << 30  # a larger model is read in place: the copy would cost more in memory than it saves
 _LAYOUT_ROWS = 64  # the layout is chosen for about this many rows
+_ROW_STEP = 8
+
+
+def padded_rows(rows: int) -> int:
+    """At least `rows`, by at most an eighth or 7 more: oneDNN takes milliseconds for each new number of rows."""
+    step = max(_ROW_STEP, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step
 
 
 def can_use_onednn_layout(dtype: torch.dtype, device: torch.device, size_bytes: int) -> bool:
-    """Whether this torch has oneDNN's layouts for the type, and the copy is small enough."""
-    if dtype != torch.bfloat16 or device.type != "cpu" or size_bytes > MAX_ONEDNN_BYTES:
+    """Whether this torch supports oneDNN's layouts for the dtype, and the copy is small enough."""
+    if device.type != "cpu" or size_bytes > MAX_ONEDNN_BYTES or not torch.backends.mkldnn.is_available():
         return False
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class OneDNNProjection(Projection):

@@ -1,4 +1,4 @@
-"""Prompts that several rows continue: keys and values held once, attended to by all their rows in one product.
+"""Prompts that several rows continue: their keys and values are cached once and attended to in one product.
 
 Shapes: B rows, S slots (one prompt each), n rows of the fullest slot, P prompt columns, H query heads, K key-value
 heads, E head size.
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.models.decoder.lean_weights import DecoderShape
+from verl.models.decoder.weight_layouts import DecoderShape
 
-# What scaled_dot_product_attention runs on a CPU, asked for the logarithms of its sums too.
+# The kernel of scaled_dot_product_attention on a CPU, which also returns the log-sum-exp.
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class PromptCache:
-    """Slots 0..len(lengths)-1 are in use. A prompt ends with the last column, whatever its length."""
+    """Keys and values of prompts. Slots 0..len(lengths)-1 are in use; every prompt ends at the last column."""
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype):
         self.shape, self.dtype = shape, dtype
@@ -25,7 +25,7 @@ class PromptCache:
         self.keys, self.values = [empty] * shape.layers, [empty] * shape.layers
 
     def allocate_slots(self, lengths: list[int]) -> slice:
-        """Slots for prompts of these lengths, with one empty slot behind them."""
+        """Slots for prompts of these lengths; one empty slot always follows the last."""
         first = len(self.lengths)
         self.lengths += lengths
         slots, _, columns, _ = self.keys[0].shape
@@ -41,12 +41,12 @@ class PromptCache:
                 caches[index][: len(old), :, columns - old.shape[2] :] = old
 
     def write(self, index: int, slots: slice, k: Tensor, v: Tensor) -> None:
-        """Keys and values (N, K, P, E) of one layer."""
+        """Write keys and values (N, K, P, E) of one layer."""
         self.keys[index][slots, :, -k.shape[2] :] = k
         self.values[index][slots, :, -k.shape[2] :] = v
 
     def free_slot(self, slot: int) -> None:
-        """Free a slot; the last one takes its place."""
+        """Free a slot; the last slot moves into its place."""
         last = self.lengths.pop()
         if slot < len(self.lengths):
             self.lengths[slot] = last
@@ -56,11 +56,11 @@ class PromptCache:
 
 @dataclass(frozen=True)
 class PromptSharing:
-    """Which prompt each row continues. Rows without one go to the empty slot behind the others."""
+    """Which cached prompt each row continues. Rows without one use the empty slot behind the others."""
 
     grid_index_B: Tensor  # (B,) int64: slot * n + the row's number in its slot
     rows_per_slot: int  # n
-    num_slots: int  # in use when the indices were given out
+    num_slots: int  # in use when the indices were computed
 
     def scatter_to_slots(self, x: Tensor) -> Tensor:
         """(B, K, H/K, X) -> (S, K, n*H/K, X), the empty slot included; zero where a slot has fewer rows."""
@@ -77,7 +77,7 @@ class PromptSharing:
 
 
 class SharedPromptAttention:
-    """What the rows of one step see of their prompts."""
+    """Attention of the rows of one step to their cached prompts and their own columns."""
 
     def __init__(self, prompt_cache: PromptCache, sharing: PromptSharing):
         self.prompt_cache, self.sharing = prompt_cache, sharing
@@ -91,7 +91,7 @@ class SharedPromptAttention:
         """(B, H*E): one softmax over the prompt and the row's own columns.
 
         `q` (B, K, H/K, E), the rows' own `keys` and `values` (B, K, W, E), `bias` (B, 1, 1, W). Each part is attended
-        to alone; the logarithms of their sums say how much of the whole each is.
+        to separately; the log-sum-exps give its weight in the result.
         """
         slots, prompt_cache = slice(self.sharing.num_slots + 1), self.prompt_cache
         prompt_keys, prompt_values = (

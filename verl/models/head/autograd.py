@@ -1,4 +1,4 @@
-"""The head as autograd functions: recomputing logits in backward, or loss and gradient in one pass.
+"""The head as autograd functions: one recomputes logits in backward, one takes loss and gradient in one pass.
 
 Shapes: T packed tokens, M of them go through the head, V vocabulary, D hidden.
 """
@@ -15,13 +15,13 @@ from verl.models.head.block_sizes import BlockSizes, even_part_size
 from verl.models.head.blockwise import PRODUCT_COLUMNS, BlockwiseHead, SoftmaxStatistics
 from verl.models.head.elementwise import CompiledKernels, Kernels, TiledKernels, statistics_dtype
 
-# (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None where the loss does not depend on it
+# (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None if the loss does not depend on it
 BlockLoss = Callable[[slice, SoftmaxStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one block may take: its hidden states and its logits, in bytes as if in the type of the statistics."""
+    """Memory of one block: hidden states and logits, in bytes as if in the dtype of the statistics."""
 
     hidden_bytes: int
     logit_bytes: int
@@ -29,27 +29,27 @@ class Budget:
 
 
 CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul buffers
-CPU_NARROW = Budget(7 << 19, 1 << 22, 1024)  # whose matmuls are so fast that their start counts, and make copies: 40 MB
+CPU_LOW_PRECISION = Budget(7 << 19, 1 << 22, 1024)  # 40 MB: matmuls are fast, so starting one costs, and make copies
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 MIN_BLOCK_SIDE = 64  # rows and columns of a block
-STORED_LOGIT_BYTES = 8 << 20  # whole rows of logits
+STORED_LOGIT_BYTES = 8 << 20  # for whole rows of logits
 MIN_STORED_ROWS = 256  # fewer would stream the weight and its gradient through memory too often
 
 
 def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, memory_factor: int = 1) -> BlockSizes:
-    """Many rows by few columns: full matmul rate in a few megabytes, logits forgotten after the pass.
+    """Blocks of many rows and few columns: full matmul rate in a few megabytes; logits are not stored.
 
-    `memory_factor` 2 gives logits twice the memory: where there are no gradients.
+    `memory_factor` 2 gives logits twice the memory, for a pass without gradients.
     """
     rows = even_part_size(num_rows, chunk_size or _max_rows(weight_VD)[0])
     return BlockSizes(rows, _block_columns(weight_VD, rows, memory_factor))
 
 
 def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, weight_gradient: bool) -> BlockSizes:
-    """As many rows as possible whose logits can stay until their gradient is known.
+    """Blocks with as many rows as possible whose logits are stored until their gradient is known.
 
-    Whole rows of logits where `chunk_size` asks for that or enough of them fit. Otherwise narrow blocks, and as many
-    rows as the hidden size keep their logits in the memory of the weight's gradient.
+    Whole rows of logits if `chunk_size` asks for that or enough of them fit. Otherwise blocks of few columns, where as
+    many rows as the hidden size store their logits in the memory of the weight's gradient.
     """
     vocab_size, hidden_size = weight_VD.shape
     fit = STORED_LOGIT_BYTES // (vocab_size * weight_VD.dtype.itemsize)
@@ -57,40 +57,40 @@ def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, we
         return BlockSizes(even_part_size(num_rows, chunk_size or min(fit, _budget(weight_VD).max_rows)), vocab_size)
     if not (weight_gradient and weight_VD.is_contiguous()):
         return narrow_blocks(weight_VD, num_rows, None)
-    most, group_rows = _max_rows(weight_VD)
-    rows = max(1, min(num_rows, most))
+    max_rows, group_rows = _max_rows(weight_VD)
+    rows = max(1, min(num_rows, max_rows))
     return BlockSizes(rows, _block_columns(weight_VD, rows), group_rows, stored_rows=hidden_size)
 
 
 def _budget(weight_VD: Tensor) -> Budget:
     if weight_VD.device.type != "cpu":
         return ACCELERATOR
-    return CPU_NARROW if _is_narrow_on_cpu(weight_VD) else CPU
+    return CPU_LOW_PRECISION if _is_low_precision_on_cpu(weight_VD) else CPU
 
 
-def _is_narrow_on_cpu(weight_VD: Tensor) -> bool:
-    """Where matmuls copy their factors, and float32 values of logits exist in tiles only."""
+def _is_low_precision_on_cpu(weight_VD: Tensor) -> bool:
+    """Whether matmuls copy their factors, and float32 logits exist in tiles only."""
     return weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4
 
 
 def _max_rows(weight_VD: Tensor) -> tuple[int, int]:
-    """(rows of a block, rows of a pass) for which the hidden states and their gradients fit."""
+    """(rows of a block, rows of a pass) whose hidden states and their gradients fit."""
     budget = _budget(weight_VD)
     row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
     group_rows = budget.hidden_bytes // row_bytes
-    block = group_rows // 2 if _is_narrow_on_cpu(weight_VD) else group_rows
-    return _rounded_rows(block, budget.max_rows), _rounded_rows(group_rows, budget.max_rows)
+    block_rows = group_rows // 2 if _is_low_precision_on_cpu(weight_VD) else group_rows
+    return _rounded_rows(block_rows, budget.max_rows), _rounded_rows(group_rows, budget.max_rows)
 
 
-def _rounded_rows(rows: int, most: int) -> int:
-    return min(most, max(MIN_BLOCK_SIDE, rows // MIN_BLOCK_SIDE * MIN_BLOCK_SIDE))
+def _rounded_rows(rows: int, max_rows: int) -> int:
+    return min(max_rows, max(MIN_BLOCK_SIDE, rows // MIN_BLOCK_SIDE * MIN_BLOCK_SIDE))
 
 
 def _block_columns(weight_VD: Tensor, rows: int, memory_factor: int = 1) -> int:
-    narrow = _is_narrow_on_cpu(weight_VD)
-    itemsize = weight_VD.dtype.itemsize if narrow else statistics_dtype(weight_VD).itemsize
+    low_precision = _is_low_precision_on_cpu(weight_VD)
+    itemsize = weight_VD.dtype.itemsize if low_precision else statistics_dtype(weight_VD).itemsize
     fit = memory_factor * _budget(weight_VD).logit_bytes // (rows * itemsize)
-    unit = PRODUCT_COLUMNS if narrow and fit >= PRODUCT_COLUMNS else MIN_BLOCK_SIDE
+    unit = PRODUCT_COLUMNS if low_precision and fit >= PRODUCT_COLUMNS else MIN_BLOCK_SIDE
     return min(weight_VD.shape[0], max(MIN_BLOCK_SIDE, fit // unit * unit))
 
 
@@ -158,7 +158,7 @@ class ChunkedHead(torch.autograd.Function):
 
 
 class OnePassHead(torch.autograd.Function):
-    """The scalar sum of `block_loss` over blocks of rows, whose gradient is taken while their logits exist."""
+    """The scalar sum of `block_loss` over blocks of rows; the gradient is computed while their logits exist."""
 
     @staticmethod
     def forward(

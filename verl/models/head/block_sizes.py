@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Rows and columns of the logits that exist at one time, and rows that visit the vocabulary together.
+    """Rows and columns of one block of logits, and rows of one pass over the vocabulary.
 
-    `rows_per_group` None: those of one block. The first `stored_rows` rows share no block with others.
+    `rows_per_group` None: those of one block. The first `stored_rows` rows get blocks of their own.
     """
 
     rows: int
@@ -17,13 +17,13 @@ class BlockSizes:
     stored_rows: int = 0
 
     def row_groups(self, num_rows: int) -> Iterator[list[slice]]:
-        """The blocks of rows of each group; an empty one for no rows, so that a per-token loss can name its metrics."""
+        """The row blocks of each group; one empty block for no rows, so that a per-token loss names its metrics."""
         if not num_rows:
             yield [slice(0, 0)]
-        most, start, stored_rows = self.rows_per_group or self.rows, 0, self.stored_rows
+        max_rows, start, stored_rows = self.rows_per_group or self.rows, 0, self.stored_rows
         while start < num_rows:
             left = num_rows - start
-            rows = left if left <= most else min(most, left - most // 4)  # a short group costs as much as a long one
+            rows = left if left <= max_rows else min(max_rows, left - max_rows // 4)  # a short group costs the same
             middle, stop = start + min(stored_rows, rows), start + rows
             yield [*self._blocks(start, middle), *self._blocks(middle, stop)]
             start, stored_rows = stop, 0
@@ -36,7 +36,7 @@ class BlockSizes:
 
 
 def even_part_size(number: int, most: int) -> int:
-    """The size of parts of at most `most` that are about equal."""
+    """The part size that splits `number` into about equal parts of at most `most`."""
     num_parts = max(1, -(-number // max(1, most)))
     return max(1, -(-number // num_parts))
 

@@ -1,11 +1,11 @@
 """Log-prob, entropy and their gradients from hidden states, one block of logits at a time.
 
 Shapes: M rows go through the head, S of them in one pass over the vocabulary, R in one block, V vocabulary, C columns
-of it in one block, D hidden. A block is many rows by few columns, so that matmuls run at their full rate in a few
-megabytes. Logits are forgotten after the pass that sums their exponentials, and the gradient computes them again,
-unless there is room for them, or for their exponentials: in the block itself when it holds whole rows, or in the memory
-of the weight's gradient before that gradient exists. Rows with and without room form one group, so that the weight and
-its gradient pass through memory once for both.
+of it in one block, D hidden. A block has many rows and few columns, so that matmuls run at their full rate in a few
+megabytes. Logits are dropped after the pass that sums their exponentials, and the gradient recomputes them, unless
+there is memory to store them or their exponentials: the block buffer if it has whole rows, or spare memory, which is
+the memory of the weight's gradient before that gradient exists. Rows with and without stored logits form one group, so
+that the weight and its gradient pass through memory once for both.
 """
 
 from bisect import bisect_left
@@ -23,14 +23,14 @@ from verl.models.head.elementwise import (
     statistics_dtype,
 )
 
-MAX_SUM_EXP = 1e20  # of exponentials; beyond, they are taken again from the largest logit
-PRODUCT_COLUMNS = 1024  # of a product with the weight in a narrow type on a CPU, which copies its factors
-PRODUCTS_PER_SUM = 4  # that are added up in a narrow type before they go to the sum over all
+MAX_SUM_EXP = 1e20  # a larger sum of exponentials is computed again with the largest logit as shift
+PRODUCT_COLUMNS = 1024  # of a low-precision product with the weight on a CPU, which copies its factors
+PRODUCTS_PER_SUM = 4  # low-precision products that are added up before they are added to the full sum
 
 
 @dataclass(frozen=True)
 class SoftmaxStatistics:
-    """What a pass over the vocabulary leaves per row: (S,) each, in nats; entropy None unless asked for."""
+    """Results of a pass over the vocabulary per row: (S,) each, in nats; entropy is None unless requested."""
 
     logsumexp: Tensor
     logprobs: Tensor
@@ -39,26 +39,26 @@ class SoftmaxStatistics:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """A block of rows: scaled hidden states (R, D), the token each predicts, 1 / temperature (R, 1) or None."""
+    """A block of rows: scaled hidden states (R, D), the token that each predicts, 1 / temperature (R, 1) or None."""
 
     in_group: slice  # of the rows of the group
     scaled_RD: Tensor
     inverse_temperature: Tensor | None
-    store_logits: bool  # the blocks of logits, for the gradient
-    spare_VD: Tensor | None  # where, behind those of the rows before; None: in the buffer
-    by_target: Tensor  # (R,) rows in the order of their targets
+    store_logits: bool  # for the gradient
+    spare_VD: Tensor | None  # spare memory to store logits in; None: they are in the block buffer
+    by_target: Tensor  # (R,) row indices sorted by target
     sorted_targets: Tensor
     sorted_list: list[int]
 
     def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """The rows whose target is inside these columns, and where in them each target is."""
+        """The rows whose target is inside these columns, and the index of each target within the columns."""
         first, last = (bisect_left(self.sorted_list, column) for column in (columns.start, columns.stop))
         return self.by_target[first:last], self.sorted_targets[first:last] - columns.start
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows that visit the columns of the vocabulary together: where they come from (S,), scaled (S, D), in blocks."""
+    """Rows of one pass over the vocabulary: their hidden state indices (S,), scaled states (S, D) and row blocks."""
 
     part: slice  # of the M rows
     source: Tensor
@@ -73,9 +73,9 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class StoredLogits:
-    """Logits that a pass has left where its rows keep them, or their exponentials, of which `sum_exp` (S, 1) are sums.
+    """Logits that a pass has stored or, with `sum_exp` (S, 1), their exponentials, which have these sums.
 
-    Of rows that keep theirs in spare memory the first block of columns is not kept.
+    In spare memory the first block of columns is not stored.
     """
 
     group: RowGroup
@@ -84,7 +84,7 @@ class StoredLogits:
 
 @dataclass(frozen=True)
 class LogitsToGradient:
-    """How logits of some rows become their gradient, which is what the block holds times `factor` (R, 1), if any."""
+    """How the logits of a row block become their gradient: what the block contains times `factor` (R, 1), if any."""
 
     row_block: RowBlock
     coefficients: LogitGradientCoefficients
@@ -95,12 +95,12 @@ class LogitsToGradient:
 
 @dataclass
 class Gradients:
-    """Sums over the blocks so far; None where the input needs no gradient. `hidden` is (T, D), rows not used stay 0."""
+    """Sums over the blocks so far; None where the input needs no gradient. `hidden` is (T, D), unused rows stay 0."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    empty: bool = True  # `weight` holds nothing yet: the first block writes, later ones add
+    empty: bool = True  # nothing was added to `weight` yet: the first block overwrites it, later ones add
 
     @property
     def wanted(self) -> bool:
@@ -117,7 +117,7 @@ class BlockwiseHead:
     """logits = (hidden @ weight.T + bias) / temperature, of which one block exists at a time, in the weight's dtype.
 
     Statistics are float32 (float64 for float64 inputs) whatever the dtype of the matmul. The temperature divides the
-    hidden states in full precision; below it the logits, since a scaled row would be rounded twice.
+    hidden states in full precision and the logits in low precision, where scaled rows would be rounded twice.
     """
 
     def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, blocks: BlockSizes, kernels: Kernels):
@@ -137,10 +137,10 @@ class BlockwiseHead:
         parts: list[slice],
         spare_VD: Tensor | None = None,
     ) -> RowGroup:
-        """The hidden states at the `parts` of `source` (M,), ready for the matmul; they hold until the next call.
+        """The hidden states at the `parts` of `source` (M,), ready for the matmul; valid until the next call.
 
-        The parts, a block of rows each, follow one another. `spare_VD` is memory without content of the weight's shape
-        and dtype: what `add_gradients` needs of the first D rows stays there until somebody writes to it.
+        The parts are consecutive, one block of rows each. `spare_VD` is uninitialised memory of the weight's shape and
+        dtype: it stores what `add_gradients` needs of the first D rows, until it is written to.
         """
         group_slice = slice(parts[0].start, parts[-1].stop)
         inverse = None if temperature is None else temperature[group_slice].to(self.dtype).reciprocal().unsqueeze(1)
@@ -152,9 +152,9 @@ class BlockwiseHead:
             ordered, by_target = targets[part].sort(stable=True)
             spare = spare_VD if in_group.stop <= self.hidden.shape[1] else None
             inverse_block = None if inverse is None else inverse[in_group]
-            keep = whole_rows or spare is not None
+            store = whole_rows or spare is not None
             blocks.append(
-                RowBlock(in_group, scaled[in_group], inverse_block, keep, spare, by_target, ordered, ordered.tolist())
+                RowBlock(in_group, scaled[in_group], inverse_block, store, spare, by_target, ordered, ordered.tolist())
             )
         group = RowGroup(group_slice, source[group_slice], scaled, inverse, blocks)
         self._gather(group)
@@ -166,9 +166,10 @@ class BlockwiseHead:
             group.scaled_SD.mul_(group.inverse_temperature)
 
     def statistics(self, group: RowGroup, with_entropy: bool) -> SoftmaxStatistics:
-        """Sums over the vocabulary of e^(x-s) and (x-s) e^(x-s), s being the largest logit of the first block.
+        """Statistics of each row, from sums over the vocabulary of e^(x-s) and (x-s) e^(x-s).
 
-        Where they are too large, the sums of those rows are taken again with s the largest of all.
+        s is the largest logit of the first block of columns. Sums that are too large are computed again with s the
+        largest logit of all.
         """
         self._stored = None
         accumulators, exponentials = self._accumulate_blocks(group.blocks, with_entropy, None)
@@ -195,7 +196,7 @@ class BlockwiseHead:
     def _accumulate_blocks(
         self, blocks: list[RowBlock], with_entropy: bool, shift: Tensor | None
     ) -> tuple[list[SoftmaxAccumulator], bool]:
-        """The sums of each block of rows, and whether what is kept are exponentials."""
+        """The sums of each block of rows, and whether the stored values are exponentials."""
         accumulators: list[SoftmaxAccumulator] = []
         exponentials = False
         for columns in self.blocks.column_slices(self.vocab_size):
@@ -210,11 +211,11 @@ class BlockwiseHead:
                         )
                     )
                 accumulator = accumulators[number]
-                where, index = row_block.targets_within(columns)
-                if len(where):
-                    target_logits = logits[where, index].to(self.dtype).unsqueeze(1)
-                    accumulator.target_logits[where] = (
-                        target_logits if inverse is None else target_logits * inverse[where]
+                target_rows, target_columns = row_block.targets_within(columns)
+                if len(target_rows):
+                    target_logits = logits[target_rows, target_columns].to(self.dtype).unsqueeze(1)
+                    accumulator.target_logits[target_rows] = (
+                        target_logits if inverse is None else target_logits * inverse[target_rows]
                     )
                 exponentials = self.kernels.accumulate(logits, inverse, accumulator, row_block.store_logits)
         return accumulators, exponentials
@@ -230,7 +231,7 @@ class BlockwiseHead:
         return largest if inverse is None else largest.mul_(inverse)
 
     def _inverse(self, row_block: RowBlock) -> Tensor | None:
-        """1 / temperature where the logits of a block are not divided yet."""
+        """1 / temperature if the logits of a block are not divided by it yet, else None."""
         return row_block.inverse_temperature if self.low_precision else None
 
     def add_gradients(
@@ -243,18 +244,17 @@ class BlockwiseHead:
     ) -> None:
         """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (S,).
 
-        Computes the logits again that `statistics` of the same group has not just left.
+        Recomputes the logits unless `statistics` of the same group has just stored them.
         """
         stored, self._stored = self._stored if self._stored and self._stored.group is group else None, None
         conversions = self._conversions(group, stats, grad_logprobs, grad_entropy, stored)
         grad_rows = None
         if out.hidden is not None:
             grad_rows = self._buffer("grad_rows", *group.scaled_SD.shape, self.dtype).zero_()
-        # the last block comes first: its gradient is written over what is kept of no other
+        # the last block comes first: its gradient overwrites no stored logits that are still needed
         for columns in reversed(list(self.blocks.column_slices(self.vocab_size))):
-            if (
-                columns.start == 0 and stored and group.has_spare
-            ):  # of these nothing is kept: from the hidden states again
+            # the first block of columns is not stored: recompute it from the hidden states
+            if columns.start == 0 and stored and group.has_spare:
                 self._apply_factors(conversions, grad_rows)
                 self._gather(group)
                 conversions = self._conversions(group, stats, grad_logprobs, grad_entropy, None)
@@ -283,7 +283,7 @@ class BlockwiseHead:
         grad_entropy: Tensor | None,
         stored: StoredLogits | None,
     ) -> list[LogitsToGradient]:
-        """Exponentials need a factor per row, which goes to the hidden states: there are fewer of them than logits."""
+        """Stored exponentials need a factor per row, applied to the hidden states: they are fewer than logits."""
         conversions = []
         for row_block in group.blocks:
             logsumexp, logprobs, entropy, a, b = (
@@ -316,18 +316,18 @@ class BlockwiseHead:
                 grad_rows[conversion.row_block.in_group].mul_(conversion.factor)
 
     def _gradient(self, conversion: LogitsToGradient, columns: slice) -> Tensor:
-        """(R, C) the gradient of these logits, but for the factor of the conversion."""
+        """(R, C): the gradient of these logits, without the factor of the conversion."""
         row_block = conversion.row_block
         block = self._block_memory(row_block, columns) if conversion.is_stored else self._logits(row_block, columns)
         if conversion.factor is None:
             self.kernels.to_gradient(block, self._inverse(row_block), conversion.coefficients)
-        where, index = row_block.targets_within(columns)
-        if len(where):
-            block[where, index] = conversion.target_gradient[where].squeeze(1).to(block.dtype)
+        target_rows, target_columns = row_block.targets_within(columns)
+        if len(target_rows):
+            block[target_rows, target_columns] = conversion.target_gradient[target_rows].squeeze(1).to(block.dtype)
         return block
 
     def _add_to_rows(self, grad_rows: Tensor, block: Tensor, columns: slice) -> None:
-        """grad_rows += block @ weight. Of narrow types a few products are added up before they go to the sum."""
+        """grad_rows += block @ weight. In low precision a few products are added up first."""
         if not self.low_precision:
             grad_rows.addmm_(block, self.weight[columns])
             return
@@ -349,7 +349,7 @@ class BlockwiseHead:
         grad_bias.addmv_(block.T.to(self.dtype), per_row)
 
     def _logits(self, row_block: RowBlock, columns: slice) -> Tensor:
-        """(R, C) in the weight's dtype, not yet divided by the temperature when that is a narrow one."""
+        """(R, C) in the weight's dtype; in low precision not yet divided by the temperature."""
         logits = self._block_memory(row_block, columns)
         torch.mm(row_block.scaled_RD, self.weight[columns].T, out=logits)
         if self.bias is not None:
@@ -359,11 +359,11 @@ class BlockwiseHead:
         return logits
 
     def _block_memory(self, row_block: RowBlock, columns: slice) -> Tensor:
-        """(R, C) memory of a block: the buffer that all blocks share, or spare memory.
+        """(R, C) memory of a block: the buffer that all blocks use in turn, or spare memory.
 
-        Spare are the columns before, so that what is kept of a block is still there when its own columns are written to
-        and the last block comes first. On a CPU the numbers of a column lie side by side, which makes matmuls faster,
-        most of all in bfloat16.
+        In spare memory a block is stored at the columns before its own. From the last block to the first, the gradient
+        of a block is then written only over logits that were used already. On a CPU a block is column-major, which
+        makes matmuls faster, most of all in bfloat16.
         """
         num_rows, num_columns = len(row_block.scaled_RD), columns.stop - columns.start
         if row_block.spare_VD is None or columns.start == 0:
@@ -375,7 +375,7 @@ class BlockwiseHead:
         return memory.T if memory.device.type == "cpu" else memory.view(num_rows, num_columns)
 
     def _buffer(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-        """A (num_rows, num_columns) tensor without content that reuses the memory of the last one of this name."""
+        """An uninitialised (num_rows, num_columns) tensor that reuses the memory of the last one of this name."""
         size = num_rows * num_columns
         flat = self._buffers.get(name)
         if flat is None or flat.numel() < size:
@@ -383,7 +383,7 @@ class BlockwiseHead:
         return flat[:size].view(num_rows, num_columns)
 
     def new_gradients(self, hidden: bool, weight: bool, bias: bool) -> Gradients:
-        """Zeros even where the first block overwrites them: new memory costs a matmul twice as much to touch."""
+        """Zeros even where the first block overwrites them: a matmul takes twice as long to touch new memory."""
         return Gradients(
             torch.zeros_like(self.hidden) if hidden else None,
             torch.zeros_like(self.weight) if weight else None,

@@ -1,8 +1,8 @@
-"""Elementwise work on one block of logits: sums of exponentials, and logits turned into their gradient in place.
+"""Elementwise kernels over one block of logits: sums of exponentials, and logits turned into their gradient in place.
 
 Shapes: R rows and C columns of logits in one block. Everything per row is (R, 1) in float32, or float64 for float64
-logits. `inverse` is 1 / temperature where the logits are not divided yet, else None. Each kernel does the same in the
-same order every time, so results repeat bit by bit.
+logits. `inverse` is 1 / temperature if the logits are not divided by it yet, else None. Each kernel keeps the order of
+its operations, so results repeat bit by bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-TILE_BYTES = 1 << 18  # tiles of a block that stay in a core's cache; in a narrow type more:
-NARROW_FACTOR = 2  # its two float32 copies are all there is
+TILE_BYTES = 1 << 18  # of a tile of a block, which stays in a core's cache
+LOW_PRECISION_FACTOR = 2  # larger tiles in low precision, of which only two float32 copies are needed
 DEVICE_TILE_ELEMENTS = 1 << 23  # of a tile on other devices, where many small operations are slow
-NEEDS_NO_SHIFT = 32.0  # e^x of such logits neither overflows nor is lost
+NEEDS_NO_SHIFT = 32.0  # below this absolute value e^x neither overflows nor vanishes
 SMALLEST_EXPONENT = {torch.float32: -80.0, torch.float64: -700.0}  # below, exp is subnormal and slow
 
 
@@ -27,13 +27,13 @@ def statistics_dtype(tensor: Tensor) -> torch.dtype:
 
 @dataclass
 class SoftmaxAccumulator:
-    """What a pass over the vocabulary adds up: e^(x-shift), (x-shift) e^(x-shift) if asked, the target's logit."""
+    """Sums of a pass over the vocabulary: e^(x-shift), (x-shift) e^(x-shift) if requested; and the target's logit."""
 
     shift: Tensor
     sum_exp: Tensor
     sum_shifted_exp: Tensor | None
     target_logits: Tensor
-    is_shifted: bool  # False where the shift is 0 for every row
+    is_shifted: bool  # False if the shift is 0 for every row
 
     @classmethod
     def zeros(cls, shift: Tensor, with_entropy: bool, is_shifted: bool = True) -> "SoftmaxAccumulator":
@@ -43,7 +43,7 @@ class SoftmaxAccumulator:
 
 @dataclass(frozen=True)
 class LogitGradientCoefficients:
-    """What turns a logit x into its gradient where it is not the target's: p (constant + linear log p).
+    """Coefficients of the gradient p (constant + linear log p) of a logit with probability p that is not the target's.
 
     `grad_logprob` is the gradient of the target's log-prob, if it has one.
     """
@@ -55,7 +55,7 @@ class LogitGradientCoefficients:
 
     @cached_property
     def unshifted(self) -> tuple[Tensor, Tensor | None] | None:
-        """Constant and linear of the same gradient as e^x (constant + linear x); None where e^x might overflow."""
+        """Constant and linear of the same gradient as e^x (constant + linear x); None if e^x might overflow."""
         if not bool((self.logsumexp.abs() < NEEDS_NO_SHIFT).all()):
             return None
         scale = self.logsumexp.neg().exp()
@@ -79,36 +79,36 @@ class LogitGradientCoefficients:
         if grad_entropy is None:
             assert a is not None, "neither output has a gradient"
             return cls(logsumexp, -a, None, a)
-        assert entropy is not None, "no entropy was taken"
+        assert entropy is not None, "entropy was not computed"
         linear = -grad_entropy.unsqueeze(1) * scale
         constant = linear * entropy.unsqueeze(1)
         return cls(logsumexp, constant if a is None else constant - a, linear, a)
 
     def target_gradient(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """(R, 1) gradient of the target's logit: exact where its probability is close to 1."""
-        logprobs, minus = logprobs.unsqueeze(1), logprobs.expm1().unsqueeze(1)
+        logprobs, p_minus_one = logprobs.unsqueeze(1), logprobs.expm1().unsqueeze(1)
         if self.linear is None:
-            return self.constant * minus
-        assert entropy is not None, "no entropy was taken"
+            return self.constant * p_minus_one
+        assert entropy is not None, "entropy was not computed"
         out = self.linear * (logprobs + entropy.unsqueeze(1)) * logprobs.exp()
-        return out if self.grad_logprob is None else out - self.grad_logprob * minus
+        return out if self.grad_logprob is None else out - self.grad_logprob * p_minus_one
 
 
 class Kernels(Protocol):
     """One implementation of the two passes over a block."""
 
     def accumulate(self, logits: Tensor, inverse: Tensor | None, accumulator: SoftmaxAccumulator, keep: bool) -> bool:
-        """Adds this block to `accumulator`. True: the block now holds e^(x-shift), not x.
+        """Adds this block to `accumulator`. Returns True if the block then contains e^(x-shift) instead of x.
 
-        With `keep` it holds either afterwards; without, it may hold anything.
+        Without `keep` the content of the block is undefined afterwards.
         """
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, coefficients: LogitGradientCoefficients) -> None:
-        """In place: logits -> their gradient, but for the targets."""
+        """In place: logits -> their gradient, except at the targets."""
 
 
 class TiledKernels:
-    """Plain tensor operations over tiles of a block: the fastest there is on a CPU without a compiler."""
+    """Plain tensor operations over tiles of a block: the fastest on a CPU without a compiler."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -116,9 +116,8 @@ class TiledKernels:
 
     def accumulate(self, logits: Tensor, inverse: Tensor | None, accumulator: SoftmaxAccumulator, keep: bool) -> bool:
         same_dtype = logits.dtype == accumulator.sum_exp.dtype
-        exponentials = (
-            accumulator.sum_shifted_exp is None and logits.dtype != torch.float16
-        )  # whose range is too small for them
+        # the range of float16 is too small for exponentials
+        exponentials = accumulator.sum_shifted_exp is None and logits.dtype != torch.float16
         for rows, columns in _tiles(logits):
             tile = logits[rows, columns]
             shift = accumulator.shift if accumulator.is_shifted else None
@@ -129,9 +128,9 @@ class TiledKernels:
                 if keep and exponentials and not same_dtype:
                     tile.copy_(p)
             else:
-                whole = same_dtype and shift is None
-                y = tile if whole else self._scratch_like(0, tile, accumulator.sum_exp)
-                y = y if whole else self._shifted(tile, y, inverse, shift, rows)
+                use_tile = same_dtype and shift is None
+                y = tile if use_tile else self._scratch_like(0, tile, accumulator.sum_exp)
+                y = y if use_tile else self._shifted(tile, y, inverse, shift, rows)
                 p = torch.exp(y, out=self._scratch_like(1, tile, accumulator.sum_exp))
                 self._add_row_sums(accumulator.sum_exp[rows], p, same_dtype)
                 self._add_row_sums(accumulator.sum_shifted_exp[rows], p.mul_(y), same_dtype)
@@ -167,7 +166,7 @@ class TiledKernels:
         return into if shift is None else into.sub_(shift[rows])
 
     def _scratch_like(self, number: int, tile: Tensor, like: Tensor) -> Tensor:
-        """Memory laid out like the tile, without content; two kinds of it exist at a time."""
+        """Uninitialised memory with the tile's layout; tensors of different `number` coexist."""
         key, size = (number, like.dtype), tile.numel()
         flat = self._scratch.get(key)
         if flat is None or flat.numel() < size:
@@ -175,9 +174,9 @@ class TiledKernels:
         return flat.as_strided(tile.shape, tile.stride())
 
     def _add_row_sums(self, out: Tensor, values: Tensor, exactly: bool) -> None:
-        """(R, 1) += sums of (R, C). A product with ones takes half the time; it adds one number after another.
+        """(R, 1) += sums of (R, C), by a product with ones unless `exactly`.
 
-        That goes unnoticed in bfloat16.
+        The product takes half the time, but adds one number after another, which does not matter in bfloat16.
         """
         if exactly:
             out += values.sum(1, keepdim=True)
@@ -193,7 +192,7 @@ def _tiles(logits: Tensor) -> Iterator[tuple[slice, slice]]:
     elements = DEVICE_TILE_ELEMENTS
     if logits.device.type == "cpu":
         size = logits.element_size()
-        elements = TILE_BYTES * (NARROW_FACTOR if size < 4 else 1) // size
+        elements = TILE_BYTES * (LOW_PRECISION_FACTOR if size < 4 else 1) // size
     if logits.stride(0) == 1:
         width = max(1, elements // max(1, num_rows))
         for column in range(0, num_columns, width):
@@ -228,7 +227,7 @@ def compiled(function: Callable) -> Callable:
 def exponential_sums(
     logits: Tensor, inverse: Tensor | None, shift: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum over columns of e^y and, if asked, of y e^y, for y = x / temperature - shift."""
+    """Sum over columns of e^y and, if requested, of y e^y, for y = x / temperature - shift."""
     y = logits.to(shift.dtype) * (1.0 if inverse is None else inverse) - shift
     p = y.exp()
     return p.sum(1, keepdim=True), (y * p).sum(1, keepdim=True) if with_entropy else None

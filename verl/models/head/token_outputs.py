@@ -1,7 +1,7 @@
 """The language-model head: log-prob and entropy of tokens from hidden states, without a (T, V) matrix of logits.
 
-Shapes: T packed tokens, M of them needed, V vocabulary, D hidden. This is the only file that shifts: row t of the
-hidden states predicts token t+1 of the same sequence; everything that comes out is indexed by the token it is about.
+Shapes: T packed tokens, M of them needed, V vocabulary, D hidden. Only this file shifts: row t of the hidden states
+predicts token t+1 of the same sequence; every output is indexed by the token that it is about.
 """
 
 import os
@@ -20,24 +20,24 @@ from verl.utils.errors import ConfigError
 
 MODES = ("eager", "chunked", "fused")
 
-# (outputs, columns, None) -> (weighted losses (M,), token metrics by name (M,)), all about the same M tokens
+# (outputs, columns, None) -> (losses times loss weights (M,), token metrics by name (M,)), all of the same M tokens
 PerTokenLoss = Callable[[dict[str, Tensor], dict[str, Tensor], None], tuple[Tensor, dict[str, Tensor]]]
 
 
 def head_settings(model: HFModelConfig, engine: FSDPEngineConfig) -> tuple[str, str, int | None]:
-    """(mode, kernels, chunk_size) of `token_logprobs`, as the configuration and this platform have them.
+    """(mode, kernels, chunk_size) of `token_logprobs`, from the configuration and this platform.
 
-    `chunk_size` is None, the head's own choice, unless `entropy_from_logits_with_chunking` asks for a number.
+    `chunk_size` is None (the head chooses) unless `entropy_from_logits_with_chunking` is on.
     """
     chunk_size = engine.entropy_from_logits_chunk_size if engine.entropy_from_logits_with_chunking else None
     return head_mode(model, engine), head_kernels(model, engine), chunk_size
 
 
 def head_mode(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
-    """How log-probs are taken from hidden states: `fsdp_config.head_mode`, or what the seed keys ask for.
+    """How log-probs are computed from hidden states: `fsdp_config.head_mode` or, if that is auto, by older keys.
 
-    `use_fused_kernels` is "fused". `entropy_from_logits_with_chunking` and `entropy_checkpointing` ask for at least
-    "chunked", which is also the default on every device: it never holds the logits and recomputes them in backward.
+    `use_fused_kernels` means "fused". `entropy_from_logits_with_chunking` and `entropy_checkpointing` need at least
+    "chunked", which is also the default on every device: it never stores the logits and recomputes them in backward.
     """
     asks_for_blocks = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
     if engine.head_mode == "eager" and (asks_for_blocks or model.use_fused_kernels):
@@ -51,7 +51,7 @@ def head_mode(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
 
 
 def head_kernels(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
-    """What the elementwise work of "chunked" and "fused" runs on: "torch", "compiled" or "triton".
+    """The elementwise kernels of "chunked" and "fused": "torch", "compiled" or "triton".
 
     Compiling is for devices with Triton; on a CPU it takes longer than it ever saves.
     """
@@ -87,7 +87,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     kernels: str = "torch",
 ) -> dict[str, Tensor]:
-    """`logprobs` (T,), and `entropy` (T,) if asked, in nats: entry t is about token t given those before it.
+    """`logprobs` (T,), and `entropy` (T,) if requested, in nats: entry t is about token t given those before it.
 
     Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
     Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
@@ -124,11 +124,11 @@ def token_loss_one_pass(
     bias: Tensor | None = None,
     kernels: str = "torch",
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """(sum of the weighted losses, outputs (T,), token metrics (T,)), the gradient already taken block by block.
+    """(sum of losses times loss weights, outputs (T,), token metrics (T,)); the gradient is computed block by block.
 
-    For losses that are per token: `token_loss` sees a few tokens at a time (`outputs` and `columns` of those tokens),
+    For losses that are per token: `token_loss` gets a few tokens at a time (`outputs` and `columns` of those tokens),
     and its derivatives by log-prob and entropy become the gradient of hidden states and weight while the logits exist.
-    `backward` on the sum scales what is there, once. Outputs and metrics are detached, zero where not needed.
+    `backward` on the sum scales that gradient, once. Outputs and metrics are detached, zero where not needed.
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
     token_outputs = _TokenOutputs(positions, len(tokens_T), statistics_dtype(weight_VD))
@@ -176,14 +176,14 @@ def token_values(
 
 def needed_positions(cu_seqlens: Tensor, needed_T: Tensor | None, tokens_T: Tensor) -> Tensor:
     """(M,) ascending positions of the needed tokens that have a token before them in their sequence."""
-    wanted = torch.ones_like(tokens_T, dtype=torch.bool) if needed_T is None else needed_T.to(torch.bool).clone()
-    starts = cu_seqlens[:-1].to(wanted.device, torch.int64)
-    wanted[starts[starts < len(wanted)]] = False  # an empty last sequence starts at T
-    return wanted.nonzero().squeeze(1)
+    mask = torch.ones_like(tokens_T, dtype=torch.bool) if needed_T is None else needed_T.to(torch.bool).clone()
+    starts = cu_seqlens[:-1].to(mask.device, torch.int64)
+    mask[starts[starts < len(mask)]] = False  # an empty last sequence starts at T
+    return mask.nonzero().squeeze(1)
 
 
 class _TokenOutputs:
-    """Outputs and metrics of blocks of tokens, put where they belong among T."""
+    """Collects outputs and metrics of blocks of tokens in columns (T,)."""
 
     def __init__(self, positions: Tensor, num_tokens: int, dtype: torch.dtype):
         self.positions, self.num_tokens, self.dtype = positions, num_tokens, dtype
@@ -207,7 +207,7 @@ def eager_head(
     temperature: Tensor | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The oracle: all logits of the needed rows at once, differentiated by autograd."""
+    """The oracle: all logits of the needed rows at once, with autograd's gradient."""
     logits_MV = torch.nn.functional.linear(hidden_TD[source], weight_VD, bias).to(statistics_dtype(weight_VD))
     if temperature is not None:
         logits_MV = logits_MV / temperature.to(logits_MV.dtype).unsqueeze(1)

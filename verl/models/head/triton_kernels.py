@@ -1,8 +1,8 @@
-"""The elementwise work of the head in Triton: one read of a block for its sums, one read and write for its gradient.
+"""The elementwise kernels of the head in Triton: one read of a block for its sums, one read and write for its gradient.
 
-The matmuls around them are the vendor's own. One program owns a row of a block and walks its columns in order, so
-sums repeat bit by bit. Shapes: R rows and C columns of logits in one block; everything per row is (R,) float32, or
-float64 for float64 logits. With TRITON_INTERPRET=1 set before this file is imported the kernels run on a CPU, slowly.
+The matmuls around them are the vendor's own. One program processes the columns of a row in order, so sums repeat bit by
+bit. Shapes: R rows and C columns of logits in one block; everything per row is (R,) float32, or float64 for float64
+logits. With TRITON_INTERPRET=1 set before this file is imported the kernels run on a CPU, slowly.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from verl.models.head.elementwise import LogitGradientCoefficients, SoftmaxAccumulator
 
-WIDTH = 4096  # columns that a program takes at a time
+WIDTH = 4096  # columns that a program loads at a time
 
 
 class TritonKernels:
     """The two passes over a block as Triton kernels."""
 
     def accumulate(self, logits: Tensor, inverse: Tensor | None, accumulator: SoftmaxAccumulator, keep: bool) -> bool:
-        """Adds this block to `accumulator`, and leaves it as it is."""
+        """Adds this block to `accumulator`; the block stays unchanged."""
         rows, columns = logits.shape
         if rows == 0:
             return False
@@ -42,7 +42,7 @@ class TritonKernels:
         return False
 
     def to_gradient(self, logits: Tensor, inverse: Tensor | None, coefficients: LogitGradientCoefficients) -> None:
-        """In place: logits -> their gradient, but for the targets."""
+        """In place: logits -> their gradient, except at the targets."""
         rows, columns = logits.shape
         if rows == 0:
             return
@@ -68,7 +68,7 @@ def _width(columns: int) -> int:
 
 
 def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be that of the logits."""
+    """Makes the logits' device current, because Triton launches on the current device."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device.index)
 
 
@@ -124,13 +124,13 @@ def _to_gradient(
     row = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
-    where = logits + row.to(tl.int64) * row_stride + column * column_stride
+    pointers = logits + row.to(tl.int64) * row_stride + column * column_stride
     lse = tl.load(logsumexp + row)
-    y = tl.load(where, mask=inside, other=0.0).to(lse.dtype)
+    y = tl.load(pointers, mask=inside, other=0.0).to(lse.dtype)
     if HAS_INVERSE:
         y = y * tl.load(inverse + row)
     y = y - lse
-    slope = tl.load(constant + row)
+    coefficient = tl.load(constant + row)
     if HAS_LINEAR:
-        slope += tl.load(linear + row) * y
-    tl.store(where, (tl.exp(y) * slope).to(logits.dtype.element_ty), mask=inside)
+        coefficient += tl.load(linear + row) * y
+    tl.store(pointers, (tl.exp(y) * coefficient).to(logits.dtype.element_ty), mask=inside)

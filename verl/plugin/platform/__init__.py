@@ -1,4 +1,4 @@
-"""Hardware platforms: `get_platform()` says what this process runs on. Importing this does not import torch."""
+"""Hardware platforms: `get_platform()` returns that of this process. This import does not load torch."""
 
 from verl.plugin.platform.accelerator import TorchAccelerator
 from verl.plugin.platform.cpu import PlatformCPU

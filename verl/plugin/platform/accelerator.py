@@ -1,4 +1,4 @@
-"""The members that are the same for every device with a torch module: a vendor fills in the rest."""
+"""The platform members that are the same for every device with a torch module."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 class TorchAccelerator(PlatformBase):
     """A platform whose `device_module` has the usual functions (`is_available`, `set_device`, `manual_seed`, ...).
 
-    Left to the vendor: `device_name`, `vendor_name`, `device_module`, `visible_devices_envvar`, `ray_resource_name`,
+    The vendor implements: `device_name`, `vendor_name`, `device_module`, `visible_devices_envvar`, `ray_resource_name`,
     `communication_backend_name`.
     """
 
@@ -52,10 +52,10 @@ class TorchAccelerator(PlatformBase):
         return contextlib.nullcontext()
 
     def profiler_start(self) -> None:
-        """No profiler of this vendor takes commands."""
+        """Does nothing: the vendor has no profiler to control."""
 
     def profiler_stop(self) -> None:
-        """No profiler of this vendor takes commands."""
+        """Does nothing: the vendor has no profiler to control."""
 
     def ray_noset_envvars(self) -> list[str]:
         return [f"RAY_EXPERIMENTAL_NOSET_{self.visible_devices_envvar()}"]

@@ -1,4 +1,4 @@
-"""The CPU as a device: what is used where no accelerator is found, and a platform of its own right."""
+"""The CPU platform: the fallback where no accelerator is found; it can also be selected."""
 
 import contextlib
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class PlatformCPU(PlatformBase):
-    """One device of type "cpu" per process; verbs about devices do nothing, memory is the process's and the host's."""
+    """One device of type "cpu" per process; device methods do nothing; memory is that of process and host."""
 
     @property
     def device_name(self) -> str:
@@ -91,7 +91,7 @@ class PlatformCPU(PlatformBase):
         return None
 
     def memory_info(self) -> tuple[int, int]:
-        """(available, total) bytes of the machine, or of the container where that has less."""
+        """(available, total) bytes of the machine, or of the container where its limit is lower."""
         host = _proc_fields("/proc/meminfo")
         free, total = host.get("MemAvailable", 0), host.get("MemTotal", 0)
         limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
@@ -100,12 +100,12 @@ class PlatformCPU(PlatformBase):
         return min(free, max(limit - used, 0)), limit
 
     def peak_memory(self) -> tuple[int, int]:
-        """The process's highest resident size, twice: allocated and reserved are the same thing here."""
+        """The process's peak resident size, twice: allocated and reserved memory are the same on a CPU."""
         peak = _proc_fields("/proc/self/status").get("VmHWM", 0)
         return peak, peak
 
     def reset_peak_memory(self) -> None:
-        """Start the high-water mark at today's size, where the kernel allows it."""
+        """Reset the peak to the current resident size, where the kernel allows it."""
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -136,8 +136,8 @@ def _proc_fields(path: str) -> dict[str, int]:
         return {}
     fields = {}
     for line in file.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
+        name, _, value = line.partition(":")
+        words = value.split()
         if len(words) == 2 and words[1] == "kB":
             fields[name] = int(words[0]) * 1024
     return fields

@@ -31,14 +31,14 @@ class PlatformCUDA(TorchAccelerator):
         return torch.cuda
 
     def compiles_triton(self) -> bool:
-        """NVIDIA's and AMD's chips both."""
+        """True for NVIDIA and AMD GPUs."""
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Whether this torch was built for CUDA and, with `use_smi_check`, nvidia-smi answers; else a usable device.
+        """Whether torch was built for CUDA, and nvidia-smi works (`use_smi_check`) or a device is usable (otherwise).
 
-        Without nvidia-smi the first probe says no, so that a CUDA-compatible chip of another vendor can say yes; the
-        second probe (no smi) finds NVIDIA GPUs in containers that lack the program.
+        The first probe needs nvidia-smi, so that it does not claim a CUDA-compatible chip of another vendor. The second
+        probe (no smi) finds NVIDIA GPUs in containers that lack the program.
         """
         import torch
 
@@ -96,8 +96,8 @@ class PlatformCUDA(TorchAccelerator):
             return [Finding("CUDA", Status.BAD, "this torch is built without CUDA", "install a CUDA build of torch")]
         if at_least(version, MINIMUM_CUDA):
             return [Finding("CUDA", Status.GOOD, f"{version} (>= {MINIMUM_CUDA})")]
-        move = f"install a torch built for CUDA {MINIMUM_CUDA} or newer, and a driver that can run it"
-        return [Finding("CUDA", Status.BAD, f"{version}, but {MINIMUM_CUDA} is the oldest supported", move)]
+        next_move = f"install a torch built for CUDA {MINIMUM_CUDA} or newer, and a driver that can run it"
+        return [Finding("CUDA", Status.BAD, f"{version}, but {MINIMUM_CUDA} is the oldest supported", next_move)]
 
     def backend_support(self) -> list[BackendSupport]:
         return [

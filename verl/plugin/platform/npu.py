@@ -43,14 +43,14 @@ class PlatformNPU(TorchAccelerator):
         return super().is_available()
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Whether torch_npu imports; that is enough on a host whose devices are hidden from this process."""
+        """Whether torch_npu imports; also true where the devices are hidden from this process."""
         if not has_module("torch_npu"):
             return False
         importlib.import_module("torch_npu")
         return True
 
     def set_allocator_settings(self, settings: str) -> None:
-        """Older torch_npu cannot change the allocator at run time: that is a warning, the run goes on without it."""
+        """Configure the allocator; an older torch_npu cannot at run time, which is only a warning."""
         version = version_of("torch_npu", "torch-npu")
         if not at_least(version, ALLOCATOR_TORCH_NPU):
             import warnings
@@ -77,7 +77,7 @@ class PlatformNPU(TorchAccelerator):
         return at_least(driver_version(), IPC_DRIVER) and at_least(cann_version(), IPC_CANN)
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """vllm-ascend: no guessing of a quantisation, and its own depth of the task queue where one was chosen."""
+        """For vllm-ascend: no automatic quantisation, and TASK_QUEUE_ENABLE as chosen for it."""
         env = {"NCCL_CUMEM_ENABLE": "0", "VLLM_ASCEND_AUTO_DETECT_QUANTIZATION": "0"}
         queue = os.environ.get("VLLM_ASCEND_TASK_QUEUE_ENABLE")
         return env if queue is None else {**env, "TASK_QUEUE_ENABLE": queue}
@@ -121,8 +121,8 @@ def driver_version() -> str | None:
 def _read_version(path: Path) -> str | None:
     if not path.is_file():
         return None
-    found = re.search(r"^\s*version\s*=\s*(\S+)", path.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
-    return found.group(1).lower() if found else None
+    match = re.search(r"^\s*version\s*=\s*(\S+)", path.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
+    return match.group(1).lower() if match else None
 
 
 def _cann_finding() -> Finding:
@@ -144,11 +144,11 @@ def _cann_environment() -> Finding:
 
 def _ipc_finding() -> Finding:
     driver, cann = driver_version(), cann_version()
-    seen = f"driver {driver or 'unknown'}, CANN {cann or 'unknown'}"
+    versions = f"driver {driver or 'unknown'}, CANN {cann or 'unknown'}"
     if at_least(driver, IPC_DRIVER) and at_least(cann, IPC_CANN):
-        return Finding("device IPC", Status.GOOD, seen)
-    move = f"driver {IPC_DRIVER} and CANN {IPC_CANN} or newer hand weights over without a copy"
-    return Finding("device IPC", Status.WARN, f"{seen}: weights go through shared memory", move)
+        return Finding("device IPC", Status.GOOD, versions)
+    move = f"driver {IPC_DRIVER} and CANN {IPC_CANN} or newer transfer weights without a copy"
+    return Finding("device IPC", Status.WARN, f"{versions}: weights go through shared memory", move)
 
 
 def _vllm_ascend_finding() -> Finding:

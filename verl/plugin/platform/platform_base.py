@@ -1,4 +1,4 @@
-"""What hardware is called and what it can do: the interface that every vendor implements."""
+"""PlatformBase: names and capabilities of a kind of device, implemented by every vendor."""
 
 import os
 import shutil
@@ -18,9 +18,9 @@ _SMI_FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")
 
 
 class PlatformBase(ABC):
-    """One kind of device. Abstract members are the vendor's to answer; the others have a default that is safe anywhere.
+    """One kind of device. A vendor implements the abstract members; the others have a safe default.
 
-    Constructing one must be cheap and must not touch a device: detection builds several and keeps one.
+    The constructor must be cheap and must not use a device: detection constructs several platforms and uses one.
     """
 
     @property
@@ -31,7 +31,7 @@ class PlatformBase(ABC):
     @property
     @abstractmethod
     def vendor_name(self) -> str:
-        """The vendor, which is the second key when an engine is looked up."""
+        """The vendor; an engine is looked up by device and vendor."""
 
     @property
     @abstractmethod
@@ -56,11 +56,11 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def set_device(self, device_index: int) -> None:
-        """Send new tensors of this process to device `device_index`."""
+        """Make `device_index` the current device of this process."""
 
     @abstractmethod
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the device has finished what was queued on it."""
+        """Wait until the device has finished its queued work."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -76,11 +76,11 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Give cached, unused device memory back."""
+        """Free cached, unused device memory."""
 
     @abstractmethod
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """(major, minor) of the chip, or (None, None) where the idea does not exist."""
+        """Compute capability (major, minor), or (None, None) where the device has none."""
 
     @abstractmethod
     def communication_backend_name(self) -> str:
@@ -88,7 +88,7 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def visible_devices_envvar(self) -> str:
-        """The environment variable that hides devices from a process; empty when there is none."""
+        """The environment variable that sets a process's visible devices; empty when there is none."""
 
     @abstractmethod
     def nvtx_range(self, msg: str) -> AbstractContextManager[Any]:
@@ -96,15 +96,15 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def profiler_start(self) -> None:
-        """Tell an attached profiler to begin recording."""
+        """Start the recording of an attached profiler."""
 
     @abstractmethod
     def profiler_stop(self) -> None:
-        """Tell an attached profiler to stop recording."""
+        """Stop the recording of an attached profiler."""
 
     @abstractmethod
     def ray_resource_name(self) -> str:
-        """What Ray calls this device, such as "GPU"."""
+        """Ray's resource name of this device, such as "GPU"."""
 
     @abstractmethod
     def ray_noset_envvars(self) -> list[str]:
@@ -132,7 +132,7 @@ class PlatformBase(ABC):
         return None
 
     def get_device_uuid(self, device_id: int) -> str:
-        """A name for a device that two processes with different visible devices agree on."""
+        """A device name that is the same in processes with different visible devices."""
         visible = [part.strip() for part in os.environ.get(self.visible_devices_envvar() or "-", "").split(",")]
         known = device_id < len(visible) and visible[device_id] != ""
         return f"{self.ray_resource_name()}-{visible[device_id] if known else device_id}"
@@ -150,20 +150,20 @@ class PlatformBase(ABC):
         return int(free), int(total)
 
     def peak_memory(self) -> tuple[int, int]:
-        """(allocated, reserved) bytes at their highest since `reset_peak_memory`; zeros where nobody counts."""
+        """Peak (allocated, reserved) bytes since `reset_peak_memory`; 0 where the device module has no counter."""
         module = self.device_module
         allocated = getattr(module, "max_memory_allocated", None)
         reserved = getattr(module, "max_memory_reserved", None)
         return (int(allocated()) if allocated else 0, int(reserved()) if reserved else 0)
 
     def reset_peak_memory(self) -> None:
-        """Start `peak_memory` afresh."""
+        """Reset the peaks of `peak_memory`."""
         reset = getattr(self.device_module, "reset_peak_memory_stats", None)
         if reset:
             reset()
 
     def driver_version(self) -> str | None:
-        """The installed kernel driver's version, or None where it cannot be told."""
+        """The installed kernel driver's version, or None where it is unknown."""
         return None
 
     def runtime_version(self) -> str | None:
@@ -171,31 +171,31 @@ class PlatformBase(ABC):
         return None
 
     def sleep_mode_blocker(self, vllm_version: str | None) -> str | None:
-        """Why vLLM of this version cannot hand its memory back between rollouts, or None when it can."""
+        """Why vLLM of this version cannot free its memory between rollouts, or None when it can."""
         return None
 
     def findings(self) -> "list[Finding]":
-        """What `verl doctor` should say about driver, runtime and host for this platform."""
+        """Findings of `verl doctor` about driver, runtime and host for this platform."""
         return []
 
     def backend_support(self) -> "list[BackendSupport]":
-        """The vendor's support table: what is promised on this chip, before looking at the machine at hand."""
+        """The vendor's support table for this device, without checks of this machine."""
         return []
 
     @staticmethod
     def check_smi_command(cmd: str | Sequence[str]) -> bool:
-        """Whether a vendor's monitoring program exists and exits with 0 within ten seconds."""
+        """Whether a vendor's monitoring program exists and exits with code 0 within ten seconds."""
         return smi_output([cmd] if isinstance(cmd, str) else cmd) is not None
 
 
 def smi_output(command: Sequence[str]) -> str | None:
-    """What a vendor's monitoring program prints; None when it is missing, fails or takes more than ten seconds."""
+    """Output of a vendor's monitoring program; None when it is missing, fails or takes more than ten seconds."""
     program, *arguments = command
     path = shutil.which(program) or shutil.which(program, path=os.pathsep.join(_SMI_FOLDERS))
     if path is None:
         return None
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+        result = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Which platform this process runs on: the registry, the detection, and the one cached instance.
+"""The platform of this process: registry, detection, and the one cached instance.
 
 The module's path and `_current_platform`, `_detect_platform_name`, `_create_platform` are used by published plug-ins'
 tests, so the implementation lives here.
@@ -25,25 +25,25 @@ _current_platform: PlatformBase | None = None
 
 
 class UnknownPlatformError(ConfigError, ValueError):
-    """A platform name that nothing registered."""
+    """A platform name that is not registered."""
 
 
 class PlatformRegistry:
-    """Vendor names to platform classes, in the order in which they are probed. The CPU is known but never probed."""
+    """Vendor names to platform classes, in probe order. The CPU is registered but never probed."""
 
     _platforms: ClassVar[dict[str, type[PlatformBase]]] = {}
 
     @classmethod
     def register(cls, platform: str) -> Callable[[PlatformClass], PlatformClass]:
-        """Decorator that files a platform class under a vendor's name; a later class under the same name wins."""
+        """Decorator that registers a platform class for a vendor's name; a later class replaces an earlier one."""
         name = platform.strip().lower()
 
         def add(platform_class: PlatformClass) -> PlatformClass:
             if not (isinstance(platform_class, type) and issubclass(platform_class, PlatformBase)):
                 raise TypeError(f"platform {name!r}: {platform_class!r} must be a class derived from PlatformBase")
-            taken = cls._platforms.get(name)
-            if taken is not None and taken is not platform_class:
-                logger.info("platform %r: %r replaces %r", name, platform_class, taken)
+            old = cls._platforms.get(name)
+            if old is not None and old is not platform_class:
+                logger.info("platform %r: %r replaces %r", name, platform_class, old)
             cls._platforms[name] = platform_class
             return platform_class
 
@@ -51,21 +51,21 @@ class PlatformRegistry:
 
     @classmethod
     def get(cls, name: str) -> type[PlatformBase] | None:
-        """The class filed under `name` or under what that spelling stands for; None when there is none."""
+        """The class registered for `name`, or for the vendor that `name` is an alias of; None when there is none."""
         load_plugins()
         name = name.strip().lower()
         return cls._platforms.get(name) or cls._platforms.get(VENDOR_ALIASES.get(name, name))
 
     @classmethod
     def registered_names(cls) -> tuple[str, ...]:
-        """The probe order: every name but the fallback's."""
+        """All names except the fallback's, in probe order."""
         load_plugins()
         return tuple(name for name in cls._platforms if name != FALLBACK)
 
 
 @dataclass(frozen=True)
 class PlatformProbe:
-    """One platform's answer to "are you here?", kept so that `verl doctor` can say why."""
+    """Result of one platform's probe, with the reason, which `verl doctor` prints."""
 
     name: str
     available: bool
@@ -73,7 +73,7 @@ class PlatformProbe:
 
 
 def get_platform() -> PlatformBase:
-    """The platform of this process: VERL_PLATFORM, else the first that is present, else the CPU. Found once."""
+    """The platform of this process: VERL_PLATFORM, else the first that is present, else the CPU. Detected once."""
     global _current_platform
     if _current_platform is None:
         _current_platform = _create_platform(_detect_platform_name())
@@ -81,7 +81,7 @@ def get_platform() -> PlatformBase:
 
 
 def set_platform(platform: PlatformBase) -> None:
-    """Use `platform` from now on; whoever asked before keeps what they got, so call this first."""
+    """Make `platform` the platform of this process. Earlier callers keep the old one, so call this first."""
     global _current_platform
     if not isinstance(platform, PlatformBase):
         raise TypeError(f"set_platform takes an instance of PlatformBase, not {platform!r}")
@@ -91,9 +91,9 @@ def set_platform(platform: PlatformBase) -> None:
 
 
 def choose_platform(device: str) -> PlatformBase:
-    """The platform with torch device type `device`, from now on and in processes started from here.
+    """The platform with torch device type `device`, which this process and its later children then use.
 
-    "auto" is `get_platform()`. ConfigError with the devices that are there when there is no such one.
+    "auto" is `get_platform()`. ConfigError, with the available devices, when no platform has that type.
     """
     global _current_platform
     platform = get_platform()
@@ -117,10 +117,10 @@ def choose_platform(device: str) -> PlatformBase:
 
 
 def probe_platforms() -> list[PlatformProbe]:
-    """Ask every platform in order, with its monitoring program first and, if none answers, without; stops at a yes.
+    """Probes of all platforms in order up to the first available one: first with monitoring programs, then without.
 
-    The second round finds devices in containers that lack the program. It cannot come first: a CUDA-compatible chip
-    of another vendor is told from NVIDIA's by the program alone.
+    The second round finds devices in containers that lack the program. It cannot come first: only the program
+    distinguishes a CUDA-compatible chip of another vendor from NVIDIA's.
     """
     probes: list[PlatformProbe] = []
     for use_smi_check in (True, False):
@@ -134,7 +134,7 @@ def probe_platforms() -> list[PlatformProbe]:
 def _probe_platform(name: str, use_smi_check: bool) -> PlatformProbe:
     try:
         available = bool(PlatformRegistry._platforms[name]().is_platform_available(use_smi_check=use_smi_check))
-    except Exception as error:  # a vendor's broken driver must not stop the next vendor from being asked
+    except Exception as error:  # a vendor's broken driver must not prevent the next probe
         logger.info("platform %r cannot be probed: %s: %s", name, type(error).__name__, error)
         return PlatformProbe(name, False, f"{type(error).__name__}: {error}")
     if not available:
@@ -143,7 +143,7 @@ def _probe_platform(name: str, use_smi_check: bool) -> PlatformProbe:
 
 
 def _detect_platform_name() -> str:
-    """VERL_PLATFORM as given, in lower case; else the name of the first platform that is present; else "cpu"."""
+    """VERL_PLATFORM in lower case; else the name of the first platform that is present; else "cpu"."""
     chosen = os.environ.get("VERL_PLATFORM", "").strip().lower()
     if chosen:
         return chosen
@@ -152,15 +152,15 @@ def _detect_platform_name() -> str:
 
 
 def _create_platform(name: str) -> PlatformBase:
-    """An instance of the platform called `name`; a warning, not an error, when its device is not usable here."""
+    """An instance of the platform called `name`; a warning, not an error, when its device is not usable."""
     platform_class = PlatformRegistry.get(name)
     if platform_class is None:
         known = [*PlatformRegistry.registered_names(), FALLBACK]
         near = closest(name.strip().lower(), [*known, *VENDOR_ALIASES])
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        spelled = ", ".join(f"{short} = {full}" for short, full in VENDOR_ALIASES.items())
+        aliases = ", ".join(f"{short} = {full}" for short, full in VENDOR_ALIASES.items())
         raise UnknownPlatformError(
-            f"unknown platform {name!r}{hint} Registered: {', '.join(known)} (also {spelled}). "
+            f"unknown platform {name!r}{hint} Registered: {', '.join(known)} (also {aliases}). "
             f"A vendor's plug-in adds its own: install it, or name it in VERL_USE_EXTERNAL_MODULES"
         )
     platform = platform_class()

@@ -1,4 +1,4 @@
-"""AMD GPUs through ROCm. torch calls the device "cuda"; only names around it differ."""
+"""AMD GPUs through ROCm. torch names the device "cuda"; this file has what differs from NVIDIA."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ class PlatformROCm(PlatformCUDA):
         return "amd"
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Whether this torch was built for ROCm and a monitoring program answers; without it, a device."""
+        """Whether torch was built for ROCm, and a monitoring program works (`use_smi_check`) or a device is usable."""
         import torch
 
         if torch.version.hip is None:
@@ -48,7 +48,7 @@ class PlatformROCm(PlatformCUDA):
         return torch.version.hip
 
     def sleep_mode_blocker(self, vllm_version: str | None) -> str | None:
-        """vLLM gives memory back on ROCm from the release after 0.11.0 on, and only on ROCm 7.0 or newer."""
+        """vLLM newer than 0.11.0 can free its memory on ROCm, and only on ROCm 7.0 or newer."""
         if vllm_version is None:
             return "vLLM is not installed"
         if not newer_than(vllm_version, SLEEP_MODE_AFTER_VLLM):
@@ -62,14 +62,14 @@ class PlatformROCm(PlatformCUDA):
     def findings(self) -> list[Finding]:
         version = self.runtime_version()
         if at_least(version, MINIMUM_ROCM):
-            found = [Finding("ROCm", Status.GOOD, f"{version} (>= {MINIMUM_ROCM})")]
+            findings = [Finding("ROCm", Status.GOOD, f"{version} (>= {MINIMUM_ROCM})")]
         else:
             move = f"use an image with ROCm {MINIMUM_ROCM} or newer (docker/rocm/Dockerfile.rocm)"
             detail = f"{version or 'not in this torch'}, but {MINIMUM_ROCM} is the oldest supported"
-            found = [Finding("ROCm", Status.BAD, detail, move)]
-        found += [_device_node(Path(path)) for path in ("/dev/kfd", "/dev/dri")]
-        found += [_expandable_segments(), _GRAPHS]
-        return found
+            findings = [Finding("ROCm", Status.BAD, detail, move)]
+        findings += [_device_node(Path(path)) for path in ("/dev/kfd", "/dev/dri")]
+        findings += [_expandable_segments(), _GRAPHS]
+        return findings
 
     def backend_support(self) -> list[BackendSupport]:
         return [
@@ -101,7 +101,7 @@ def _device_node(path: Path) -> Finding:
 
 
 def _expandable_segments() -> Finding:
-    """Expandable segments and vLLM's custom all-reduce cannot both be on: IPC handles of such segments do not exist."""
+    """Expandable segments exclude vLLM's custom all-reduce, because such segments have no IPC handles."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     name = "expandable segments"
     if "expandable_segments:true" not in settings.replace(" ", "").lower():

@@ -6,8 +6,8 @@ from decimal import Decimal, InvalidOperation
 METHODS = ("strict", "flexible")
 
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-# `#### **-$1,234.50**.`: a few marks before the number are allowed, words are not. (Without limits the two runs of
-# marks could share a long one in quadratically many ways.)
+# `#### **-$1,234.50**.`: a few marks before the number are allowed, words are not. (The limits prevent
+# quadratic backtracking over a long run of marks.)
 _MARKED = re.compile(r"####[ \t*$€£]{0,8}(?P<sign>[-\u2212]?)[ $€£]{0,3}" + _NUMBER)
 # A minus after a digit or letter is an operator or a hyphen, not a sign.
 _ANYWHERE = re.compile(r"(?<![\w.])(?:(?<![\w)])(?P<sign>[-\u2212]))?[$€£]?" + _NUMBER)
@@ -24,13 +24,13 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
     matches = list(pattern.finditer(solution))
     if not matches:
         return None
-    found = matches[-1]
-    number = to_number((found["sign"] or "") + found["number"])
+    match = matches[-1]
+    number = to_number((match["sign"] or "") + match["number"])
     return None if number is None else f"{number.normalize():f}"
 
 
 def to_number(text: str) -> Decimal | None:
-    """The value of a written number: thousands commas, currency signs, percent and a trailing dot do not matter."""
+    """The value of a written number; thousands commas, currency signs, percent and a trailing dot are ignored."""
     cleaned = text.strip().replace("\u2212", "-").lstrip("$€£ ").rstrip("%. ")
     negative = cleaned.startswith("-")
     cleaned = cleaned.removeprefix("-").lstrip("$€£ ").replace(",", "")
@@ -48,7 +48,7 @@ def compute_score(
 ) -> float:
     """`score` for the right number, `format_score` for a wrong one, 0 for none.
 
-    ValueError when the ground truth is not a number: then no answer could be scored.
+    ValueError when the ground truth is not a number, because then no answer can be scored.
     """
     expected = to_number(str(ground_truth))
     if expected is None:
@@ -62,7 +62,7 @@ def compute_score(
 def score_answer(
     solution_str: str, ground_truth: str, method: str = "strict", **kwargs: float
 ) -> dict[str, float | str]:
-    """`compute_score` with what validation reads besides: `acc` and the extracted `pred` ("" for none)."""
+    """`compute_score`, and for validation `acc` and the extracted `pred` ("" for none)."""
     value = compute_score(solution_str, ground_truth, method, **kwargs)
     pred = extract_answer(solution_str, method)
     correct = pred is not None and Decimal(pred) == to_number(str(ground_truth))

@@ -1,4 +1,4 @@
-"""Configuration classes at the path other people's code imports them from; presets (YAML) lie beside this file."""
+"""Configuration classes at their public import path; the preset YAML files are in this folder."""
 
 from verl.config import AlgorithmConfig as AlgoConfig
 from verl.config import CheckpointConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig

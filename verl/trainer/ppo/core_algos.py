@@ -12,19 +12,33 @@ step. Nothing inside imports this module.
 """
 
 from collections.abc import Callable
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl.algorithms import advantages as our_advantages
 from verl.algorithms import losses as our_losses
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
-from verl.config import ActorConfig, AlgorithmConfig, CriticConfig
-from verl.data.batch import Batch, cumulative_lengths
+from verl.config import ActorConfig, CriticConfig
 from verl.trainer.ppo.padded_adapters import AdvantageAdapter, PaddedFunction, PolicyLossAdapter, agg_loss
+from verl.trainer.ppo.padded_advantages import (
+    compute_gae_advantage_return,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_grpo_vectorized_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
+    pack_padded,
+)
+from verl.utils.errors import RegistryError
+from verl.utils.import_paths import refuse_missing_names
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -34,8 +48,17 @@ __all__ = [
     "FixedKLController",
     "agg_loss",
     "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_opo_outcome_advantage",
     "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
     "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
@@ -50,7 +73,7 @@ POLICY_LOSS_REGISTRY: dict[str, PaddedFunction] = {}
 
 
 class AdvantageEstimator(StrEnum):
-    """Names of `algorithm.adv_estimator`; those still to come are refused when selected."""
+    """Names of `algorithm.adv_estimator`; those that are not supported are refused when selected."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -68,13 +91,13 @@ class AdvantageEstimator(StrEnum):
     TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
 
 
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[PaddedFunction], PaddedFunction]:
+def register_adv_est(name_or_enum: str | Enum) -> Callable[[PaddedFunction], PaddedFunction]:
     """Decorator: `fn(token_level_rewards, response_mask, config, index, ...) -> (advantages, returns)`, (bs, T) each.
 
     Arguments are passed by name. Always: token_level_rewards, response_mask, config. When the batch has them: index
     (group ids) and reward_baselines. Only to a function that names them: values, old_log_probs, gamma, lam.
     """
-    name = str(name_or_enum)
+    name = _registered_name(name_or_enum)
 
     def add(function: PaddedFunction) -> PaddedFunction:
         if ADV_ESTIMATOR_REGISTRY.get(name) is not function:
@@ -85,16 +108,17 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Padded
     return add
 
 
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> PaddedFunction:
-    """The padded function of a registered estimator."""
-    our_advantages.get_advantage(str(name_or_enum))
-    return ADV_ESTIMATOR_REGISTRY[str(name_or_enum)]
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> PaddedFunction:
+    """The padded function of a registered estimator; an unknown name is a ValueError."""
+    name = _registered_name(name_or_enum)
+    our_advantages.get_advantage(name)
+    return _padded_function(name, ADV_ESTIMATOR_REGISTRY, "advantage estimator")
 
 
 def register_policy_loss(name: str) -> Callable[[PaddedFunction], PaddedFunction]:
     """Decorator: `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`.
 
-    It returns (loss, metrics); see the top of this file for what the loss may be.
+    It returns (loss, metrics); the top of this file says how the loss must be computed.
     """
 
     def add(function: PaddedFunction) -> PaddedFunction:
@@ -108,35 +132,20 @@ def register_policy_loss(name: str) -> Callable[[PaddedFunction], PaddedFunction
 
 
 def get_policy_loss_fn(name: str) -> PaddedFunction:
-    """The padded function of a registered loss."""
+    """The padded function of a registered loss; an unknown name is a ValueError."""
     our_losses.get_policy_loss(name)
-    return POLICY_LOSS_REGISTRY[name]
+    return _padded_function(name, POLICY_LOSS_REGISTRY, "policy loss")
 
 
-def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """`verl.algorithms.advantages.gae` for padded tensors, (bs, T) each."""
-    batch = _pack_padded(response_mask, token_rewards=token_level_rewards, values=values)
-    advantages, returns = our_advantages.gae(batch, AlgorithmConfig(gamma=gamma, lam=lam))
-    return advantages.view_as(response_mask), returns.view_as(response_mask)
+def _registered_name(name_or_enum: str | Enum) -> str:
+    """A plain Enum member is registered under its value."""
+    return str(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)
 
 
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
-    *,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """`verl.algorithms.advantages.grpo` for padded tensors; `index` (bs,) says which rows are a group."""
-    _, group_ids = np.unique(index, return_inverse=True)
-    batch = _pack_padded(response_mask, token_rewards=token_level_rewards)
-    batch = Batch(batch.cu_seqlens, batch.token_columns, {"group_ids": torch.as_tensor(group_ids)})
-    settings = AlgorithmConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
-    advantages, returns = our_advantages.grpo(batch, settings)
-    return advantages.view_as(response_mask), returns.view_as(response_mask)
+def _padded_function(name: str, functions: dict[str, PaddedFunction], kind: str) -> PaddedFunction:
+    if name not in functions:
+        raise RegistryError(f"{kind} {name!r} works on packed batches (verl.algorithms) and has no padded form")
+    return functions[name]
 
 
 def compute_policy_loss_vanilla(
@@ -150,7 +159,7 @@ def compute_policy_loss_vanilla(
 ) -> tuple[Tensor, dict[str, float]]:
     """`verl.algorithms.losses.vanilla` for padded tensors, reduced by `agg_loss`. `config`: ActorConfig or a view."""
     config = ActorConfig() if config is None else config
-    batch = _pack_padded(response_mask)
+    batch = pack_padded(response_mask)
     losses, metrics = our_losses.vanilla(
         log_prob.flatten(), old_log_prob.flatten(), advantages.flatten(), batch, config
     )
@@ -168,25 +177,23 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped value loss for padded tensors and the share of clipped tokens."""
+    """The clipped value loss for padded tensors and the share of clipped tokens; the last four as in `agg_loss`."""
     ones = torch.ones_like(values)
     loss = our_losses.make_value_loss(CriticConfig(cliprange_value=cliprange_value))
     losses, metrics = loss({"values": vpreds}, {"values": values, "returns": returns, "loss_weights": ones}, None)
-    return agg_loss(losses, response_mask, loss_agg_mode), metrics["vf_clipfrac"][response_mask.bool()].mean()
-
-
-def _pack_padded(response_mask: Tensor, **columns: Tensor) -> Batch:
-    """Padded rows as a packed batch whose sequences keep their padding, outside the loss mask."""
-    num_sequences, width = response_mask.shape
-    lengths = torch.full((num_sequences,), width, device=response_mask.device)
-    flat = {name: column.flatten() for name, column in columns.items()}
-    return Batch(cumulative_lengths(lengths), {"loss_mask": response_mask.flatten().bool(), **flat}, {})
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    return agg_loss(losses, response_mask, loss_agg_mode, *counts), metrics["vf_clipfrac"][response_mask.bool()].mean()
 
 
 ADV_ESTIMATOR_REGISTRY.update(
     gae=compute_gae_advantage_return,
     grpo=compute_grpo_outcome_advantage,
-    grpo_vectorized=compute_grpo_outcome_advantage,
+    grpo_vectorized=compute_grpo_vectorized_outcome_advantage,
 )
 POLICY_LOSS_REGISTRY.update(vanilla=compute_policy_loss_vanilla)
+__getattr__ = refuse_missing_names(__name__)

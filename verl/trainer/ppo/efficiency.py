@@ -1,4 +1,4 @@
-"""What stages cost: operations needed, as a share of what the devices can do in the time; and peak memory."""
+"""Cost of the stages: MFU (FLOPs needed over peak FLOPs of the devices) and peak memory."""
 
 from collections.abc import Mapping
 
@@ -10,13 +10,13 @@ from verl.trainer.ppo.trainer import PPOTrainer
 
 
 def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
-    """perf/mfu/{actor,actor_infer,critic} of the stages that ran; nothing for an engine that does not count.
+    """perf/mfu/{actor,actor_infer,critic} of the stages that ran; empty for an engine without FLOP counts.
 
     Each sequence is counted at its own length, without a prompt that the actor shares with an earlier one
     (`actor.use_prefix_grouper`), and each epoch of the update once.
     """
-    lengths, rows = batch.lengths.tolist(), int(batch["loss_mask"].sum())
-    shared_prompts = repeated_prompt_lengths(batch) if trainer.actor.train_micro.share_prefixes else []
+    lengths, num_sampled = batch.lengths.tolist(), int(batch["loss_mask"].sum())
+    repeated = repeated_prompt_lengths(batch) if trainer.actor.train_micro.share_prefixes else []
     needed: dict[str, tuple[str, Speed, float]] = {}
     actor = group_speed(trainer.actor.group)
     if actor is not None:
@@ -24,13 +24,13 @@ def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float])
         needed["update_actor"] = (
             "actor",
             actor,
-            (count.update(lengths, rows) - count.update(shared_prompts, 0)) * epochs,
+            (count.update(lengths, num_sampled) - count.update(repeated, 0)) * epochs,
         )
-        needed["old_log_prob"] = "actor_infer", actor, count.forward(lengths, rows) - count.forward(shared_prompts, 0)
+        needed["old_log_prob"] = "actor_infer", actor, count.forward(lengths, num_sampled) - count.forward(repeated, 0)
     critic = group_speed(trainer.critic.group) if trainer.critic is not None else None
     if critic is not None and trainer.critic is not None:
         epochs = trainer.critic.mini_batches.epochs
-        needed["update_critic"] = "critic", critic, critic.counts.update(lengths, rows) * epochs
+        needed["update_critic"] = "critic", critic, critic.counts.update(lengths, num_sampled) * epochs
     return {
         f"perf/mfu/{name}": speed.mfu(flops, seconds[stage])
         for stage, (name, speed, flops) in needed.items()
@@ -39,7 +39,7 @@ def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float])
 
 
 def forward_memory_metrics(trainer: PPOTrainer, seconds: Mapping[str, float]) -> dict[str, float]:
-    """<stage>/perf/*memory*_gb of the forward-only stages that ran, named as in timing_s: the highest of any rank."""
+    """<stage>/perf/*memory*_gb of the forward-only stages that ran, named as in timing_s; maximum over ranks."""
     stages = {"old_log_prob": trainer.actor, "ref": trainer.reference, "values": trainer.critic}
     out = {}
     for stage, role in stages.items():
@@ -49,7 +49,7 @@ def forward_memory_metrics(trainer: PPOTrainer, seconds: Mapping[str, float]) ->
 
 
 def group_speed(group: WorkerGroup) -> Speed | None:
-    """What the model of a group costs, and what all its ranks together can do."""
+    """FLOP counts of a group's model, and peak FLOPs of all its ranks; None if any rank has no counts."""
     speeds: list[Speed | None] = group.broadcast("speed")
     known = [speed for speed in speeds if speed is not None]
     if len(known) < len(speeds):

@@ -1,6 +1,6 @@
 """Adapters for functions written for padded (bs, T) tensors, so that they run on packed batches.
 
-Part of the door `verl.trainer.ppo.core_algos`, which says what an outside function sees and may do.
+Part of the door `verl.trainer.ppo.core_algos`, which says what an outside function gets and may do.
 Shapes: N sequences, W the longest response of them, T packed tokens.
 """
 
@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from verl.data.batch import Batch
 from verl.utils.errors import ConfigError
 
 PaddedFunction = Callable[..., Any]
+LOSS_ARGUMENTS = (
+    "old_log_prob",
+    "log_prob",
+    "advantages",
+    "response_mask",
+    "loss_agg_mode",
+    "config",
+    "rollout_is_weights",
+)
 
 
 class PaddedView:
@@ -47,23 +56,19 @@ class PaddedView:
         return rows.new_zeros(self.num_tokens).index_put((self.index[self.valid],), rows[self.valid])
 
 
-class ActorView:
+class ActorView(ActorConfig):
     """The actor's section plus `global_batch_info`, which outside losses pass on to `agg_loss`."""
 
+    global_batch_info: ClassVar[dict[str, Any]]  # set per instance; no key of the configuration
+
     def __init__(self, section: ActorConfig):
-        # the counts of the mini-batch are in the weights; agg_loss does not need them
+        # the loss weights contain the mini-batch's counts; agg_loss does not need them
         counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
-        self._section = section
-        self.global_batch_info = {**counts, "loss_scale_factor": section.loss_scale_factor}
+        info = {**counts, "loss_scale_factor": section.loss_scale_factor}
+        self.__dict__.update(section.__dict__, global_batch_info=info)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._section, name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.global_batch_info if name == "global_batch_info" else self._section[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.global_batch_info if name == "global_batch_info" else self._section.get(name, default)
+    def __contains__(self, name: object) -> bool:
+        return name == "global_batch_info" or super().__contains__(name)
 
 
 class AdvantageAdapter:
@@ -87,7 +92,7 @@ class AdvantageAdapter:
         return advantages, returns
 
     def arguments(self, batch: Batch, padded: PaddedView, config: AlgorithmConfig) -> dict[str, Any]:
-        """Keyword arguments the function takes, out of those there are."""
+        """The available keyword arguments that the function takes."""
         rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
         standard: dict[str, Any] = {
             "token_level_rewards": padded.to_padded(rewards),
@@ -116,10 +121,10 @@ class AdvantageAdapter:
 
 
 class AggLossCapture:
-    """What `agg_loss` was called with during one call of an outside loss.
+    """Records the calls of `agg_loss` during one call of an outside loss.
 
-    `agg_loss` returns leaf scalars, so the graph is cut there: the loss depends on them, through coefficients that are
-    its gradient, and on nothing else.
+    `agg_loss` returns leaf scalars, which cut the graph: the loss must depend on nothing else. Its gradient by them
+    gives the coefficient of each call.
     """
 
     def __init__(self, weights: Tensor, mode: str, trial_means: list[float] | None = None):
@@ -127,7 +132,7 @@ class AggLossCapture:
         self.matrices: list[Tensor] = []
         self.leaves: list[Tensor] = []
 
-    def add(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
+    def record(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
         if mode != self.mode:
             raise ConfigError(
                 f"it asks agg_loss for {mode!r} while actor.loss_agg_mode={self.mode}; set the key to {mode}"
@@ -146,7 +151,7 @@ class AggLossCapture:
         return self.leaves[-1]
 
     def coefficients(self, loss: Tensor, log_prob: Tensor) -> list[float]:
-        """How often each captured matrix counts in `loss`; ConfigError when something else counts too."""
+        """The coefficient of each captured matrix in `loss`; ConfigError if `loss` depends on anything else."""
         inputs = self.leaves + ([log_prob] if log_prob.requires_grad else [])
         if not self.leaves or not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise ConfigError("the loss it returns does not come from agg_loss")
@@ -156,7 +161,7 @@ class AggLossCapture:
         return [0.0 if g is None else float(g) for g in gradients[: len(self.leaves)]]
 
     def combined_losses(self, coefficients: list[float]) -> Tensor:
-        """(N, W) per-token losses of the whole loss."""
+        """(N, W) per-token losses: the sum of the captured matrices times `coefficients`."""
         pairs = zip(coefficients, self.matrices, strict=True)
         return sum((c * m for c, m in pairs if c), torch.zeros_like(self.weights))
 
@@ -192,7 +197,7 @@ class PolicyLossAdapter:
         advantages: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """One call of the outside function, `agg_loss` caught. All tensors are (N, W)."""
+        """One call of the outside function, with `agg_loss` captured. All tensors are (N, W)."""
         token = _ACTIVE_CAPTURE.set(capture)
         try:
             loss, metrics = self.function(
@@ -220,14 +225,26 @@ class PolicyLossAdapter:
                 f"would change with the micro-batch size"
             ) from e
 
+    def check_signature(self) -> None:
+        """ConfigError for a function that does not take the seven arguments that a loss gets, by name."""
+        signature = inspect.signature(self.function)
+        try:
+            signature.bind(**dict.fromkeys(LOSS_ARGUMENTS))
+        except TypeError as error:
+            raise ConfigError(
+                f"policy loss {self.name!r} cannot be called: {error}. It takes {signature}, and is called by name "
+                f"with {', '.join(LOSS_ARGUMENTS)}; add what is missing (rollout_is_weights=None, or **kwargs)"
+            ) from error
+
     def check(self, config: ActorConfig) -> None:
-        """Refuses, before the first step, a loss whose gradient depends on the split: tries it on made-up numbers."""
+        """Refuses, before the first step, a loss whose gradient depends on the split; tries it on random numbers."""
+        self.check_signature()
         with self.explain_errors():
-            whole, repeated = (
+            whole, with_other_means = (
                 self.trial_gradient(config, slice(0, 4), trial_means)
                 for trial_means in ([1.7, -0.6, 2.9], [-3.1, 0.4, 0.8])
             )
-            if not torch.allclose(whole, repeated, rtol=1e-4, atol=1e-6):
+            if not torch.allclose(whole, with_other_means, rtol=1e-4, atol=1e-6):
                 raise ConfigError("the loss it returns is not linear in what agg_loss returned")
             halves = [self.trial_gradient(config, rows, [1.7, -0.6, 2.9]) for rows in (slice(0, 2), slice(2, 4))]
             if not torch.allclose(whole, torch.cat(halves), rtol=1e-4, atol=1e-6):
@@ -268,7 +285,7 @@ def agg_loss(
     """
     capture = _ACTIVE_CAPTURE.get()
     if capture is not None:
-        return capture.add(loss_mat, loss_mask, loss_agg_mode)
+        return capture.record(loss_mat, loss_mask, loss_agg_mode)
     matrix = torch.where(loss_mask != 0, loss_mat * loss_mask, 0.0)
     tokens = loss_mask.sum(-1)
     sequences = global_batch_size or (tokens > 0).sum().clamp(min=1)

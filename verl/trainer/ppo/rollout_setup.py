@@ -1,4 +1,4 @@
-"""Which engine answers, how it samples, and how it gets the policy's weights."""
+"""Builds the rollout engine, its sampling parameters and its weight sync."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.in_place_sync import InPlaceSync
-from verl.weight_sync.logprob_probe import ROUNDING_RMS, LogprobProbe, probe_sequences
+from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import Actor
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
@@ -82,7 +82,7 @@ def start_replicas(
                 f"{rollout.data_parallel_size}; leave out one of the two"
             )
         servers = [SGLangEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
-        for server in servers:  # they start side by side
+        for server in servers:  # they start in parallel
             server.ready()
         return servers[0] if len(servers) == 1 else Router(servers)
     if rollout.name != "vllm":
@@ -92,13 +92,13 @@ def start_replicas(
 
         return VLLMEngine(rollout, path, tokenizer, eos)
     engines = [RemoteEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
-    for engine in engines:  # they start side by side
+    for engine in engines:  # they start in parallel
         engine.ready()
     return engines[0] if len(engines) == 1 else Router(engines)
 
 
 def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
-    """By reference to the native engine, by copy with a receipt to every other."""
+    """In-place sync for the native engine, copy sync with a receipt for every other."""
     rollout = config.actor_rollout_ref.rollout
     transport, weight_transfer = rollout.checkpoint_engine, None
     is_in_process = getattr(actor.group, "worker", None) is not None
@@ -113,20 +113,23 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
         weight_transfer = WeightTransfer(transport_settings(rollout), actor.group, cast(CopyingEngine, engine))
     if not isinstance(engine, CopyingEngine):
         return InPlaceSync(actor.model, engine)
-    rounding = ROUNDING_RMS[engine.dtype or torch.float32]
+    dtype = engine.dtype or torch.float32
 
     async def trainer_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return actor_logprobs(actor, sequences)
 
+    async def cast_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return actor_logprobs(actor, sequences, dtype)
+
     max_length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
     sequences = probe_sequences(vocab_size, min(24, max_length - 1))
-    probe = LogprobProbe(sequences, trainer_logprobs, rounding)
+    probe = LogprobProbe(sequences, trainer_logprobs, cast_logprobs if actor.can_cast else None, dtype)
     return CopySync(actor.export_weights, engine, probe, transport.probe_every, weight_transfer)
 
 
 def transport_settings(rollout: RolloutConfig) -> TransportSettings:
-    """`rollout.checkpoint_engine`, as every end of the transport is told."""
+    """`rollout.checkpoint_engine` as the settings of every transport endpoint."""
     settings = rollout.checkpoint_engine
     return TransportSettings(
         settings.backend,
@@ -136,8 +139,13 @@ def transport_settings(rollout: RolloutConfig) -> TransportSettings:
     )
 
 
-def actor_logprobs(actor: Actor, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probs (nats, temperature 1) of each token by the trainer's own forward pass; 0 for the first."""
+def actor_logprobs(
+    actor: Actor, sequences: Sequence[Sequence[int]], dtype: torch.dtype | None = None
+) -> list[list[float]]:
+    """Log-probs (nats, temperature 1) of each token by the trainer's own forward pass; 0 for the first.
+
+    With `dtype`, that of its weights cast to it.
+    """
     trajectories = [
         Trajectory(
             tokens=torch.tensor(ids),
@@ -151,7 +159,7 @@ def actor_logprobs(actor: Actor, sequences: Sequence[Sequence[int]]) -> list[lis
         )
         for number, ids in enumerate(sequences)
     ]
-    logprobs = actor.logprobs(Batch.pack(trajectories), temperature=1.0)
+    logprobs = actor.logprobs(Batch.pack(trajectories), temperature=1.0, dtype=dtype)
     return [part.tolist() for part in logprobs.split([len(ids) for ids in sequences])]
 
 

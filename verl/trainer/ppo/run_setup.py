@@ -1,5 +1,6 @@
-"""From a configuration to a run: which engine, which data, which reward, and how weights travel."""
+"""Builds a run from its configuration: engines, data, reward and weight sync."""
 
+import logging
 import os
 from functools import partial
 
@@ -12,7 +13,8 @@ from verl.config import RunConfig
 from verl.config.check import check_ranks, check_supported, uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
 from verl.data.prompts import train_prompts, validation_prompts
-from verl.models.load import load_tokenizer
+from verl.models.folder_checks import check_model_for_run
+from verl.models.load import build_config, load_tokenizer, model_folder
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import choose_platform, get_platform
 from verl.rewards.reward_setup import build_reward
@@ -25,28 +27,38 @@ from verl.trainer.ppo.training_run import TrainingRun, Validation
 from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external
+from verl.utils.paths import make_writable_folder
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
+from verl.workers.engine.rng import seed_generators
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.ranks_engine import MultiRankRolloutEngine
 from verl.workers.reference import Reference, ranks_per_replica
 from verl.workers.rollout.base import RolloutEngine
 
+logger = logging.getLogger(__name__)
+
 
 def build_run(config: RunConfig) -> TrainingRun:
-    """Everything a run needs, loaded and connected. Mistakes in the configuration are found here, before any step."""
+    """The run, loaded and connected. Mistakes in the configuration raise ConfigError here, before any step."""
     check_supported(config)
     if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"torchrun started this program {os.environ['WORLD_SIZE']} times, and each would be a run of its own in "
             "the same folder: main_ppo starts its ranks itself; start it once, with trainer.n_gpus_per_node=N"
         )
+    dumps = {"rollout": config.trainer.rollout_data_dir, "validation": config.trainer.validation_data_dir}
+    for name, folder in dumps.items():
+        if folder:
+            make_writable_folder(folder, f"trainer.{name}_data_dir")
     choose_platform(config.trainer.device)
+    seed_generators(config.actor_rollout_ref.actor.fsdp_config.seed)  # of the driver, where rewards and agents run
     import_external(config.actor_rollout_ref.model.external_lib)
-    get_advantage(config.algorithm.adv_estimator)  # after external_lib had its chance to register one
+    get_advantage(config.algorithm.adv_estimator)  # after external_lib, which may register one
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    check_model(config, tokenizer)
     agent_runner = AgentRunner(config, tokenizer)
     rows = train_prompts(config.data, tokenizer, agent_runner.tool_prompt_tokens)
     prompts = PromptSampler(rows, config.data.shuffle, config.data.seed)
@@ -60,6 +72,15 @@ def build_run(config: RunConfig) -> TrainingRun:
         raise
 
 
+def check_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ConfigError, or warnings, where model, tokenizer and lengths do not go together."""
+    model, data = config.actor_rollout_ref.model, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    keys = "data.max_prompt_length + data.max_response_length"
+    for line in check_model_for_run(build_config(model)[0], model_folder(model.path), tokenizer, longest, keys):
+        logger.warning("%s", line)
+
+
 def assemble_run(
     config: RunConfig,
     group: WorkerGroup,
@@ -67,7 +88,7 @@ def assemble_run(
     prompts: PromptSampler,
     total_steps: int,
 ) -> TrainingRun:
-    """The driver's side of a run, over ranks that are there."""
+    """The driver's side of a run, on ranks that have started."""
     arr, tokenizer = config.actor_rollout_ref, agent_runner.tokenizer
     actor = Actor(config, group.for_role("actor", arr.actor.fsdp_config.ulysses_sequence_parallel_size))
     engine, weight_sync = build_engine_and_weight_sync(config, group, actor, tokenizer)
@@ -133,7 +154,7 @@ def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
 def build_engine_and_weight_sync(
     config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[RolloutEngine, WeightSync]:
-    """The rollout engine, and how weights come to it; beside several ranks, a native engine on each."""
+    """The rollout engine and its weight sync; for `native` on several ranks, one engine per rank."""
     if isinstance(group, ProcessGroup) and config.actor_rollout_ref.rollout.name in ("native", "hf"):
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)
@@ -144,7 +165,7 @@ def build_engine_and_weight_sync(
 def build_validation(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, collector: RolloutCollector
 ) -> Validation | None:
-    """Held-out prompts, unless nothing would ever look at them."""
+    """Validation on the held-out prompts; None if it would never run."""
     settings = config.trainer
     if not config.data.val_files or not (settings.val_before_train or settings.val_only or settings.test_freq > 0):
         return None

@@ -1,7 +1,7 @@
 """The step: collect, pack, evaluate, compute advantages, update, publish.
 
-Synchronous and asynchronous training are this step over another source; timing, dumping and logging wrap it from
-outside (see loop.py).
+Synchronous and asynchronous training use the same step with different sources. Dumps, logging and checkpoints are in
+training_run.py.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from verl.workers.reference import Reference
 
 @dataclass
 class StepRecord:
-    """What one step saw and did, for whoever logs it."""
+    """Data and results of one step, for logging."""
 
     step: int
     epoch: int
@@ -54,7 +54,7 @@ class PPOTrainer:
     ):
         self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
         self.kl_controller, self.reference, self.critic = kl_controller, reference, critic
-        self.group = group  # ended with the trainer
+        self.group = group  # closed with the trainer
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
@@ -77,7 +77,7 @@ class PPOTrainer:
             self.source.prompts.epoch,
             rollouts,
             batch,
-            self.step_metrics(batch, rollouts, metrics),
+            self.step_metrics(batch, rollouts, metrics) | receipt.metrics(),
             receipt,
         )
 
@@ -91,12 +91,12 @@ class PPOTrainer:
             raise RewardError(
                 f"step {self.global_step + 1}: none of {len(rollouts.trajectories)} answers got a reward "
                 f"({rollouts.num_reward_errors} errors, {rollouts.num_abstained} abstentions); there is nothing to "
-                f"learn from. First error: {errors[0] if errors else 'none'}"
+                f"train on. First error: {errors[0] if errors else 'none'}"
             )
         return rollouts
 
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
-        """Adds old_logprobs (unless this step cannot need them), ref_logprobs and values."""
+        """Adds old_logprobs (unless the update computes the same values), ref_logprobs and values."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
         elif not self.old_logprobs_are_redundant:
@@ -120,7 +120,7 @@ class PPOTrainer:
         return compute_advantages(batch, algorithm), metrics
 
     def update(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
-        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs where they were left out."""
+        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs if they were left out."""
         metrics = Metrics()
         if self.critic is not None:
             with timer("update_critic"):
@@ -140,9 +140,9 @@ class PPOTrainer:
 
     @property
     def old_logprobs_are_redundant(self) -> bool:
-        """True where the update's own forward gives the same numbers: one optimiser step on these very weights.
+        """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.
 
-        That is: one mini-batch and one epoch, no KL in the reward, no rollout correction, and the actor does train.
+        That is: one mini-batch and one epoch, no KL in the reward, no rollout correction, an actor update, no dropout.
         """
         algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
         corrected = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
@@ -163,7 +163,7 @@ class PPOTrainer:
         tokens_per_rank = self.actor.dispatcher.tokens_per_rank / config.actor_rollout_ref.actor.ppo_epochs
         out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
-        bypassed = config.algorithm.rollout_correction.bypass_mode  # nothing to compare the rollout's with
+        bypassed = config.algorithm.rollout_correction.bypass_mode  # there are no trainer log-probs to compare with
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
         out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()})
@@ -197,7 +197,7 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
 
     def close(self) -> None:
-        """End what the run holds: the rollout engine, and the ranks."""
+        """Close the rollout engine, the event loop and the ranks."""
         self.source.collector.engine.close()
         self.runner.close()
         if self.group is not None:

@@ -1,4 +1,4 @@
-"""A whole run: the step again and again, with validation, checkpoints, the ledger and logging wrapped around it."""
+"""A whole run: training steps in a loop, with validation, checkpoints, ledger and logging."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,23 +15,26 @@ from verl.observe.ledger import Ledger
 from verl.observe.memory_metrics import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
+from verl.observe.run_record import NUM_VALIDATION_SAMPLES, VALIDATION_SAMPLES, write_run_record
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.trainer.batch_metrics import prompt_and_response_lengths
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.interrupt import Interrupt
+from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
+from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
+from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector
-from verl.trainer.resume import find_resume, read_state
+from verl.trainer.resume import find_resume
 from verl.trainer.validation_metrics import process_validation_metrics
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
+from verl.workers.engine import rng
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.settings_advice import tuning_advice
 
-FIRST_VALIDATION_REQUEST_ID = 1 << 40  # request ids from here on: validation never shares a random stream with training
+FIRST_VALIDATION_REQUEST_ID = 1 << 40  # above all training request ids, so that random streams differ
 
 
 @dataclass
@@ -97,14 +100,23 @@ class TrainingRun:
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
         self.checkpoints = Checkpoints(self.root, keep, note)
         self.ledger = Ledger(self.root / "ledger") if config.trainer.ledger else None
-        self.stop_requested = False
+        self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
+        self.health = HealthCheck()
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last validation's metrics. Ctrl-C saves after the step in progress."""
+        """Train to the last step; returns the last validation's metrics.
+
+        Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
+        """
         self.resume()
-        self.trainer.publish()
+        write_run_record(self.root, self.config, self.total_steps)
+        for line in setup_lines(self.config.algorithm.adv_estimator, self.config.actor_rollout_ref.rollout.n):
+            self.note(f"health: {line}")
+        warning = self.trainer.publish().warning()
+        if warning:
+            self.note(warning)
         settings = self.config.trainer
         if self.validation and (settings.val_only or (settings.val_before_train and self.trainer.global_step == 0)):
             self.tracking.log(self.validate(), self.trainer.global_step)
@@ -113,18 +125,23 @@ class TrainingRun:
         with Progress(self.total_steps, self.trainer.global_step) as progress, Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
                 self.one_step(progress)
+            step = self.trainer.global_step
+            if self.stop_requested and self.trainer.first_step <= step != self.saved_step:
+                self.save()  # the signal came after the step had passed its own save
             self.checkpoints.finish_pending(wait=True)
+        if self.stop_requested and step < self.total_steps:
+            raise interrupted(self.stop_requested, step, self.total_steps, step_folder(self.root, step))
         return self.last_validation
 
     def one_step(self, progress: Progress) -> None:
-        """One training step with everything that is recorded about it."""
+        """One training step with its records, validation, checkpoint and metrics."""
         devices = 1 if self.trainer.group is None else self.trainer.group.layout.world_size
         timer = StageTimer(get_platform().synchronize if devices == 1 else None, on_enter=progress.stage)
         with timer("step"):
             record = self.trainer.step(timer)
             self.write_records(record, timer)
             metrics = record.metrics
-            last = record.step >= self.total_steps or self.stop_requested
+            last = record.step >= self.total_steps or self.stop_requested > 0
             if self.validation and is_due(record.step, self.config.trainer.test_freq, last):
                 with timer("testing"):
                     metrics.update(self.validate())
@@ -140,11 +157,13 @@ class TrainingRun:
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
         progress.step(record.step, metrics)
         self.note_advice(record.rollouts.engine_stats)
+        for line in self.health.look(metrics):
+            self.note(f"health: step {record.step}: {line}")
         if record.step == self.trainer.first_step:
             self.report_unread_keys()
 
     def note_advice(self, stats: dict[str, float]) -> None:
-        """Say once what the rollout engine's statistics ask for."""
+        """Print each tuning advice from the rollout engine's statistics once."""
         for topic, sentence in tuning_advice(stats).items():
             if topic not in self.advice_given:
                 self.advice_given.add(topic)
@@ -163,26 +182,32 @@ class TrainingRun:
         """Sample the held-out prompts with the published weights and score them."""
         assert self.validation is not None
         metrics, rollouts = self.trainer.runner.run(self.validation.run())
+        step = self.trainer.global_step
         if self.config.trainer.validation_data_dir:
-            dump_rollout_batch(self.config.trainer.validation_data_dir, self.trainer.global_step, rollouts)
+            dump_rollout_batch(self.config.trainer.validation_data_dir, step, rollouts)
+        dump_rollout_batch(str(self.root / VALIDATION_SAMPLES), step, first_prompts(rollouts, NUM_VALIDATION_SAMPLES))
         self.last_validation = metrics
         for trajectory in rollouts.trajectories[: self.config.trainer.log_val_generations]:
             self.note(format_answer(self.trainer.global_step, trajectory))
         return metrics
 
     def save(self) -> None:
-        """Write global_step_N, or begin to; then drop what retention no longer wants."""
+        """Save the roles and the trainer's state in global_step_N, or start to."""
         if self.ledger is not None:
             self.ledger.sync()  # a checkpoint that survives a power cut has the records of its steps
-        self.checkpoints.save(self.trainer.global_step, self.trainer.state_dict(), self.roles)
+        state = {**self.trainer.state_dict(), "driver_generators": rng.states_as_json()}
+        self.checkpoints.save(self.trainer.global_step, state, self.roles)
+        self.saved_step = self.trainer.global_step
 
     def resume(self) -> None:
-        """Restore the newest checkpoint where one is wanted and there; drop records of steps that will be run again."""
+        """Restore the checkpoint that trainer.resume_mode selects, if any; drop records of steps that run again."""
         folder = find_resume(self.config.trainer, list(self.roles))
         if folder is not None:
             for name, role in self.roles.items():
                 role.load(folder / name)
-            self.trainer.load_state_dict(read_state(folder))
+            self.trainer.load_state_dict(state := read_state(folder))
+            if "driver_generators" in state:  # earlier versions saved those of the ranks alone
+                rng.restore_from_json(state["driver_generators"])
             self.trainer.version -= 1  # fit() publishes this version anew
             self.note(f"resumed from {folder}: step {self.trainer.global_step} of {self.total_steps} is done")
             if self.trainer.global_step >= self.total_steps and not self.config.trainer.val_only:
@@ -194,7 +219,8 @@ class TrainingRun:
         if self.ledger is not None:
             self.ledger.rewind(step)
         self.tracking.rewind(-1 if folder is None else step)  # a run from the start logs step 0 as well
-        for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir):
+        samples = str(self.root / VALIDATION_SAMPLES)
+        for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir, samples):
             if dumps:
                 remove_dumps_after(dumps, step)
 
@@ -213,14 +239,21 @@ def is_due(step: int, frequency: int, last: bool) -> bool:
 
 
 def format_answer(step: int, trajectory: Trajectory) -> str:
-    """One validation answer, for people."""
+    """One validation answer as text for the console."""
     text, source = trajectory.extra.get("response_text", ""), trajectory.extra["data_source"]
     return f"validation at step {step}, {source} row {trajectory.row}, reward {trajectory.reward}:\n  {text!r}"
 
 
 def scored_only(rollouts: RolloutBatch) -> list[Trajectory]:
-    """The trajectories a batch was packed from."""
+    """The trajectories that were scored; a batch is packed from these."""
     return [t for t in rollouts.trajectories if t.reward is not None]
+
+
+def first_prompts(rollouts: RolloutBatch, count: int) -> RolloutBatch:
+    """The first answer to each of the first `count` prompts, which are the same at every validation."""
+    wanted = {row.index: row for row in rollouts.rows[:count]}
+    firsts = {t.row: t for t in reversed(rollouts.trajectories) if t.row in wanted}
+    return RolloutBatch(rows=list(wanted.values()), trajectories=[firsts[row] for row in wanted if row in firsts])
 
 
 def dump_rollout_batch(folder: str, step: int, rollouts: RolloutBatch) -> None:

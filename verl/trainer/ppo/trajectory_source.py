@@ -1,4 +1,4 @@
-"""Where scored trajectories come from. Synchronous here; asynchronous sources fill the same `RolloutBatch`."""
+"""The synchronous source of scored trajectories. Asynchronous sources fill the same `RolloutBatch`."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from verl.workers.rollout.base import RolloutEngine, SamplingParams
 class RolloutBatch:
     """Scored trajectories, grouped prompt by prompt, and the prompts they answer.
 
-    The lists are not in its text: asyncio asks for that four times a step.
+    The lists are left out of its repr, which asyncio calls four times a step.
     """
 
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)
@@ -30,11 +30,11 @@ class RolloutBatch:
     num_reward_errors: int = 0
     num_abstained: int = 0
     scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
-    engine_stats: dict[str, float] = field(default_factory=dict)  # what the rollout engine counted meanwhile
+    engine_stats: dict[str, float] = field(default_factory=dict)  # statistics of the rollout engine meanwhile
 
 
 class RolloutCollector:
-    """Answers prompts and has the answers scored: many prompts at once, each scored as soon as it is answered."""
+    """Samples and scores answers of many prompts concurrently; each is scored as soon as it is complete."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RolloutCollector:
     async def collect(
         self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
     ) -> RolloutBatch:
-        """Trajectories of all rows, in order. Those whose reward failed or abstained carry no reward."""
+        """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward."""
         start = time.perf_counter()
         out = RolloutBatch(rows=list(rows))
         await self.engine.wake()
@@ -97,7 +97,7 @@ def first_failure(group: BaseExceptionGroup) -> BaseException:
 
 
 class SyncSource:
-    """Consumes prompts in data order; waits for all answers of a batch; unblocks the step. Staleness is 0."""
+    """Takes prompts in data order and waits for all answers of a batch. Staleness is 0."""
 
     def __init__(self, prompts: PromptSampler, collector: RolloutCollector, sampling: SamplingParams):
         self.prompts, self.collector, self.sampling = prompts, collector, sampling

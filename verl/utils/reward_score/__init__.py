@@ -1,4 +1,4 @@
-"""Import path of the outside world for the built-in scorers; the code is in verl.rewards."""
+"""Import path for outside code to the built-in scorers; the code is in verl.rewards."""
 
 from verl.rewards.scorer_lookup import default_compute_score
 from verl.utils.reward_score import gsm8k

@@ -1,4 +1,4 @@
-"""Import path of the outside world for the GSM8K scorer."""
+"""Import path for outside code to the GSM8K scorer."""
 
 from verl.rewards.scorers.gsm8k import compute_score, extract_answer
 

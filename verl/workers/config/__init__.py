@@ -18,7 +18,9 @@ from verl.config import (
     SamplingConfig,
     ServerConfig,
     VeOmniEngineConfig,
+    WrapPolicyConfig,
 )
+from verl.utils.import_paths import refuse_missing_names
 
 __all__ = [
     "ActorConfig",
@@ -38,4 +40,6 @@ __all__ = [
     "SamplingConfig",
     "ServerConfig",
     "VeOmniEngineConfig",
+    "WrapPolicyConfig",
 ]
+__getattr__ = refuse_missing_names(__name__)

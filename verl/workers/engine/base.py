@@ -1,4 +1,4 @@
-"""What a training engine promises, and where engines are looked up by model type, backend and device."""
+"""The interface of training engines, and their registry by model type, backend and device."""
 
 import os
 from abc import ABC, abstractmethod
@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenLoss
@@ -22,8 +23,8 @@ from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError, PluginError
 from verl.utils.suggest import did_you_mean
 
-# Hooks of engines written for the system this one is compatible with. Nothing here calls them, so an override would be
-# ignored without a word: the class is refused when it is registered.
+# Hooks of engines written for the system this one is compatible with. Nothing here calls them, so an override would
+# have no effect; registering a class that overrides one is an error.
 FOREIGN_HOOKS = frozenset(
     [
         "forward_backward_batch",
@@ -57,14 +58,14 @@ FOREIGN_HOOKS = frozenset(
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one `forward_backward` learnt about the batch."""
+    """The metrics and outputs of one `forward_backward`."""
 
     metrics: Metrics  # names ending in "_loss": sums with loss_weights; the others: means over sampled tokens
     outputs: dict[str, Tensor]  # the loss's model outputs, (T,) detached, in input order
 
 
 class BaseEngine(ABC):
-    """Trains one model. Owns micro-batching: results are about tokens, in the order of the batch given.
+    """Trains one model. It splits batches into micro-batches itself; results are per token, in batch order.
 
     Derived classes of vendors may override `initialize` and use `self.model` after calling `super().initialize()`.
     """
@@ -88,7 +89,7 @@ class BaseEngine(ABC):
         """Build `self.model` and, unless the engine only runs forward, `self.optimizer` and `self.lr_scheduler`."""
 
     def speed(self) -> Speed | None:
-        """What the model costs and this rank's device can do; None where nobody counts."""
+        """FLOP counts of the model, and the peak FLOP/s of its ranks; None if the engine counts no FLOPs."""
         return None
 
     @abstractmethod
@@ -105,22 +106,28 @@ class BaseEngine(ABC):
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
     ) -> TrainResult:
-        """Add the gradient of the loss, summed over all tokens, to what is there; however `micro` splits the batch."""
+        """Add the gradient of the loss summed over all tokens to the gradient; `micro` does not change the sum."""
 
     @abstractmethod
     def optim_step(self) -> Metrics:
-        """One optimiser step and an empty gradient: `grad_norm`, `lr`, `skipped` (1 when it was not finite)."""
+        """Run one optimiser step and clear the gradient: `grad_norm`, `lr`, `skipped` (1 if it was not finite)."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Move the schedule on by one training step; the learning rate from now on."""
+        """Advance the schedule by one training step; return the new learning rate."""
+
+    can_cast = False  # whether it has `computing_in`
+
+    def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """A context in which it computes in `dtype`, or in a wider one if `dtype` is its own; for forward passes."""
+        raise NotImplementedError(f"{type(self).__name__} computes in one dtype only")
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter in the type it is trained in; tied ones once."""
+        """(Hugging Face name, full tensor) of every parameter in the dtype it is trained in; tied ones once."""
 
     def disable_adapter(self) -> AbstractContextManager[Any]:
-        """Inside the block the model computes what it did before LoRA adapters were added to it."""
+        """A context in which the model runs without its LoRA adapters."""
         raise ConfigError(f"{type(self).__name__} has no adapters; leave model.lora_rank at 0 with this engine")
 
     @abstractmethod
@@ -128,7 +135,7 @@ class BaseEngine(ABC):
         """Write `contents` (model, optimizer, extra, hf_model; default: checkpoint.save_contents) into `folder`."""
 
     def finish_save(self, wait: bool = True) -> bool:
-        """Whether no save in the background is under way any more. A collective; raises what went wrong in one."""
+        """True once no background save is running. A collective; raises the error of a failed save."""
         return True
 
     @abstractmethod
@@ -137,18 +144,18 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters and optimiser state: "device" is the engine's own, anything else a torch device."""
+        """Move parameters and optimiser state to a torch device, or to "device", the engine's own."""
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[Any]:
-        """Ready to train inside the block; offloaded again after it where the configuration says so."""
+        """A context in which the engine can train; tensors configured for offloading are offloaded on exit."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[Any]:
-        """Ready to run forward inside the block; offloaded again after it where the configuration says so."""
+        """A context in which the engine can run forward; tensors configured for offloading are offloaded on exit."""
 
 
-# The device alone for every vendor of it, or (device, vendor); published plug-ins' tests look engines up by it.
+# A device, for all its vendors, or (device, vendor). Tests of published plug-ins look engines up by these keys.
 EngineKey = str | tuple[str, str]
 
 
@@ -165,7 +172,7 @@ class EngineRegistry:
         device: str | list[str] = "cuda",
         vendor: str | list[str] | None = None,
     ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
-        """Decorator that files an engine class under each combination."""
+        """Decorator that registers an engine class under each combination."""
 
         def add(engine: type[BaseEngine]) -> type[BaseEngine]:
             _check_engine_class(engine)
@@ -210,7 +217,7 @@ class EngineRegistry:
 
     @classmethod
     def new(cls, model_type: str, backend: str, *args: Any, **kwargs: Any) -> BaseEngine:
-        """`get_engine_cls`, constructed with (model, engine, optimizer, checkpoint) configurations."""
+        """An engine of `get_engine_cls`, built from (model, engine, optimizer, checkpoint) configurations."""
         return cls.get_engine_cls(model_type, backend)(*args, **kwargs)
 
 
@@ -237,7 +244,6 @@ def _check_engine_class(engine: type) -> None:
         if ignored:
             raise PluginError(
                 f"engine {owner.__module__}.{owner.__qualname__} overrides {', '.join(ignored)}, which this "
-                "version never calls: the override would be ignored. Promised to derived engines are the constructor, "
-                "initialize() and self.model; what else it needs to change belongs in forward, forward_backward or "
-                "optim_step"
+                "version never calls: the override would be ignored. Derived engines can rely on the constructor, "
+                "initialize() and self.model; put other changes into forward, forward_backward or optim_step"
             )

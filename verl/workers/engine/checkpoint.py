@@ -1,14 +1,14 @@
-"""An engine's checkpoint: safetensors and JSON, a digest of every file, nothing pickled, read by any number of ranks.
+"""An engine's checkpoint: safetensors and JSON, a digest of every file, nothing pickled, loads on any number of ranks.
 
-    <folder>/model_world_size_W_rank_R.safetensors        what rank R holds of parameters and persistent buffers
-    <folder>/optim_world_size_W_rank_R.safetensors        the same of "<parameter>|<state>", step counts included
+    <folder>/model_world_size_W_rank_R.safetensors        rank R's shards of parameters and persistent buffers
+    <folder>/optim_world_size_W_rank_R.safetensors        its shards of "<parameter>|<state>", with step counts
     <folder>/extra_state_world_size_W_rank_R.json         random number generators (Python, NumPy); rank 0: schedule
     <folder>/extra_state_world_size_W_rank_R.safetensors  torch generators
-    <folder>/lora_adapter/                                adapters as peft reads them, where the model has any
+    <folder>/lora_adapter/                                adapters as peft reads them, if the model has any
     <folder>/huggingface/                                 config and tokenizer; with hf_model the weights too
     <folder>/manifest.json                                sha256 of every file, where each tensor lies; written last
 
-Whoever saves several roles at once makes the folder atomic (`verl.trainer.checkpoints`).
+The caller, which saves several roles at once, makes the folder atomic (`verl.trainer.checkpoints`).
 """
 
 import json
@@ -27,15 +27,22 @@ from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import atomic_write_text
 from verl.workers.engine import rng
+from verl.workers.engine.checkpoint_tensors import model_tensors, optimizer_tensors, persistent_buffers
 from verl.workers.engine.collective_save import CollectiveSave, drain
-from verl.workers.engine.manifest import FORMAT, MANIFEST, DamagedCheckpointError, read_manifest, verify_files
+from verl.workers.engine.manifest import (
+    FORMAT,
+    HUGGINGFACE,
+    MANIFEST,
+    DamagedCheckpointError,
+    read_manifest,
+    verify_files,
+)
 from verl.workers.engine.tensor_shards import (
     LocalShard,
     ShardIndex,
     ShardReader,
     index_from_json,
     index_to_json,
-    local_shard,
     merge_indices,
     tensors_to_save,
 )
@@ -45,20 +52,20 @@ if TYPE_CHECKING:
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 PREFIX = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-HUGGINGFACE, ADAPTERS = "huggingface", "lora_adapter"
+ADAPTERS = "lora_adapter"
 
-WriteTask = Callable[[], dict[str, Any]]  # writes files; what the manifest must know of them
-DigestCheck = Callable[[dict[str, str]], None]  # of the digests of the files that all ranks have written
+WriteTask = Callable[[], dict[str, Any]]  # writes files; returns their entries for the manifest
+DigestCheck = Callable[[dict[str, str]], None]  # takes the digests of the files that all ranks have written
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
 def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) -> None:
-    """Write `contents` of `engine` into `folder`, or begin to: `finish_save` completes a save in the background.
+    """Write `contents` of `engine` into `folder`, or start to: `finish_save` completes a background save.
 
-    A collective. Every rank writes what it holds and its own files of the Hugging Face folder; only that gathers
-    anything, one layer at a time. In the background a rank works from a copy in host memory of what it writes.
+    A collective. Every rank writes its shards and its own files of the Hugging Face folder, whose tensors are gathered
+    one layer at a time. A background save writes from a copy in host memory.
     """
     _check_contents(contents, "save_contents")
     if "optimizer" in contents and engine.optimizer is None:
@@ -69,9 +76,9 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     finish_save(engine, wait=True)
     if engine.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)  # until the new one is written the folder is incomplete
+        (folder / MANIFEST).unlink(missing_ok=True)  # without a manifest the folder is incomplete
         export.export_config_and_tokenizer(engine.model, engine.model_config, folder / HUGGINGFACE)
-    engine.rank_mesh.min_over_ranks(0, engine.device)  # the folder is there
+    engine.rank_mesh.min_over_ranks(0, engine.device)  # barrier: the folder exists
     background = engine.checkpoint_config.async_save
     tasks: list[WriteTask] = []
     if "model" in contents:
@@ -92,13 +99,13 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     engine.pending_save = CollectiveSave(partial(_write_rank, folder, engine.rank, tasks), finalize)
     engine.pending_save.start(background)
     if not background:
-        for _ in layers:  # left by a rank that failed: the others wait for its part in gathering them
+        for _ in layers:  # left after a failure on this rank: the other ranks wait in their all-gathers
             pass
         finish_save(engine, wait=True)
 
 
 def finish_save(engine: "TorchEngine", wait: bool) -> bool:
-    """Whether no save is under way any more. A collective; the error of a save that failed is raised here."""
+    """True once no save is running. A collective; raises the error of a failed save."""
     save = engine.pending_save
     if save is None:
         return True
@@ -145,9 +152,9 @@ def _extra_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
 
 
 def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
-    """Rank 0 writes the adapters whole, after a collective that gathers one parameter at a time."""
+    """Rank 0 writes the full adapters, after a collective that gathers one parameter at a time."""
     trained = {name for name, parameter in engine.weights.named_parameters if parameter.requires_grad}
-    whole = {
+    adapters = {
         lora.adapter_key(name): tensor.to("cpu", copy=True).contiguous()
         for name, tensor in engine.weights.full_tensors()
         if name in trained and engine.rank == 0
@@ -157,7 +164,7 @@ def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
         if engine.rank > 0:
             return {}
         lora.write_adapter_config(engine.model, folder)
-        digest = write_tensors(folder / lora.ADAPTER_WEIGHTS, whole)
+        digest = write_tensors(folder / lora.ADAPTER_WEIGHTS, adapters)
         settings = {f"{ADAPTERS}/{path.name}": file_digest(path) for path in folder.iterdir()}
         return {"files": {**settings, f"{ADAPTERS}/{lora.ADAPTER_WEIGHTS}": digest}}
 
@@ -165,7 +172,7 @@ def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
 
 
 def _export_write_task(engine: "TorchEngine", folder: Path, copy: bool) -> tuple[WriteTask, DigestCheck, Iterator[Any]]:
-    """What writes this rank's files of the Hugging Face folder, and the layers: each a collective, unless copied."""
+    """The write task of this rank's Hugging Face files, their check, and the layers: collectives unless copied."""
     buffers = persistent_buffers(engine)
     plain = {name: t for full, t in engine.weights.structure().items() if (name := lora.base_name(full))}
     shapes = {**plain, **buffers}
@@ -195,7 +202,7 @@ def _export_write_task(engine: "TorchEngine", folder: Path, copy: bool) -> tuple
 
 
 def _write_rank(folder: Path, rank: int, tasks: list[WriteTask]) -> None:
-    """Do all `tasks`, then say what was written in a file for rank 0."""
+    """Run all `tasks`, then write a report of the files for rank 0."""
     report: dict[str, Any] = {"files": {}, "tensors": {}, "exported": {}}
     while tasks:
         for key, value in tasks.pop(0)().items():
@@ -208,7 +215,7 @@ def _report_path(folder: Path, rank: int) -> Path:
 
 
 def _write_manifest(folder: Path, header: dict[str, Any], check: DigestCheck | None = None) -> None:
-    """Write the manifest from what all ranks say they wrote."""
+    """Write the manifest from the reports of all ranks."""
     reports = [read_checksummed(_report_path(folder, rank)) for rank in range(header["world_size"])]
     if check is not None:
         check({name: digest for report in reports for name, digest in report["exported"].items()})
@@ -235,48 +242,11 @@ def _file_name(part: str, world_size: int, rank: int) -> str:
     return f"{PREFIX[part]}_world_size_{world_size}_rank_{rank}.safetensors"
 
 
-# --- what is saved --------------------------------------------------------------------------------------------------
-
-
-def model_tensors(engine: "TorchEngine") -> dict[str, LocalShard]:
-    """Parameters (tied ones once) and persistent buffers, or what is trained alone; as this rank holds them."""
-    adapters_only = engine.checkpoint_config.save_lora_only and lora.has_adapters(engine.model)
-    saved = [
-        (name, parameter)
-        for name, parameter in engine.weights.named_parameters
-        if parameter.requires_grad or not adapters_only
-    ]
-    buffers = {} if adapters_only else persistent_buffers(engine)
-    parameters = {name: engine.weights.local_shard(name, parameter) for name, parameter in saved}
-    return {**parameters, **{name: local_shard(buffer, engine.rank) for name, buffer in buffers.items()}}
-
-
-def persistent_buffers(engine: "TorchEngine") -> dict[str, Tensor]:
-    """The model's buffers that belong to its state; whole on every rank."""
-    return {
-        engine.weights.unwrapped_name(f"{prefix}.{name}" if prefix else name): buffer
-        for prefix, module in engine.model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def optimizer_tensors(engine: "TorchEngine") -> dict[str, LocalShard]:
-    """Optimiser state by "<parameter>|<state>", as this rank holds it."""
-    assert engine.optimizer is not None
-    out: dict[str, LocalShard] = {}
-    for name, parameter in engine.weights.named_parameters:
-        for key, value in engine.weights.optimizer_state(engine.optimizer, parameter).items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            out[f"{name}|{key}"] = engine.weights.local_shard(name, tensor)
-    return out
-
-
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
 def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) -> None:
-    """Restore `contents` from `folder`, each rank its part. Everything is checked before anything changes."""
+    """Restore this rank's part of `contents` from `folder`. Everything is checked before anything changes."""
     _check_contents(contents, "load_contents")
     finish_save(engine, wait=True)
     wanted = [name for name in contents if name != "hf_model" and not (name == "optimizer" and not engine.trains)]
@@ -284,16 +254,15 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     absent = [name for name in wanted if name not in manifest["contents"]]
     if absent:
         advice = f"leave it out: checkpoint.load_contents=[{','.join(n for n in wanted if n not in absent)}]"
-        if "model" in absent:  # left out, a run would go on from the weights it began with
-            advice = f"begin anew from its Hugging Face folder, if it has one: model.path={folder / HUGGINGFACE}"
-        there = ", ".join(manifest["contents"])
-        missing = f"{folder} holds {there}, not {', '.join(absent)}"
-        raise CheckpointError(f"{missing}; resume from a checkpoint that does, or {advice}")
+        if "model" in absent:  # without it a run would continue from its initial weights
+            advice = f"start a new run from its Hugging Face folder, if it has one: model.path={folder / HUGGINGFACE}"
+        problem = f"{folder} holds {', '.join(manifest['contents'])}, not {', '.join(absent)}"
+        raise CheckpointError(f"{problem}; resume from a checkpoint that does, or {advice}")
     current = type(engine.optimizer).__name__
     if "optimizer" in wanted and manifest.get("optimizer", current) != current:
         raise CheckpointError(
             f"{folder} holds the state of {manifest['optimizer']}, not of optim.optimizer={current}; set it back, or "
-            f"begin without: checkpoint.load_contents=[{','.join(n for n in wanted if n != 'optimizer')}]"
+            f"resume without it: checkpoint.load_contents=[{','.join(n for n in wanted if n != 'optimizer')}]"
         )
     _verify(engine, folder, wanted, manifest)
     indices = {part: index_from_json(index) for part, index in manifest["tensors"].items() if part in wanted}
@@ -314,7 +283,7 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
 
 
 def _verify(engine: "TorchEngine", folder: Path, wanted: list[str], manifest: dict[str, Any]) -> None:
-    """Check the digests of all files of `wanted` parts, the ranks sharing the work."""
+    """Check the digests of all files of `wanted` parts; each rank checks some of the files."""
     prefixes = tuple(f"{PREFIX[part]}_world_size_" for part in wanted)
     names = sorted(name for name in manifest["files"] if name.startswith(prefixes))
     checking = CollectiveSave(
@@ -338,10 +307,10 @@ def _check_fits(local: dict[str, LocalShard], saved: ShardIndex, folder: Path) -
     missing, unknown = sorted(local.keys() - saved.keys()), sorted(saved.keys() - local.keys())
     differences = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in unknown]
     for name in sorted(local.keys() & saved.keys()):
-        ours, theirs = local[name], saved[name]
-        if ours.shape != tuple(theirs.shape) or ours.local.dtype != theirs.torch_dtype:
+        shard, stored = local[name], saved[name]
+        if shard.shape != tuple(stored.shape) or shard.local.dtype != stored.torch_dtype:
             differences.append(
-                f"{name} is {theirs.torch_dtype} {tuple(theirs.shape)}, the model's {ours.local.dtype} {ours.shape}"
+                f"{name} is {stored.torch_dtype} {tuple(stored.shape)}, the model's {shard.local.dtype} {shard.shape}"
             )
     if differences:
         raise CheckpointError(
@@ -393,26 +362,26 @@ Extra = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]
 
 
 def _read_extra(engine: "TorchEngine", folder: Path, saved_by: int) -> Extra:
-    """(What rank 0 saved, this rank's own generators where as many ranks saved as load, their tensors)."""
-    first = json.loads((folder / _file_name("extra", saved_by, 0)).with_suffix(".json").read_text())
+    """(Rank 0's JSON; this rank's JSON and generator tensors if as many ranks saved as load)."""
+    rank_zero = json.loads((folder / _file_name("extra", saved_by, 0)).with_suffix(".json").read_text())
     if saved_by != engine.world_size:
-        return first, None, {}
+        return rank_zero, None, {}
     path = folder / _file_name("extra", saved_by, engine.rank)
     generators = rng.read_generator_states(path)
     rng.check_generator_states(generators, engine.device)
-    return first, json.loads(path.with_suffix(".json").read_text()), generators
+    return rank_zero, json.loads(path.with_suffix(".json").read_text()), generators
 
 
 def _restore_extra(
-    engine: "TorchEngine", first: dict[str, Any], numbers: dict[str, Any] | None, generators: dict[str, Tensor]
+    engine: "TorchEngine", rank_zero: dict[str, Any], numbers: dict[str, Any] | None, generators: dict[str, Tensor]
 ) -> None:
-    if engine.lr_scheduler is not None and first["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(first["schedule"])
-    engine.skipped_steps = int(first["skipped_steps"])
+    if engine.lr_scheduler is not None and rank_zero["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(rank_zero["schedule"])
+    engine.skipped_steps = int(rank_zero["skipped_steps"])
     if numbers is not None:
         rng.restore_generators(numbers, generators, engine.device)
     else:
-        rng.derive_generators(json.dumps(first["python_rng"]), engine.rank, engine.world_size)
+        rng.derive_generators(json.dumps(rank_zero["python_rng"]), engine.rank, engine.world_size)
 
 
 def _check_contents(contents: tuple[str, ...], key: str) -> None:

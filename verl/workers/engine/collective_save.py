@@ -1,4 +1,4 @@
-"""One rank's part of a collective that must not leave the other ranks waiting when it fails, perhaps in a thread."""
+"""One rank's part of a collective save, perhaps in a thread; its failure does not leave other ranks waiting."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ from verl.utils.errors import CheckpointError
 
 
 class CollectiveSave:
-    """`work` of this rank, and `finalize`, which rank 0 does once the work of all ranks is done."""
+    """`work` of this rank, and `finalize`, which rank 0 runs once the work of all ranks is done."""
 
-    FAILED, RUNNING, DONE = -1, 0, 1  # ordered: the least of all ranks is the state of the whole
+    FAILED, RUNNING, DONE = -1, 0, 1  # ordered: the minimum over ranks is the state of the save
 
     def __init__(self, work: Callable[[], None], finalize: Callable[[], None]):
         self.work, self.finalize = work, finalize
@@ -18,7 +18,7 @@ class CollectiveSave:
         self._thread: threading.Thread | None = None
 
     def start(self, background: bool) -> None:
-        """Do the work now, or in a thread. An error is kept for `raise_error`."""
+        """Run the work now, or in a thread. An error is stored for `raise_error`."""
         if not background:
             self.attempt(self.work)
             return
@@ -26,7 +26,7 @@ class CollectiveSave:
         self._thread.start()
 
     def attempt(self, task: Callable[[], None]) -> None:
-        """`task()`, its error kept."""
+        """Run `task()` and store its error."""
         try:
             task()
         except Exception as error:
@@ -41,17 +41,17 @@ class CollectiveSave:
         return self.DONE if self._error is None else self.FAILED
 
     def error_text(self) -> str:
-        """What went wrong here; empty if nothing did."""
+        """The error of this rank; empty if there is none."""
         return "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
     def raise_error(self, reasons: list[str]) -> None:
-        """Raise what went wrong here, or on another rank. `reasons`: every rank's."""
+        """Raise the error of this rank, or else of another one. `reasons`: every rank's `error_text`."""
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
         raise self._error or CheckpointError(f"rank {rank} failed with its part of this checkpoint: {reason}")
 
 
 def drain(items: list[Any]) -> Iterator[Any]:
-    """Each item once, without keeping it."""
+    """Yield each item once, and drop it from `items`."""
     items.reverse()
     while items:
         yield items.pop()

@@ -1,7 +1,8 @@
-"""Parameters in flat shards over many ranks: the original FSDP."""
+"""FSDP1: parameters in flat shards over many ranks."""
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -27,10 +28,10 @@ T = TypeVar("T")
 
 
 class FSDP1Parameters(ModelParameters):
-    """A model whose units are laid end to end and cut into equal parts, one a rank (FSDP1).
+    """A model sharded by FSDP1: each unit is flattened and split into equal parts, one per rank.
 
-    The optimiser trains what this rank has of each parameter, a slice of its elements that may be empty. FSDP1 averages
-    gradients over all ranks: the loss is scaled up by their number.
+    The optimiser trains this rank's slice of each parameter's elements, which may be empty. FSDP1 averages gradients
+    over all ranks, so the loss is multiplied by their number.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class FSDP1Parameters(ModelParameters):
     ):
         self.rank_mesh, self.device = rank_mesh, device
         self.gradient_scale = float(rank_mesh.world_size)
-        # Unsummed gradients add up in the type they were computed in, which must not be less than that of the sum.
+        # Gradients accumulate in the compute dtype before the reduction, so it must equal the reduce dtype.
         self._defers_reduction = precision.compute == precision.reduce
         self._no_sync = contextlib.ExitStack()
         if len({parameter.dtype for parameter in model.parameters()}) > 1:
@@ -57,24 +58,25 @@ class FSDP1Parameters(ModelParameters):
                 "fsdp_size at -1, or use strategy=fsdp2"
             )
         shapes = [parameter.shape for parameter in model.parameters()]
-        fill = _make_param_init_fn(model, tensors_by_name(model) if rank_mesh.rank == 0 else {}, device)
+        fill_module = _make_param_init_fn(model, tensors_by_name(model) if rank_mesh.rank == 0 else {}, device)
         move_model(model, META)
         units = {id(unit) for unit in sharding_units(model, config.wrap_policy)}
-        self._root = FullyShardedDataParallel(
-            _CallInForward(model),
-            **_sharding_options(rank_mesh, config.reshard_after_forward),
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
-            mixed_precision=MixedPrecision(
-                param_dtype=precision.compute,
-                reduce_dtype=precision.reduce,
-                cast_forward_inputs=False,
-                cast_root_forward_inputs=False,
-            ),
-            forward_prefetch=config.forward_prefetch,
-            device_id=device,
-            param_init_fn=fill,
-            use_orig_params=True,
-        )
+        with without_advice_on_frozen_weights():
+            self._root = FullyShardedDataParallel(
+                _CallInForward(model),
+                **_sharding_options(rank_mesh, config.reshard_after_forward),
+                auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+                mixed_precision=MixedPrecision(
+                    param_dtype=precision.compute,
+                    reduce_dtype=precision.reduce,
+                    cast_forward_inputs=False,
+                    cast_root_forward_inputs=False,
+                ),
+                forward_prefetch=config.forward_prefetch,
+                device_id=device,
+                param_init_fn=fill_module,
+                use_orig_params=True,
+            )
         self._modules = [m for m in FullyShardedDataParallel.fsdp_modules(self._root) if m._handle is not None]
         self._oom_rescue = FSDP1Rescue(
             self._root, [module for module in self._modules if module is not self._root], rank_mesh.sequence_group
@@ -85,7 +87,7 @@ class FSDP1Parameters(ModelParameters):
         self._slice_sizes = self._gather_slice_sizes()
 
     def _gather_slice_sizes(self) -> dict[str, list[int]]:
-        """How many elements of each parameter every rank of the shard group has."""
+        """The number of elements of each parameter on every rank of the shard group."""
         local = torch.tensor([parameter.numel() for _, parameter in self.named_parameters], device=self.device)
         sizes = self._all_gather(local)
         return dict(zip((name for name, _ in self.named_parameters), sizes.T.tolist(), strict=True))
@@ -133,7 +135,7 @@ class FSDP1Parameters(ModelParameters):
                 yield name, self.full_tensor(name, empty if parameter.grad is None else parameter.grad)
 
     def full_tensor(self, name: str, part: Tensor) -> Tensor:
-        """A tensor like parameter `name` from the slices of all ranks, `part` on this one. A collective."""
+        """The full tensor in the shape of parameter `name`; `part` is this rank's slice of it. A collective."""
         sizes = self._slice_sizes[name]
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=part.dtype, device=self.device)
@@ -148,7 +150,7 @@ class FSDP1Parameters(ModelParameters):
         return {name: torch.empty(self._shapes[name], dtype=p.dtype, device=META) for name, p in self.named_parameters}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-        """Of a parameter that no element of is here: what others have, but empty."""
+        """For a parameter with no elements on this rank: the states of other parameters, but empty."""
         state = optimizer.state.get(parameter, {})
         if state or parameter.numel() or not parameter.requires_grad:
             return state
@@ -166,14 +168,22 @@ class FSDP1Parameters(ModelParameters):
         return LocalShard(tuple(self._shapes[name]), boxes, tensor.detach().flatten(), bool(boxes) and not is_copy)
 
     def _all_gather(self, local: Tensor) -> Tensor:
-        """A row of each rank of the shard group."""
+        """`local` of each rank of the shard group, one row per rank."""
         rows = local.new_empty(self.rank_mesh.shard_size * len(local))
         dist.all_gather_into_tensor(rows, local, self.rank_mesh.shard_group)
         return rows.view(-1, len(local))
 
 
+@contextlib.contextmanager
+def without_advice_on_frozen_weights() -> Iterator[None]:
+    """Suppress torch's list of every parameter in units that are frozen in part; docs/lora.md says what it costs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*has both parameters with requires_grad=True and False")
+        yield
+
+
 class _CallInForward(nn.Module):
-    """Runs a function inside the hooks that gather the parameters of the root."""
+    """Runs a function inside the hooks that all-gather the parameters of the root."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -186,35 +196,35 @@ class _CallInForward(nn.Module):
 def _make_param_init_fn(
     model: nn.Module, source: dict[str, Tensor], device: torch.device
 ) -> Callable[[nn.Module], None]:
-    """Makes the tensors a module itself holds, with rank 0's values; all ranks must do so in the same order."""
+    """A function that fills a module's own tensors with rank 0's values; all ranks must call it in the same order."""
     names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
 
     @torch.no_grad()
-    def fill(module: nn.Module) -> None:
+    def fill_module(module: nn.Module) -> None:
         convert_keeping_parameters(lambda: module.to_empty(device=device, recurse=False))
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             tensor.copy_(broadcast(source.get(names[id(module)] + name), tensor.shape, tensor.dtype, device))
 
-    return fill
+    return fill_module
 
 
 def _sharding_options(rank_mesh: RankMesh, reshard: bool) -> dict[str, Any]:
-    """Process groups and strategy."""
+    """FSDP1's arguments for process groups and sharding strategy."""
     assert rank_mesh.shard_mesh is not None
     if rank_mesh.shard_size == 1:
         return {"sharding_strategy": ShardingStrategy.NO_SHARD}
     if rank_mesh.shard_mesh.ndim == 1:
-        kind = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
-        return {"process_group": rank_mesh.shard_group, "sharding_strategy": kind}
-    kind = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
+        strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+        return {"process_group": rank_mesh.shard_group, "sharding_strategy": strategy}
+    strategy = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
     return {
         "process_group": (rank_mesh.shard_group, rank_mesh.shard_mesh.get_group("replicate")),
-        "sharding_strategy": kind,
+        "sharding_strategy": strategy,
     }
 
 
 def _forward_through_root(model: nn.Module, root: nn.Module) -> None:
-    """Let `model(...)` gather the root's parameters as a call of `root` does."""
+    """Make `model(...)` all-gather the root's parameters as a call of `root` does."""
     forward = model.forward
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""Parameters in shards over many ranks: FSDP2."""
+"""FSDP2: parameters as DTensors over many ranks."""
 
 import functools
 import itertools
@@ -29,10 +29,10 @@ META = torch.device("meta")
 
 
 class FSDP2Parameters(ModelParameters):
-    """A model whose parameters are DTensors, gathered layer by layer to compute (FSDP2).
+    """A model sharded by FSDP2: its parameters are DTensors, all-gathered layer by layer to compute.
 
-    Rank 0 brings the values, the other ranks the structure; no rank but the first ever holds more than its shards and
-    one tensor. Gradients are summed over the ranks, in `precision.reduce`, at the last micro-batch.
+    Rank 0 has the initial values, the other ranks only the structure; they never hold more than their shards and one
+    full tensor. Gradients are summed over the ranks, in `precision.reduce`, at the last micro-batch.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FSDP2Parameters(ModelParameters):
         self.named_parameters = list(model.named_parameters())
 
     def _shard(self, config: FSDPEngineConfig, precision: Precision) -> list[FSDPModule]:
-        """Every unit and the root, in forward order from the root."""
+        """Shard the model; the root and its units, in forward order."""
         options: dict[str, Any] = {
             "mesh": self.rank_mesh.shard_mesh,
             "mp_policy": MixedPrecisionPolicy(
@@ -83,13 +83,13 @@ class FSDP2Parameters(ModelParameters):
             module.set_custom_all_gather(SharedMemoryAllGather(collectives))
             module.set_custom_reduce_scatter(SharedMemoryReduceScatter(collectives))
         if config.forward_prefetch:
-            for module, following in itertools.pairwise(modules):
-                module.set_modules_to_forward_prefetch([following])
+            for module, next_module in itertools.pairwise(modules):
+                module.set_modules_to_forward_prefetch([next_module])
         return modules
 
     @torch.no_grad()
     def _distribute_values(self, source: dict[str, Tensor]) -> None:
-        """Every rank's part of rank 0's values, one tensor at a time."""
+        """Fill every rank's shards with rank 0's values, one tensor at a time."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             full = broadcast(source.get(name), tensor.shape, tensor.dtype, self.device)
             if isinstance(tensor, DTensor):
@@ -132,7 +132,7 @@ class FSDP2Parameters(ModelParameters):
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model by each of their names, apart from the objects that hold them."""
+    """The detached tensors of a model, by each of their names."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor.detach() for name, tensor in tensors}
 
@@ -147,7 +147,7 @@ def broadcast(value: Tensor | None, shape: torch.Size, dtype: torch.dtype, devic
 
 
 def run_inside_forward(model: nn.Module) -> None:
-    """Let `model(run=f)` call `f()` inside its forward hooks; every other call stays what it was."""
+    """Make `model(run=f)` call `f()` inside its forward hooks; other calls are unchanged."""
     forward = model.forward
 
     @functools.wraps(forward)
@@ -158,7 +158,7 @@ def run_inside_forward(model: nn.Module) -> None:
 
 
 def convert_keeping_parameters(convert: Callable[[], Any]) -> None:
-    """`convert()` while conversions of a module keep its parameters the same objects, ties included."""
+    """Run `convert()` so that conversions of a module keep its parameter objects, tied ones included."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,4 +1,4 @@
-"""The engines of strategies `fsdp` and `fsdp2`. On one rank there is nothing to shard and both are the torch engine."""
+"""The engines of strategies `fsdp` and `fsdp2`. On one rank both are the torch engine, unsharded."""
 
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
@@ -12,7 +12,7 @@ DEVICES = ["cpu", "cuda"]
 
 
 class FSDPEngine(TorchEngine):
-    """What both heads share."""
+    """The base of the engines with a language-model head and with a value head."""
 
     def _build_parameters(self) -> ModelParameters:
         if self.engine_config.strategy == "fsdp" and self.engine_config.offload_policy:
@@ -24,8 +24,8 @@ class FSDPEngine(TorchEngine):
                     "fsdp_config.param_offload and optimizer_offload, or more ranks"
                 )
             return super()._build_parameters()
-        kind = FSDP1Parameters if self.engine_config.strategy == "fsdp" else FSDP2Parameters
-        return kind(self.model, self.rank_mesh, self.engine_config, self.precision, self.device)
+        parameters_class = FSDP1Parameters if self.engine_config.strategy == "fsdp" else FSDP2Parameters
+        return parameters_class(self.model, self.rank_mesh, self.engine_config, self.precision, self.device)
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGIES, device=DEVICES)

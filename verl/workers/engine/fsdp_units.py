@@ -7,10 +7,10 @@ from verl.utils.errors import ConfigError
 
 
 def sharding_units(model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module]:
-    """The modules that are gathered as one, outer ones first; what is in none of them stays with the root.
+    """The modules that are FSDP units, outer ones first; parameters outside of them belong to the root.
 
-    Those of at least `min_num_params` parameters where that is set, else those of the layer classes named by the
-    policy, else by the model's family.
+    Modules of at least `min_num_params` parameters if that is set, else of the layer classes named by the policy, else
+    of those named by the model's family.
     """
     if policy.min_num_params > 0:
         chosen = _units_of_size(model, policy.min_num_params)
@@ -27,7 +27,7 @@ def sharding_units(model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module
 
 
 def _units_of_size(model: nn.Module, min_params: int) -> set[int]:
-    """ids of the smallest modules that hold `min_params` parameters which no module inside them holds already.
+    """ids of the smallest modules with at least `min_params` parameters outside of the units inside them.
 
     Embedding and heads stay with the root: the engine uses their weights without calling them.
     """
@@ -37,8 +37,8 @@ def _units_of_size(model: nn.Module, min_params: int) -> set[int]:
     def visit(module: nn.Module) -> tuple[int, bool]:
         num_free, blocked = sum(p.numel() for p in module.parameters(recurse=False)), any(module is m for m in excluded)
         for child in module.children():
-            inside, holds_blocked = visit(child)
-            num_free, blocked = num_free + inside, blocked or holds_blocked
+            child_free, child_blocked = visit(child)
+            num_free, blocked = num_free + child_free, blocked or child_blocked
         if blocked or num_free < min_params or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return num_free, blocked
         chosen.add(id(module))

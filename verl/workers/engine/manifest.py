@@ -1,4 +1,4 @@
-"""What an engine checkpoint says it holds, and whether its files are what was written."""
+"""The manifest of an engine checkpoint, and checks of its files against it."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,14 +12,15 @@ from verl.utils.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+HUGGINGFACE = "huggingface"
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is incomplete, or whose bytes are not those that were written."""
+    """A checkpoint that is incomplete, or whose bytes have changed since it was written."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says it holds; an error when it was never finished or is of an unknown format."""
+    """The manifest of a checkpoint; an error if the save never finished or the format is unknown."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DamagedCheckpointError(
@@ -35,26 +36,44 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_file(folder: Path, name: str, manifest: dict[str, Any]) -> None:
-    """Refuses a file that is missing or whose bytes are not those that were saved."""
+    """Raises DamagedCheckpointError if a file is missing or its bytes have changed."""
     path, expected = folder / name, manifest["files"].get(name)
     if expected is None or not path.is_file():
         raise DamagedCheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one")
-    found = file_digest(path)
-    if found != expected:
+    digest = file_digest(path)
+    if digest != expected:
         raise DamagedCheckpointError(
-            f"{path} is damaged: its sha256 is {found[:16]}…, the manifest says {expected[:16]}…; use another "
+            f"{path} is damaged: its sha256 is {digest[:16]}…, the manifest says {expected[:16]}…; use another "
             "checkpoint"
         )
 
 
 def verify_files(folder: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
-    """`verify_file` of all, several at a time; the error of the first that is bad."""
+    """`verify_file` on all `names`, several at a time; raises the error of the first bad file."""
     check: Callable[[str], None] = lambda name: verify_file(folder, name, manifest)  # noqa: E731
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         list(threads.map(check, names))
 
 
-def verify_folder(folder: Path) -> None:
-    """Refuses an engine checkpoint of which a file that `load` reads is missing or damaged."""
+def verify_folder(folder: Path) -> list[str]:
+    """Raises DamagedCheckpointError if a file that `load` reads is missing or damaged; returns `export_damage`."""
     manifest = read_manifest(folder)
     verify_files(folder, [name for name in manifest["files"] if "/" not in name], manifest)
+    return export_damage(folder, manifest)
+
+
+def export_damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """One sentence per file of the Hugging Face and adapter folders that is missing or damaged.
+
+    No run reads these files. A folder that was taken away as a whole counts as one file.
+    """
+    found = []
+    for name in sorted(name for name in manifest["files"] if "/" in name):
+        try:
+            if (folder / name).parent.is_dir():
+                verify_file(folder, name, manifest)
+            else:
+                found.append(f"{(folder / name).parent} is missing")
+        except (OSError, DamagedCheckpointError) as error:
+            found.append(str(error).partition(";")[0])
+    return list(dict.fromkeys(found))

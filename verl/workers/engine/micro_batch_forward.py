@@ -1,4 +1,4 @@
-"""Micro-batches, and one through the backbone: tokens in, hidden states out, packed or padded, and the head's view.
+"""Micro-batches, their forward pass through the backbone, packed or padded, and the input of the head.
 
 Shapes: N sequences, T packed tokens, U of them computed (fewer than T where prompts are shared), M needed by the head,
 L the longest sequence, D hidden.
@@ -14,18 +14,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching, split_micro_batches
-from verl.models.attention.prefix_sharing import PrefixLayout, PrefixPacking, plan_prefix_sharing, prefix_sharing_order
+from verl.models.attention.prefix_sharing import (
+    PrefixLayout,
+    PrefixPacking,
+    plan_prefix_sharing,
+    prefix_sharing_order,
+)
 from verl.models.attention.sequence_attention import Packing
 from verl.models.attention.ulysses import SplitPacking, sum_over_ranks
 from verl.models.head.token_outputs import needed_positions
 
-CPU_TOKEN_BUDGET = 4096  # of a micro-batch on a CPU where the budget is larger: its activations stay near the caches
-TOKEN_INDICES = "_token_indices"  # column: where each token of a micro-batch was in the batch it is from
+CPU_TOKEN_BUDGET = 4096  # upper bound for a micro-batch on a CPU, so that activations stay near the caches
+TOKEN_INDICES = "_token_indices"  # column: index of each token in the batch that the micro-batch is from
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The needed tokens that the computed ones predict."""
+    """The needed tokens, and the hidden states that predict them."""
 
     token_indices: Tensor  # (M,) in the batch
     hidden_rows: Tensor  # (M,) row of the hidden states that predicts each
@@ -34,14 +39,14 @@ class Targets:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of a batch on the model's device, and where their tokens came from."""
+    """Some sequences of a batch on the model's device, as input of the model."""
 
     batch: Batch
     packing: Packing | PrefixPacking | SplitPacking
     input_ids: Tensor  # (U,)
     position_ids: Tensor  # (U,)
     targets: Targets | None = None  # None: every token is computed, in the order of the batch
-    is_dummy: bool = False  # there only so that every rank makes the same number of forwards; adds nothing
+    is_dummy: bool = False  # only so that every rank runs the same number of forward passes; adds nothing
     is_last: bool = False  # of its batch
 
     @classmethod
@@ -53,10 +58,10 @@ class MicroBatch:
         share: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> "MicroBatch":
-        """The sequences at `indices`, shortest first, so that equally long ones are attended to in one call.
+        """The sequences at `indices`, shortest first, so that one attention call handles equally long ones.
 
-        With `share`, the tokens that several of them begin with are computed once; with a `group`, this rank computes
-        its part of the tokens. No indices make a dummy.
+        With `share`, shared prefixes are computed once; with a `group`, this rank computes its part of the tokens.
+        Without indices it is a dummy.
         """
         lengths = batch.lengths.tolist()
         part = batch.select(sorted(indices, key=lengths.__getitem__)) if indices else _dummy_batch(batch)
@@ -64,13 +69,13 @@ class MicroBatch:
         if share and indices:
             part = part.select(prefix_sharing_order(part))
             layout = plan_prefix_sharing(part, device)
-        whole, dummy = part.to(device), not indices
+        on_device, is_dummy = part.to(device), not indices
         if layout is None:
             packing = Packing.of_lengths(part.lengths.tolist(), device)
             if group is None:
-                return cls(whole, packing, whole["tokens"], whole.position_ids(), is_dummy=dummy)
-            rows = torch.arange(part.num_tokens)
-            layout = PrefixLayout(packing, rows, rows)
+                return cls(on_device, packing, on_device["tokens"], on_device.position_ids(), is_dummy=is_dummy)
+            all_tokens = torch.arange(part.num_tokens)
+            layout = PrefixLayout(packing, all_tokens, all_tokens)
         token_indices = needed_positions(part.cu_seqlens, part["loss_mask"], part["tokens"])
         hidden_rows = layout.computed_index[token_indices - 1]
         ids, positions = part["tokens"][layout.computed], part.position_ids()[layout.computed]
@@ -82,16 +87,16 @@ class MicroBatch:
             is_local = (hidden_rows >= 0) & (hidden_rows < len(ids))
             token_indices, hidden_rows = token_indices[is_local], hidden_rows[is_local]
         targets = Targets(token_indices.to(device), hidden_rows.to(device), group)
-        return cls(whole, packing, ids.to(device), positions.to(device), targets, dummy)
+        return cls(on_device, packing, ids.to(device), positions.to(device), targets, is_dummy)
 
     @property
     def num_computed(self) -> int:
-        """Tokens that go through the model, on all ranks that share them."""
-        num_sharing = self.packing.group.size() if isinstance(self.packing, SplitPacking) else 1
-        return len(self.input_ids) * num_sharing
+        """Tokens that go through the model, on all ranks that split them."""
+        num_ranks = self.packing.group.size() if isinstance(self.packing, SplitPacking) else 1
+        return len(self.input_ids) * num_ranks
 
     def dummy(self) -> "MicroBatch":
-        """A forward of two tokens that adds nothing, in the place of this one."""
+        """A dummy of two tokens in place of this micro-batch; it adds nothing."""
         return replace(MicroBatch.of(self.batch, (), self.input_ids.device), is_last=self.is_last)
 
 
@@ -103,9 +108,9 @@ def micro_batches(
     max_over_ranks: Callable[[int], int],
     sequence_group: dist.ProcessGroup | None = None,
 ) -> Iterator[MicroBatch]:
-    """The forwards of a shard, with only `columns`: those of the plan, or else those with something to learn from.
+    """The micro-batches of a shard, with only `columns`: those of the plan, or else those with sampled tokens.
 
-    Without a plan ranks may have different numbers of them: `max_over_ranks` says how many there must be.
+    Without a plan, ranks may have different numbers of them: dummies fill up to the maximum (`max_over_ranks`).
     """
     for name in columns:
         batch.require(name, "the stage that fills it")
@@ -123,7 +128,7 @@ def micro_batches(
 
 
 def limit_to_cpu_cache(batch: Batch, micro: MicroBatching) -> MicroBatching:
-    """`micro` with a token budget that is no larger than a CPU works well with, or than the longest sequence."""
+    """`micro` with its token budget limited to CPU_TOKEN_BUDGET, or to the longest sequence if that is larger."""
     if micro.plan is not None or micro.share_prefixes or micro.max_tokens is None:
         return micro
     longest = int(batch.lengths.max()) if batch.num_sequences else 0
@@ -139,27 +144,27 @@ def _dummy_batch(batch: Batch) -> Batch:
 
 
 def write_outputs(out: dict[str, Tensor], columns: dict[str, Tensor], micro_batch: MicroBatch) -> None:
-    """Put the outputs of a micro-batch where its tokens are in the batch."""
+    """Write the outputs of a micro-batch at the positions of its tokens in the batch."""
     if micro_batch.is_dummy:
         return
-    rows = micro_batch.batch[TOKEN_INDICES].cpu()
-    for name, whole in out.items():
-        whole[rows] = columns[name].detach().to("cpu", whole.dtype)
+    indices = micro_batch.batch[TOKEN_INDICES].cpu()
+    for name, column in out.items():
+        column[indices] = columns[name].detach().to("cpu", column.dtype)
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Hidden states in which row t predicts token t+1 of the same sequence, and those sequences.
+    """Hidden states in which row t predicts token t+1 of the same sequence, and the tokens of these sequences.
 
-    They are the micro-batch itself, or, where its tokens are not all computed in order, the needed tokens as one
-    sequence after a first token without meaning.
+    The tokens are the micro-batch itself, or, if it does not compute all of them in order, the needed tokens as one
+    sequence after a placeholder.
     """
 
     hidden: Tensor
     tokens: Tensor
     cu_seqlens: Tensor
     needed: Tensor
-    token_indices: Tensor | None = None  # of these tokens in the batch, the first one's without meaning
+    token_indices: Tensor | None = None  # of these tokens in the batch; the first is a placeholder
     num_tokens: int = 0
     group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
 
@@ -172,7 +177,7 @@ class HeadInput:
         )
 
     def scatter_to_columns(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values about these tokens as columns (T,) of the micro-batch, of all ranks' tokens, zero elsewhere."""
+        """Values for these tokens as columns (T,) of the micro-batch, summed over the group, zero elsewhere."""
         if self.token_indices is None:
             return values
         return {
@@ -181,12 +186,12 @@ class HeadInput:
         }
 
     def sum_over_group(self, values: Tensor) -> Tensor:
-        """The sum of what the ranks of a group found about their tokens."""
+        """The sum of `values` over the ranks of the group."""
         return values if self.group is None else sum_over_ranks(values, self.group)
 
 
 def head_input(backbone: nn.Module, micro_batch: MicroBatch, packed: bool) -> HeadInput:
-    """A micro-batch through the backbone."""
+    """The input of the head: a micro-batch after the backbone."""
     hidden, batch = hidden_states(backbone, micro_batch, packed), micro_batch.batch
     if micro_batch.targets is None:
         return HeadInput(hidden, batch["tokens"], batch.cu_seqlens, batch["loss_mask"])
@@ -218,7 +223,7 @@ def _packed(backbone: nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _padded(backbone: nn.Module, micro_batch: MicroBatch) -> Tensor:
-    """Rows padded on the right: what comes after a sequence cannot reach it through causal layers."""
+    """Sequences padded on the right: in causal layers, padding after a sequence does not affect it."""
     tokens_NL = pad_sequence(micro_batch.batch["tokens"].split(micro_batch.batch.lengths.tolist()), batch_first=True)
     columns = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
     real_NL = columns[None] < micro_batch.batch.lengths[:, None]

@@ -1,7 +1,8 @@
-"""What every way of holding a model's parameters offers to the engine."""
+"""The engine's interface to a model's parameters, however they are stored or sharded."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -15,26 +16,32 @@ T = TypeVar("T")
 
 
 class ModelParameters(ABC):
-    """The parameters of one model: whole on one rank, or in shards over many."""
+    """The parameters of one model: unsharded on one rank, or sharded over many."""
 
     named_parameters: list[tuple[str, nn.Parameter]]  # what the optimiser trains, by the model's names; tied ones once
     rank_mesh = RankMesh()
-    device = torch.device("cpu")  # of what ranks tell each other
-    gradient_scale = 1.0  # what a loss is multiplied by so that gradients come out summed over the ranks
+    device = torch.device("cpu")  # of the tensors in collectives
+    gradient_scale = 1.0  # factor of the loss, so that gradients are sums over the ranks
+
+    can_cast = False  # whether it has `cast_to`: shards have not
+
+    def cast_to(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """A context in which the model computes with its trained values cast to `dtype`."""
+        raise NotImplementedError("shards cannot be cast; see can_cast")
 
     @property
     def trainable(self) -> list[nn.Parameter]:
         return [p for _, p in self.named_parameters if p.requires_grad]
 
     def run(self, function: Callable[[], T]) -> T:
-        """`function()` while the parameters outside the layers are whole; layers become whole as they are called."""
+        """`function()` with the parameters outside the layers gathered; each layer is gathered when it is called."""
         return function()
 
     def backward(self, loss_sum: Tensor) -> None:
         """Add the gradient of the loss that `run` returned to the trained parameters.
 
-        Where an allocator fails in here or in `run`, the gradient is of no use. Over several ranks its error is raised
-        once this rank has made every collective, those of the backward pass included, that the others wait for.
+        After an out-of-memory error here or in `run`, the gradient is invalid. Over several ranks the error is raised
+        once this rank has run every collective that the others wait for, those of the backward pass included.
         """
         (loss_sum * self.gradient_scale).backward()
 
@@ -48,26 +55,26 @@ class ModelParameters(ABC):
         for parameter in self.trainable:
             parameter.grad = None
 
-    def set_gradient_sync(self, last: bool) -> None:  # noqa: B027  (one rank has nobody to wait for)
-        """Whether the next backward pass is the `last` before an optimiser step, the one that sums over the ranks."""
+    def set_gradient_sync(self, last: bool) -> None:  # noqa: B027  (one rank has nothing to sum)
+        """Set whether the next backward pass is the `last` before an optimiser step, which sums over the ranks."""
 
-    def reshard(self) -> None:  # noqa: B027  (nor anything gathered)
-        """Let go of everything that was gathered to run forward."""
+    def reshard(self) -> None:  # noqa: B027  (one rank gathers nothing)
+        """Free the parameters that were gathered for the forward pass."""
 
-    def copy_to_model(self) -> None:  # noqa: B027  (or computes with them already)
-        """Let the model compute with the trained values."""
+    def copy_to_model(self) -> None:  # noqa: B027  (no copy, nothing to do)
+        """Copy the trained values into the model, if it computes with a copy."""
 
     @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move model and trained parameters; every parameter stays the same object."""
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of every trained parameter, one at a time. A collective where there are shards."""
+        """(name, full tensor) of every trained parameter, one at a time. A collective where there are shards."""
         for name, parameter in self.named_parameters:
             yield name, parameter.detach()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole gradient) of every trained parameter that has one, one at a time. A collective too."""
+        """(name, full gradient) of every trained parameter that has one, one at a time. A collective too."""
         for name, parameter in self.named_parameters:
             if parameter.grad is not None:
                 yield name, parameter.grad
@@ -81,15 +88,15 @@ class ModelParameters(ABC):
         return dict(self.named_parameters)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-        """What the optimiser remembers of a trained parameter, by name."""
+        """The optimiser's states of a trained parameter, by name."""
         return optimizer.state.get(parameter, {})
 
     def local_gradients(self) -> list[tuple[str, Tensor]]:
-        """(name, this rank's part of the gradient) of every trained parameter that has one, in the model's order."""
+        """(name, this rank's shard of the gradient) of every trained parameter that has one, in the model's order."""
         return [(name, p.grad) for name, p in self.named_parameters if p.grad is not None]
 
     def local_shard(self, name: str, tensor: Tensor) -> LocalShard:
-        """What this rank has of `tensor`: parameter `name`, or a state of the optimiser about it."""
+        """This rank's shard of `tensor`: parameter `name`, or one of its optimiser states."""
         return local_shard(tensor, self.rank_mesh.rank)
 
     def gradient_norm(self) -> float:

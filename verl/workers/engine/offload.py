@@ -1,4 +1,4 @@
-"""Parameters and optimiser state in CPU memory while an engine is idle."""
+"""Offloading of parameters and optimiser state to CPU memory while an engine is idle."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def on_device(engine: "TorchEngine", training: bool) -> Iterator["TorchEngine"]:
-    """What a pass needs is on the device inside the block; what the configuration offloads is back on the CPU after."""
+    """A context with a pass's tensors on the device; those configured for offloading return to the CPU on exit."""
     config = engine.engine_config
     model, optimizer = config.param_offload, training and config.optimizer_offload
     if model or optimizer:
@@ -27,7 +27,7 @@ def on_device(engine: "TorchEngine", training: bool) -> Iterator["TorchEngine"]:
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move an optimiser's state; step counts stay where they are."""
+    """Move an optimiser's state; step counts are not moved."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step":

@@ -1,9 +1,9 @@
-"""A rank that runs out of memory goes through the rest of the pass without computing: the others wait for it.
+"""A rank that runs out of memory still runs all collectives of the pass, without computing.
 
-FSDP gathers and reduces at every layer, forward and backward, on all ranks. Where an allocator fails on one of them, be
-it for a layer or for the gathering itself, its later layers hand on what they get, layers that are not reached are
-called with nothing, and the collectives of the backward pass are made with gradients of zero. The allocator's error is
-raised when the ranks are level again. Ranks that share sequences stop together, see `sequence_parallel.check_peers`.
+FSDP runs an all-gather and a reduce-scatter at every layer, forward and backward, on all ranks. After an allocation
+fails on one rank, in a layer or in an all-gather, its later layers return their input, layers that are not reached are
+called with a dummy input, and the backward collectives run with zero gradients. The allocator's error is raised after
+the last collective. Ranks that split sequences stop together, see `ulysses.check_peers`.
 """
 
 import functools
@@ -19,7 +19,12 @@ from torch.distributed.fsdp import _runtime_utils as fsdp1_runtime
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 from torch.utils._pytree import tree_leaves
 
-from verl.models.attention.ulysses import PeerOutOfMemory, announce_out_of_memory, check_peers, clear_out_of_memory
+from verl.models.attention.ulysses import (
+    PeerOutOfMemory,
+    announce_out_of_memory,
+    check_peers,
+    clear_out_of_memory,
+)
 from verl.plugin.platform import get_platform
 from verl.workers.engine.out_of_memory import is_out_of_memory
 
@@ -27,22 +32,22 @@ T = TypeVar("T")
 
 
 class OOMRescue(ABC):
-    """Guards the passes of a model sharded by layers. `root(f)` calls f inside the hooks that gather the root."""
+    """Runs the passes of a model sharded by layers. `root(f)` calls f inside the hooks that all-gather the root."""
 
     def __init__(
         self, root: Callable[[Callable[[], Any]], Any], layers: Sequence[nn.Module], sequence_group: Any = None
     ):
         self.root, self.layers, self.sequence_group = root, layers, sequence_group  # layers in forward order
-        self.oom_error: RuntimeError | None = None  # what an allocator said in this pass
+        self.oom_error: RuntimeError | None = None  # the allocator's error in this pass
         self._called_layers: set[nn.Module] = set()
         self._in_forward = False
         self._pending_notice: dist.Work | None = None
-        self._failed_collectives: list[Callable[[], None]] = []  # in this pass, to be made again
+        self._failed_collectives: list[Callable[[], None]] = []  # of this pass, to retry
         for layer in layers:
             self._wrap_forward(layer)
 
     def run(self, function: Callable[[], T]) -> T:
-        """`function()`; where memory runs out its error is raised after every collective of both passes is made."""
+        """`function()`; an out-of-memory error is raised after every collective of both passes has run."""
         self.oom_error, self._in_forward = None, True
         self._called_layers.clear()
         if self.sequence_group is not None:
@@ -53,12 +58,12 @@ class OOMRescue(ABC):
             except RuntimeError as error:
                 if self.oom_error is not None:
                     raise
-                self._record_error(error)  # while the root was gathered
+                self._record_error(error)  # in the all-gather of the root
             if self.oom_error is not None and not self._called_layers:
                 self.root(self._skip_layers)
         finally:
             self._in_forward = False
-            self._failed_collectives.clear()  # layers that were called again have gathered
+            self._failed_collectives.clear()  # their layers were called again, which retried them
         if self.oom_error is None:
             if self.sequence_group is not None and not torch.is_grad_enabled():
                 check_peers(self.sequence_group)
@@ -68,7 +73,7 @@ class OOMRescue(ABC):
         raise self._error_after_notice()
 
     def backward(self, loss_sum: Tensor) -> None:
-        """The backward pass of what `run` returned; fails as that does."""
+        """The backward pass of what `run` returned; raises out-of-memory errors as `run` does."""
         try:
             loss_sum.backward()
         except RuntimeError as error:
@@ -81,7 +86,7 @@ class OOMRescue(ABC):
 
     @abstractmethod
     def finish_backward(self) -> None:
-        """The collectives of a backward pass that this rank did not come to, last layer first, the root at the end."""
+        """Run the backward collectives that this rank did not reach, last layer first, the root at the end."""
 
     def _compute(self, function: Callable[[], T]) -> T | None:
         try:
@@ -91,7 +96,7 @@ class OOMRescue(ABC):
                 self._record_error(error)
         if self.oom_error is None:
             return result
-        self._skip_layers()  # also where the error was a consequence of layers that were passed over
+        self._skip_layers()  # also if the error was a consequence of skipped layers
         return None
 
     def _skip_layers(self) -> None:
@@ -106,7 +111,7 @@ class OOMRescue(ABC):
 
         @functools.wraps(forward)
         def compute_or_skip(*args: Any, **kwargs: Any) -> Any:
-            if not self._in_forward:  # recomputed by the backward pass
+            if not self._in_forward:  # recomputation in the backward pass
                 return forward(*args, **kwargs)
             self._called_layers.add(inner)
             if self.oom_error is None:
@@ -136,7 +141,7 @@ class OOMRescue(ABC):
 
 
 class FSDP2Rescue(OOMRescue):
-    """Of FSDP2. Gathers and reductions that fail are made again before anything else."""
+    """The rescue for FSDP2. All-gathers and reduce-scatters that failed are retried first."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], sequence_group: Any = None):
         super().__init__(lambda function: model(run=function), layers, sequence_group)
@@ -157,7 +162,7 @@ class FSDP2Rescue(OOMRescue):
                 continue
             group.pre_backward(True)
             _unshard(group)
-            if group._post_forward_indices:  # its own gather failed before it came to the next one
+            if group._post_forward_indices:  # its all-gather failed before it prefetched the next one
                 group._backward_prefetch()
             if group not in _param_groups(root):
                 _reduce_gradients(group)
@@ -186,7 +191,7 @@ class FSDP2Rescue(OOMRescue):
 
 
 def _unshard(group: Any) -> None:
-    """Nothing where it is gathered already."""
+    """All-gather the parameters of `group`, unless they are gathered already."""
     group.unshard(group.unshard_async_op)
     group.wait_for_unshard()
 
@@ -198,11 +203,11 @@ def _reduce_gradients(group: Any) -> None:
 
 
 class FSDP1Rescue(OOMRescue):
-    """Of FSDP1: `root` and `layers` are its wrappers."""
+    """The rescue for FSDP1. `root` and `layers` are its wrappers."""
 
     def finish_backward(self) -> None:
         root: Any = self.root
-        if not root._post_backward_callback_queued:  # by a backward pass that failed
+        if not root._post_backward_callback_queued:  # the backward pass failed before it queued it
             fsdp1_runtime._reset_flat_param_grad_info_if_needed(root._all_handles)
         root._post_backward_callback_queued = True
         units: list[Any] = [module for module in (root, *reversed(self.layers)) if module._handle is not None]
@@ -234,7 +239,7 @@ def without_frames(error: Exception) -> RuntimeError:
 
 
 def _computing_module(layer: nn.Module) -> nn.Module:
-    """The module that computes, where `layer` is FSDP1's wrapper around it."""
+    """The module inside FSDP1's wrapper, or `layer` itself without a wrapper."""
     return layer.module if isinstance(layer, FullyShardedDataParallel) else layer
 
 
@@ -244,7 +249,7 @@ def _fsdp_state(module: nn.Module) -> Any:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """The parameter groups of one module; until torch 2.12 there was one."""
+    """The parameter groups of one module; before torch 2.12 at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

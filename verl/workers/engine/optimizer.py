@@ -15,7 +15,7 @@ from verl.utils.suggest import did_you_mean
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
-    """`optim.optimizer` of module `optim.optimizer_impl`; fused where the class and the device can."""
+    """`optim.optimizer` of module `optim.optimizer_impl`; fused if class and device support it."""
     try:
         module = importlib.import_module(config.optimizer_impl)
     except ImportError as error:
@@ -60,7 +60,7 @@ def warmup_steps(config: FSDPOptimizerConfig) -> int:
 
 
 def learning_rate_factor(step: int, config: FSDPOptimizerConfig) -> float:
-    """Learning rate at schedule index `step` as a share of `optim.lr`: linear warm-up from 0, then flat or cosine."""
+    """Learning rate at schedule index `step` divided by `optim.lr`: linear warm-up from 0, then flat or cosine."""
     warmup = warmup_steps(config)
     floor = config.min_lr_ratio if config.lr_scheduler_type == "cosine" else 1.0
     if step < warmup:
@@ -98,7 +98,7 @@ class LearningRateSchedule:
         return self.config.lr * learning_rate_factor(index, self.config)
 
     def step(self) -> float:
-        """Count one training step; the new learning rate."""
+        """Count one training step; return the new learning rate."""
         self.steps_done += 1
         return self._apply()
 
@@ -116,12 +116,12 @@ class LearningRateSchedule:
 
 
 def gradient_norm(gradients: list[Tensor]) -> float:
-    """2-norm of all of them; 0 where there is none."""
+    """2-norm over all `gradients`; 0 if there are none."""
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def clip_gradients(gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
-    """Scale gradients of `norm` down to `max_norm`; None or 0 never clips."""
+    """Scale gradients with 2-norm `norm` down to `max_norm`; None or 0 never clips."""
     if gradients and max_norm and norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 

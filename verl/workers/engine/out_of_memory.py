@@ -1,4 +1,4 @@
-"""Running out of memory is an event: the mini-batch starts again in smaller micro-batches, with the same gradient."""
+"""Out-of-memory recovery: the mini-batch restarts in smaller micro-batches, with the same gradient."""
 
 import logging
 from collections.abc import Callable
@@ -18,41 +18,41 @@ from verl.workers.engine.rank_mesh import RankMesh
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What allocators say that raise a plain RuntimeError: that of the CPU, cuBLAS for its workspace, vendors' own.
+# Messages of allocators that raise a plain RuntimeError: the CPU's, cuBLAS's for its workspace, vendors' own.
 OOM_MESSAGES = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
-NO_LIMIT = 2**62  # more tokens than anybody has
+NO_LIMIT = 2**62  # above any number of tokens
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocator had no memory left."""
+    """Whether `error` is an allocator's out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in OOM_MESSAGES)
 
 
 @dataclass(frozen=True)
 class OOMEvent:
-    """A micro-batch that did not fit."""
+    """A micro-batch that ran out of memory."""
 
-    tokens: int  # that were computed
+    tokens: int  # that the model computed
     sequences: int
-    message: str  # the allocator's; the error itself would keep the tensors of its frames alive
+    message: str  # the allocator's; storing the error would keep the tensors of its frames alive
 
     @classmethod
     def of(cls, error: RuntimeError, micro_batch: MicroBatch) -> "OOMEvent":
-        """Raises `error` where it is about something else, or nothing can be done about it."""
+        """Raises `error` if it is another error, or the micro-batch is a dummy and cannot be smaller."""
         if micro_batch.is_dummy or not is_out_of_memory(error):
             raise error
         return cls(micro_batch.num_computed, micro_batch.batch.num_sequences, str(error).split("\n")[0])
 
     @property
     def allowed(self) -> int:
-        """Tokens that a micro-batch may have from now on; 0 when one sequence alone was too much."""
+        """The new limit of tokens per micro-batch; 0 if one sequence alone did not fit."""
         return self.tokens // 2 if self.sequences > 1 else 0
 
 
 class TokenLimit:
-    """The most tokens that a micro-batch may have, learnt from those that did not fit; None before the first.
+    """The limit of tokens per micro-batch, lowered after each one that did not fit; None before the first.
 
-    All ranks learn the same limit: the smallest that any of them needs.
+    All ranks have the same limit: the smallest that any of them needs.
     """
 
     def __init__(self, rank_mesh: RankMesh, device: torch.device, pass_name: str, memory_options: str = ""):
@@ -67,7 +67,7 @@ class TokenLimit:
         attempt: Callable[[MicroBatching], tuple[T, OOMEvent | None]],
         undo: Callable[[], None],
     ) -> T:
-        """What `attempt` made of the first cut of `batch` that fits on every rank; `undo` undoes one that did not."""
+        """The result of the first `attempt` that fits on every rank; `undo` reverts one that did not fit."""
         while True:
             result, oom = attempt(self.apply_limit(batch, micro))
             allowed = self.rank_mesh.min_over_ranks(NO_LIMIT if oom is None else oom.allowed, self.device)
@@ -81,7 +81,7 @@ class TokenLimit:
             )
 
     def apply_limit(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
-        """`micro`, or a plan of its own for this shard where that could ask for more than the limit.
+        """`micro`, or a new plan for this shard if micro-batches of `micro` could exceed the limit.
 
         A sequence longer than the limit is a micro-batch of its own.
         """
@@ -99,7 +99,7 @@ class TokenLimit:
         return replace(micro, plan=tuple(plan))
 
     def add_metrics(self, metrics: Metrics) -> None:
-        """The limit and how often a mini-batch had to start again, once there is one."""
+        """Add the limit and the number of restarts, once there is a limit."""
         if self.tokens is not None and self.rank_mesh.rank == 0:
             metrics.min("micro_batch_token_limit", self.tokens)
             metrics.max("out_of_memory_restarts", self.restarts)
@@ -107,16 +107,16 @@ class TokenLimit:
     def _lower_limit(self, allowed: int, oom: OOMEvent | None, setting: str) -> None:
         details = "" if oom is None else f": {oom.tokens} tokens did not fit ({oom.message})"
         if allowed == 0:
-            alone = oom is not None and oom.allowed == 0
+            ours = oom is not None and oom.allowed == 0
             raise ConfigError(
-                f"{self.pass_name} ran out of memory on one sequence alone{details if alone else ' on another rank'}. "
+                f"{self.pass_name} ran out of memory on one sequence alone{details if ours else ' on another rank'}. "
                 f"Keep sequences shorter (data.max_prompt_length and max_response_length, or data.max_length), "
                 f"{self.memory_options}"
-                f"share sequences (ulysses_sequence_parallel_size) or parameters over more ranks, or offload"
+                f"split sequences (ulysses_sequence_parallel_size) or shard parameters over more ranks, or offload"
             )
         self.tokens, self.restarts = allowed, self.restarts + 1
         logger.warning(
-            "%s ran out of memory%s; starting again with at most %d tokens per micro-batch from now on%s",
+            "%s ran out of memory%s; restarting with at most %d tokens per micro-batch from now on%s",
             self.pass_name,
             details or " on another rank",
             allowed,

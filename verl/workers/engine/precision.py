@@ -1,5 +1,7 @@
-"""Parameters trained in one type and computed with in another, without autocast."""
+"""Mixed precision without autocast: parameters have one dtype to train in and another to compute in."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,30 +20,30 @@ DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 @dataclass(frozen=True)
 class Precision:
-    """The types of one engine."""
+    """The dtypes of one engine."""
 
-    storage: torch.dtype  # of the parameters between passes; those not trained are held as they are computed with
+    storage: torch.dtype  # of the parameters between passes; `compute` in an engine that does not train
     compute: torch.dtype  # of forward and backward
-    reduce: torch.dtype  # in which gradients are summed over ranks
+    reduce: torch.dtype  # of the sum of gradients over ranks
     buffers: torch.dtype | None  # of the model's buffers; None leaves them as they are
 
     @classmethod
     def of(cls, config: FSDPEngineConfig, device: torch.device, trains: bool = True) -> "Precision":
-        """`mixed_precision` where it is set, otherwise `dtype`; sums are in float32 or better."""
-        given_dtypes = dict(config.mixed_precision or {})
-        for name in given_dtypes:
+        """From `mixed_precision` if it is set, otherwise `dtype`; sums are in float32 or wider."""
+        configured = dict(config.mixed_precision or {})
+        for name in configured:
             if name not in DTYPE_KEYS:
                 raise ConfigError(f"mixed_precision.{name} is unknown; {did_you_mean(name, DTYPE_KEYS)}")
         storage = dtype_of(config.model_dtype, "model_dtype")
-        computed = given_dtypes.get("param_dtype", config.dtype)
-        if computed == "auto":
+        compute_name = configured.get("param_dtype", config.dtype)
+        if compute_name == "auto":
             compute = storage if device.type == "cpu" else torch.bfloat16
         else:
-            compute = dtype_of(computed, "mixed_precision.param_dtype" if "param_dtype" in given_dtypes else "dtype")
-        summed, buffers = given_dtypes.get("reduce_dtype"), given_dtypes.get("buffer_dtype")
-        reduce = (
-            dtype_of(summed, "mixed_precision.reduce_dtype") if summed else torch.promote_types(storage, torch.float32)
-        )
+            compute = dtype_of(compute_name, "mixed_precision.param_dtype" if "param_dtype" in configured else "dtype")
+        reduce_name, buffer_name = configured.get("reduce_dtype"), configured.get("buffer_dtype")
+        reduce = torch.promote_types(storage, torch.float32)
+        if reduce_name:
+            reduce = dtype_of(reduce_name, "mixed_precision.reduce_dtype")
         if trains and torch.float16 in (storage, compute, reduce):
             raise ConfigError(
                 "training in float16 is refused: a token's gradient is its share of a mini-batch, which float16 rounds "
@@ -51,11 +53,11 @@ class Precision:
             storage if trains else compute,
             compute,
             reduce,
-            dtype_of(buffers, "mixed_precision.buffer_dtype") if buffers else None,
+            dtype_of(buffer_name, "mixed_precision.buffer_dtype") if buffer_name else None,
         )
 
     def cast_buffers(self, model: nn.Module) -> None:
-        """Give the model's floating-point buffers the type asked for."""
+        """Cast the model's floating-point buffers to `buffers`, if it is set."""
         for module in model.modules() if self.buffers is not None else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
@@ -63,23 +65,25 @@ class Precision:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating-point parameter in the type it is trained in: the trained ones of a unit must agree.
+    """Cast floating-point parameters to `dtype`: the trained parameters of an FSDP unit must have the same dtype.
 
-    Adapters keep theirs, which is float32 where the frozen weights are narrower.
+    Adapters keep their dtype, which is float32 if the frozen weights are narrower.
     """
-    adapted = has_adapters(model)
+    has_lora = has_adapters(model)
     for parameter in model.parameters():
-        if parameter.is_floating_point() and not (adapted and parameter.requires_grad):
+        if parameter.is_floating_point() and not (has_lora and parameter.requires_grad):
             parameter.data = parameter.data.to(dtype)
 
 
 class MasterWeights(ModelParameters):
-    """The trained copy of a model's parameters, in the type the optimiser works in; the whole model on one rank.
+    """Master weights of an unsharded model, in the dtype that the optimiser works in.
 
-    Where that is the type the model computes in, there is no copy: `parameters` are the model's own. Otherwise the
-    model's parameters are cast; the gradient of every micro-batch is added to the master's in the master's type as soon
-    as it is complete, and `copy_to_model` rounds the trained values into the model. Buffers keep their type.
+    If the model computes in the same dtype, there is no copy: `named_parameters` are the model's own. Otherwise the
+    model's parameters are cast. Each micro-batch's gradient is added to the master's gradient in the master's dtype as
+    soon as it is complete; `copy_to_model` rounds the trained values into the model. Buffers keep their dtype.
     """
+
+    can_cast = True
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
         self._model = model
@@ -103,13 +107,26 @@ class MasterWeights(ModelParameters):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        for parameter in self._model_parameters:  # one that had not reached its master yet
+        for parameter in self._model_parameters:  # gradients not yet added to their masters
             parameter.grad = None
+
+    @contextmanager
+    def cast_to(self, dtype: torch.dtype) -> Iterator[None]:
+        """A context in which the model computes with its trained values cast to `dtype`."""
+        masters = dict(zip(map(id, self._model_parameters), self._masters, strict=True))
+        kept = [(p, p.data) for p in self._model.parameters() if p.is_floating_point()]
+        try:
+            for parameter, _ in kept:
+                parameter.data = masters.get(id(parameter), parameter).data.to(dtype)
+            yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
 
     def to(self, device: torch.device) -> None:
         move_model(self._model, device)
         move_model(nn.ParameterList(self._masters), device)
-        self._register_gradient_hooks()  # hooks stay behind where a move swaps what is inside a parameter
+        self._register_gradient_hooks()  # a move that swaps a parameter's contents loses its hooks
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
@@ -119,11 +136,18 @@ class MasterWeights(ModelParameters):
         return master
 
     def _register_gradient_hooks(self) -> None:
-        """Have the gradient of every cast parameter added to its master's."""
+        """Register hooks that add the gradient of every cast parameter to its master's."""
         for parameter, master in zip(self._model_parameters, self._masters, strict=True):
             if parameter.requires_grad:
-                parameter._post_accumulate_grad_hooks = None  # or a new one joins those that are never called again
+                parameter._post_accumulate_grad_hooks = None  # removes old hooks, which are never called again
                 parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
+
+
+def other_dtype(dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
+    """`dtype`, or a wider one if `dtype` is the model's own: a second arithmetic, to see what rounding changes."""
+    if dtype != own:
+        return dtype
+    return torch.float64 if own == torch.float32 else torch.float32
 
 
 def _add_gradient_to(master: nn.Parameter):

@@ -1,4 +1,4 @@
-"""Which rank holds which part of the parameters, and which ranks see the same data."""
+"""Which ranks shard the parameters, and which ranks see the same data."""
 
 import math
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankMesh:
-    """This rank's place among all. Consecutive ranks share sequences; parameters are sharded over consecutive ranks."""
+    """This rank's position among all. Consecutive ranks split sequences; consecutive ranks shard parameters."""
 
     rank: int = 0
     world_size: int = 1
-    sequence_size: int = 1  # ranks that share the tokens of a sequence (Ulysses)
-    shard_mesh: DeviceMesh | None = None  # ("shard",), or ("replicate", "shard"); None: the whole model is here
-    data_group: dist.ProcessGroup | None = None  # the ranks that see other data, this one among them
+    sequence_size: int = 1  # ranks that split the tokens of a sequence (Ulysses)
+    shard_mesh: DeviceMesh | None = None  # ("shard",), or ("replicate", "shard"); None: not sharded
+    data_group: dist.ProcessGroup | None = None  # the ranks that see different data, this one included
     sequence_group: dist.ProcessGroup | None = None  # the ranks that see the same data
 
     @classmethod
     def of(cls, config: FSDPEngineConfig, device: torch.device) -> "RankMesh":
-        """The place of this process among those of `torch.distributed`; alone without it."""
+        """The mesh of the ranks of `torch.distributed`; one rank if it is not initialised."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         sequence = _check_divides(config.ulysses_sequence_parallel_size, world, "ulysses_sequence_parallel_size")
         if world == 1:
@@ -40,14 +40,14 @@ class RankMesh:
         if sequence > 1:
             grid = init_device_mesh(kind, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
             data_group = grid.get_group("data")
-            # one of its own, even over all ranks: what they exchange may not wait behind a gathering of parameters
+            # a separate group, even over all ranks: its collectives must not queue behind parameter all-gathers
             groups = [dist.new_group(list(range(first, first + sequence))) for first in range(0, world, sequence)]
             sequence_group = groups[dist.get_rank() // sequence]
         return cls(dist.get_rank(), world, sequence, mesh, data_group, sequence_group)
 
     @property
     def data_size(self) -> int:
-        """How many shards of data there are."""
+        """The number of shards of the data."""
         return self.world_size // self.sequence_size
 
     @property
@@ -57,12 +57,12 @@ class RankMesh:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that hold one copy of the parameters between them."""
+        """The number of ranks that shard one copy of the parameters."""
         return 1 if self.shard_mesh is None else self.shard_mesh.size(self.shard_mesh.ndim - 1)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that hold one copy of the parameters between them."""
+        """The ranks that shard one copy of the parameters."""
         assert self.shard_mesh is not None, "one rank alone has no group"
         return self.shard_mesh.get_group(self.shard_mesh.ndim - 1)
 
@@ -90,7 +90,7 @@ class RankMesh:
         return texts
 
     def norm_over_shards(self, local_norm: float, device: torch.device) -> float:
-        """2-norm of what has 2-norm `local_norm` on this rank, over the ranks that hold one copy of the parameters."""
+        """2-norm over all shards of one copy of the parameters; `local_norm` is the 2-norm of this rank's shard."""
         if self.shard_mesh is None:
             return local_norm
         square = torch.tensor(local_norm * local_norm, dtype=torch.float64, device=device)

@@ -14,7 +14,7 @@ from verl.utils.seeds import derive_seed
 
 
 def generator_states(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(Python and NumPy, torch on the host and on `device`)."""
+    """(states of Python and NumPy, states of torch on the host and on `device`)."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     numbers = {
@@ -28,12 +28,12 @@ def generator_states(device: torch.device) -> tuple[dict[str, Any], dict[str, Te
 
 
 def read_generator_states(path: Path) -> dict[str, Tensor]:
-    """Tensors as `generator_states` made them."""
+    """The tensors of `generator_states`, read from a file."""
     return load_file(path)
 
 
 def check_generator_states(tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Refuses states without one for this kind of device."""
+    """Raises CheckpointError if there is no state for this kind of device."""
     if device.type != "cpu" and "device" not in tensors:
         raise CheckpointError(
             f"the checkpoint was saved on a CPU and holds no generator state for {device.type}; resume on the same "
@@ -42,7 +42,7 @@ def check_generator_states(tensors: dict[str, Tensor], device: torch.device) -> 
 
 
 def restore_generators(numbers: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Every generator goes on where it was."""
+    """Set every generator to its saved state."""
     version, internal, gauss = numbers["python_rng"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = numbers["numpy_rng"]
@@ -52,9 +52,25 @@ def restore_generators(numbers: dict[str, Any], tensors: dict[str, Tensor], devi
         torch.get_device_module(device).set_rng_state(tensors["device"])
 
 
-def derive_generators(saved: str, rank: int, size: int) -> None:
-    """Streams for a rank that did not exist when the checkpoint was saved: they follow from what was `saved`."""
-    seed = derive_seed(0, "resumed on another number of ranks", saved, rank, size)
+def states_as_json() -> dict[str, Any]:
+    """The states of Python, NumPy and torch on the host, for `restore_from_json`."""
+    numbers, tensors = generator_states(torch.device("cpu"))
+    return {**numbers, "torch_rng": tensors["cpu"].numpy().tobytes().hex()}
+
+
+def restore_from_json(states: dict[str, Any]) -> None:
+    """Set the generators of Python, NumPy and torch on the host."""
+    host = torch.frombuffer(bytearray.fromhex(states["torch_rng"]), dtype=torch.uint8)
+    restore_generators(states, {"cpu": host}, torch.device("cpu"))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python, NumPy, and torch on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # every device's generator too
+    torch.manual_seed(seed)
+
+
+def derive_generators(saved: str, rank: int, size: int) -> None:
+    """Seed the generators from `saved`, the rank and the size, if another number of ranks saved the checkpoint."""
+    seed_generators(derive_seed(0, "resumed on another number of ranks", saved, rank, size))

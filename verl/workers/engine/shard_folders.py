@@ -1,4 +1,4 @@
-"""Whole tensors out of a folder of shards, one at a time: our checkpoints, and pickled shards of the reference."""
+"""Full tensors from a folder of shards, one at a time: our checkpoints, or pickled shards of the original system."""
 
 import logging
 import re
@@ -23,17 +23,17 @@ WRAPPER_PREFIXES = re.compile(r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_w
 
 
 class ShardFolder(ABC):
-    """The tensors of a model."""
+    """The shards of a model."""
 
-    meta_tensors: dict[str, Tensor]  # meta tensors by name
+    meta_tensors: dict[str, Tensor]  # by name, for shapes and dtypes
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the host."""
+        """One full tensor, on the host."""
 
 
 class EngineShardFolder(ShardFolder):
-    """A folder that an engine saved; every file of the model is compared with its digest first."""
+    """A folder that an engine saved; the digest of every model file is checked first."""
 
     def __init__(self, folder: Path):
         manifest = read_manifest(folder)
@@ -51,9 +51,9 @@ class EngineShardFolder(ShardFolder):
 
 
 class PickledShardFolder(ShardFolder):
-    """model_world_size_W_rank_R.pt of the reference: plain tensors, or DTensors on a mesh of the W ranks.
+    """model_world_size_W_rank_R.pt of the original system: plain tensors, or DTensors on a mesh of the W ranks.
 
-    Read with weights_only: nothing in a file is run, and what is neither a tensor nor a DTensor is refused.
+    Read with weights_only: no code in a file is run, and objects other than tensors and DTensors are refused.
     """
 
     def __init__(self, folder: Path):
@@ -86,25 +86,25 @@ class PickledShardFolder(ShardFolder):
         if not isinstance(first, DTensor):
             return first
         mesh = first.device_mesh.mesh
-        whole, covered = torch.empty(first.shape, dtype=first.dtype), 0
-        for place in range(mesh.numel()):
-            coordinate = [int(i) for i in torch.unravel_index(torch.tensor(place), mesh.shape)]
+        full, covered = torch.empty(first.shape, dtype=first.dtype), 0
+        for position in range(mesh.numel()):
+            coordinate = [int(i) for i in torch.unravel_index(torch.tensor(position), mesh.shape)]
             if any(c for c, kind in zip(coordinate, first.placements, strict=True) if isinstance(kind, Replicate)):
-                continue  # a copy
+                continue  # a replica
             box = box_of_rank(first.shape, mesh.shape, coordinate, first.placements)
             local = self.tensors_by_rank[int(mesh[tuple(coordinate)])][name]._local_tensor
             if tuple(local.shape) != box.shape:
                 raise CheckpointError(
-                    f"{name}: rank {int(mesh[tuple(coordinate)])} holds {tuple(local.shape)}, {box} is due"
+                    f"{name}: rank {int(mesh[tuple(coordinate)])} holds {tuple(local.shape)}, not {box}"
                 )
-            whole[box.slices_in(Box((0,) * whole.dim(), tuple(whole.shape)))] = local
+            full[box.slices_in(Box((0,) * full.dim(), tuple(full.shape)))] = local
             covered += local.numel()
-        assert covered == whole.numel(), f"{name}: the shards hold {covered} of {whole.numel()} elements"
-        return whole
+        assert covered == full.numel(), f"{name}: the shards hold {covered} of {full.numel()} elements"
+        return full
 
 
 def _load_pickled_shard(path: Path) -> dict[str, Any]:
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # a mesh without its ranks is all right
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # it warns that no ranks are running
     try:
         with torch.serialization.safe_globals(list(SHARD_TYPES)):
             state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
@@ -119,7 +119,7 @@ def _load_pickled_shard(path: Path) -> dict[str, Any]:
 
 
 def open_shard_folder(folder: Path) -> ShardFolder:
-    """The model in `folder`, whichever kind of shards is there."""
+    """The shards of a model in `folder`, of either kind."""
     if (folder / MANIFEST).is_file():
         return EngineShardFolder(folder)
     if any(PICKLED_SHARD.fullmatch(path.name) for path in _files_in(folder)):

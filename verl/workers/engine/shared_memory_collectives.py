@@ -1,8 +1,8 @@
-"""FSDP2's gathers and reductions between CPU ranks of one machine, through memory that they share.
+"""FSDP2's all-gather and reduce-scatter between CPU ranks of one machine, through shared memory.
 
-Gloo sends everything through sockets, which costs several times what copying does. Here each rank writes what others
-need into a slot of its own, all wait for each other, and each reads. There are two sets of slots in turns: whoever
-writes into one again knows from the wait in between that everybody has read it.
+Gloo sends everything through sockets, which costs several times as much as a copy. Here each rank writes its data into
+its own slot, waits at a barrier and reads the other slots. Two sets of slots alternate: the barrier of the other set
+guarantees that all ranks have read a set before any rank writes into it again.
 
 Shapes: R ranks, S elements of one rank's shard.
 """
@@ -19,11 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 FOLDER = Path("/dev/shm")
-TOTAL_BYTES = 32 << 20  # of all slots: containers often have 64 MB; larger tensors go through in pieces
+TOTAL_BYTES = 32 << 20  # of all slots: containers often have 64 MB; larger tensors are sent in chunks
 
 
 class SharedMemoryCollectives:
-    """Two sets of one slot per rank of `group`, in memory that all of them have mapped."""
+    """Two sets of one slot per rank of `group`, in memory that all ranks have mapped."""
 
     def __init__(self, group: dist.ProcessGroup, memory: Tensor):
         self.group, self.size, self.rank = group, group.size(), group.rank()
@@ -32,25 +32,25 @@ class SharedMemoryCollectives:
 
     @classmethod
     def create(cls, group: dist.ProcessGroup, total_bytes: int = TOTAL_BYTES) -> "SharedMemoryCollectives | None":
-        """None where the ranks have no memory to share: on several machines, or too little of it. A collective."""
+        """None if the ranks cannot share memory: on several machines, or with too little of it. A collective."""
         slot = total_bytes // (2 * group.size()) // 64 * 64
         path, memory = [""], None
         if group.rank() == 0:
             try:
                 with tempfile.NamedTemporaryFile(prefix="verl-", dir=FOLDER, delete=False) as file:
                     path = [file.name]
-                    os.posix_fallocate(file.fileno(), 0, 2 * group.size() * slot)  # what is not there fails now
-            except (OSError, AttributeError):  # no such folder, no room, or a system without
+                    os.posix_fallocate(file.fileno(), 0, 2 * group.size() * slot)  # fails now if memory is short
+            except (OSError, AttributeError):  # no such folder, too little memory, or no posix_fallocate
                 _remove(path[0])
                 path = [""]
         dist.broadcast_object_list(path, group=group, group_src=0)
         if path[0] and Path(path[0]).is_file():
             memory = torch.from_file(path[0], shared=True, size=2 * group.size() * slot, dtype=torch.uint8)
-        shared = torch.tensor(0 if memory is None else 1)
-        dist.all_reduce(shared, dist.ReduceOp.MIN, group)
+        all_mapped = torch.tensor(0 if memory is None else 1)
+        dist.all_reduce(all_mapped, dist.ReduceOp.MIN, group)
         if group.rank() == 0:
             _remove(path[0])
-        return cls(group, memory) if memory is not None and shared else None
+        return cls(group, memory) if memory is not None and all_mapped else None
 
     def all_gather(self, full: Tensor, local: Tensor) -> None:
         """(R * S,) <- (S,) of every rank."""
@@ -77,16 +77,16 @@ class SharedMemoryCollectives:
         return [(start, min(start + step, len(shard))) for start in range(0, len(shard), step)]
 
     def _exchange(self, rows: Tensor) -> list[Tensor]:
-        """The rows that every rank brought, in rank order."""
+        """The `rows` of every rank, in rank order."""
         slots, self._slot_set = self._slots[self._slot_set], 1 - self._slot_set
         parts = [slot[: rows.nbytes].view(rows.dtype).view(rows.shape) for slot in slots]
         parts[self.rank].copy_(rows)
-        dist.barrier(self.group)  # everybody has written
+        dist.barrier(self.group)  # all ranks have written
         return parts
 
 
 class SharedMemoryAllGather(DefaultAllocMixin, AllGather):
-    """Of FSDP2's parameter groups."""
+    """The all-gather of FSDP2's parameter groups."""
 
     def __init__(self, collectives: SharedMemoryCollectives):
         self.collectives = collectives
@@ -96,7 +96,7 @@ class SharedMemoryAllGather(DefaultAllocMixin, AllGather):
 
 
 class SharedMemoryReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Of FSDP2's parameter groups."""
+    """The reduce-scatter of FSDP2's parameter groups."""
 
     def __init__(self, collectives: SharedMemoryCollectives):
         self.collectives = collectives

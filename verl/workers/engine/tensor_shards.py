@@ -1,7 +1,7 @@
-"""Which box of a tensor this rank holds, where the boxes of a checkpoint lie, and reading any box out of them.
+"""Boxes of tensors: those that this rank holds, the index of those in a checkpoint, and a reader of any box.
 
-A *box* is a rectangular part of a tensor: offset and shape per dimension. A tensor that is not sharded is one box, and
-so is a part of a DTensor; a range of its elements, as FSDP1 deals them out, is a few boxes.
+A *box* is a rectangular part of a tensor: offset and shape per dimension. An unsharded tensor is one box, and
+so is a shard of a DTensor; a shard of FSDP1, which is a range of elements, is a few boxes.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Box:
         return 0 in self.shape
 
     def overlap(self, other: "Box") -> "Box":
-        """What both cover; empty where they are apart."""
+        """The intersection of both; empty if they are disjoint."""
         start = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -44,17 +44,17 @@ class Box:
 
 
 def box_of_rank(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Any) -> Box:
-    """The box that `torch.chunk` along each sharded dimension, mesh dimension by mesh dimension, leaves to a rank."""
+    """A rank's box after `torch.chunk` along each sharded dimension, one mesh dimension after the other."""
     offset, size = [0] * len(shape), list(shape)
-    for ranks, place, placement in zip(mesh_shape, coordinate, placements, strict=True):
+    for ranks, position, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if type(placement) is Replicate:
             continue
         if type(placement) is not Shard:
             raise CheckpointError(f"tensors placed as {placement} are not saved; use Shard or Replicate placements")
-        whole, chunk = size[placement.dim], -(-size[placement.dim] // ranks)
-        start = min(place * chunk, whole)
+        length, chunk = size[placement.dim], -(-size[placement.dim] // ranks)
+        start = min(position * chunk, length)
         offset[placement.dim] += start
-        size[placement.dim] = min(chunk, whole - start)
+        size[placement.dim] = min(chunk, length - start)
     return Box(tuple(offset), tuple(size))
 
 
@@ -64,14 +64,14 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if len(shape) < 2:
         return [Box((start,), (stop - start,)) if shape else Box((), ())]
-    row, rest = torch.Size(shape[1:]).numel(), tuple(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are whole
+    row, row_shape = torch.Size(shape[1:]).numel(), tuple(shape[1:])
+    first, last = -(-start // row), stop // row  # complete rows of `row` elements
     if first > last:
         first = last = start // row
-        return [_in_row(first, box) for box in boxes_of_range(rest, start - first * row, stop - first * row)]
-    head = boxes_of_range(rest, start % row, row) if start % row else []
-    whole = [Box((first, *(0 for _ in rest)), (last - first, *rest))] if last > first else []
-    tail = boxes_of_range(rest, 0, stop - last * row)
+        return [_in_row(first, box) for box in boxes_of_range(row_shape, start - first * row, stop - first * row)]
+    head = boxes_of_range(row_shape, start % row, row) if start % row else []
+    whole = [Box((first, *(0 for _ in row_shape)), (last - first, *row_shape))] if last > first else []
+    tail = boxes_of_range(row_shape, 0, stop - last * row)
     return [*(_in_row(first - 1, box) for box in head), *whole, *(_in_row(last, box) for box in tail)]
 
 
@@ -81,16 +81,16 @@ def _in_row(row: int, box: Box) -> Box:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank has of one tensor: the boxes that `local` is, end to end, and whether this rank saves them."""
+    """This rank's shard of one tensor: its boxes, end to end in `local`, and whether this rank saves them."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
     boxes: list[Box]
     local: Tensor
     saved_here: bool
 
     @property
     def meta(self) -> Tensor:
-        """The whole, without its values."""
+        """The full tensor, on the meta device."""
         return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
 
     def parts(self) -> list[tuple[Box, Tensor]]:
@@ -104,7 +104,7 @@ class LocalShard:
 
 
 def local_shard(tensor: Tensor, rank: int) -> LocalShard:
-    """A tensor of an engine, taken apart. What many ranks hold alike is saved by the first of them."""
+    """This rank's shard of an engine's tensor. Of the ranks that hold replicas, the first saves them."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -114,7 +114,7 @@ def local_shard(tensor: Tensor, rank: int) -> LocalShard:
     assert coordinate is not None, "a rank outside the mesh holds nothing"
     box = box_of_rank(shape, mesh.shape, coordinate, tensor.placements)
     local = tensor.to_local()
-    assert tuple(local.shape) == box.shape, f"holds {tuple(local.shape)} where {box} is due"
+    assert tuple(local.shape) == box.shape, f"the shard has shape {tuple(local.shape)}, not that of {box}"
     first = all(
         place == 0 for place, kind in zip(coordinate, tensor.placements, strict=True) if type(kind) is Replicate
     )
@@ -126,7 +126,7 @@ class SavedBox:
     """A box in a file."""
 
     file: str
-    key: str  # in the file: the tensor's own name, where it has one box there
+    key: str  # in the file: the tensor's name, with @number after its first box there
     offset: list[int]
     shape: list[int]
 
@@ -137,7 +137,7 @@ class SavedBox:
 
 @dataclass
 class SavedTensor:
-    """Where the whole of one tensor lies."""
+    """The boxes in which one tensor is saved."""
 
     dtype: str
     shape: list[int]
@@ -149,7 +149,7 @@ class SavedTensor:
 
     @property
     def num_missing(self) -> int:
-        """Elements that no piece holds."""
+        """The number of elements that no box holds."""
         return torch.Size(self.shape).numel() - sum(torch.Size(piece.shape).numel() for piece in self.pieces)
 
 
@@ -157,7 +157,7 @@ ShardIndex = dict[str, SavedTensor]
 
 
 def tensors_to_save(tensors: dict[str, LocalShard], file: str) -> tuple[dict[str, Tensor], ShardIndex]:
-    """What this rank saves in `file`: tensors by key, and where they belong."""
+    """The tensors that this rank saves in `file`, by key, and their index."""
     out: dict[str, Tensor] = {}
     index: ShardIndex = {}
     for name, shard in tensors.items():
@@ -175,9 +175,9 @@ def merge_indices(indices: Sequence[ShardIndex]) -> ShardIndex:
     out: ShardIndex = {}
     for index in indices:
         for name, entry in index.items():
-            whole = out.setdefault(name, SavedTensor(entry.dtype, entry.shape))
-            assert (whole.dtype, whole.shape) == (entry.dtype, entry.shape), f"ranks disagree about {name}"
-            whole.pieces.extend(entry.pieces)
+            merged = out.setdefault(name, SavedTensor(entry.dtype, entry.shape))
+            assert (merged.dtype, merged.shape) == (entry.dtype, entry.shape), f"ranks disagree about {name}"
+            merged.pieces.extend(entry.pieces)
     return out
 
 
@@ -193,14 +193,14 @@ def index_from_json(data: dict[str, Any]) -> ShardIndex:
 
 
 class ShardReader:
-    """Reads boxes out of the files of a checkpoint, and of those files only what it needs."""
+    """Reads boxes from the files of a checkpoint, and only the parts of the files that it needs."""
 
     def __init__(self, folder: Path, index: ShardIndex):
         self.folder, self.index = folder, index
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of tensor `name` on the host; all of it by default."""
+        """A box of tensor `name` on the host; the full tensor by default."""
         entry = self.index[name]
         box = box if box is not None else Box((0,) * len(entry.shape), tuple(entry.shape))
         pieces = [(piece, common) for piece in entry.pieces if not (common := piece.box.overlap(box)).is_empty]
@@ -212,7 +212,7 @@ class ShardReader:
         return out
 
     def read_into(self, name: str, shard: LocalShard) -> None:
-        """Give this rank's part of a tensor the values that were saved."""
+        """Copy the saved values into this rank's shard of a tensor."""
         for box, part in shard.parts():
             part.copy_(self.read(name, box))
 

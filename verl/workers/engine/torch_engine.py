@@ -1,6 +1,6 @@
-"""The training engine: micro-batches through a model, exact sums, one optimiser step; one rank of any number.
+"""The PyTorch training engine: micro-batches, exact sums, optimiser steps, on one rank of any number.
 
-Shapes: T packed tokens of the batch given, M of a micro-batch that the loss is about.
+Shapes: T packed tokens of the batch or micro-batch.
 """
 
 import logging
@@ -36,7 +36,7 @@ from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.offload import move_optimizer_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
 from verl.workers.engine.out_of_memory import OOMEvent, TokenLimit
-from verl.workers.engine.precision import MasterWeights, Precision, cast_parameters
+from verl.workers.engine.precision import MasterWeights, Precision, cast_parameters, other_dtype
 from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.update_totals import TokenMetricSums
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchEngine(BaseEngine):
-    """A model of `transformers`, whole on one rank. Derived classes say which head it has and how it is sharded."""
+    """A `transformers` model, unsharded on one rank. Derived classes define its head and how it is sharded."""
 
     has_value_head = False
 
@@ -81,7 +81,7 @@ class TorchEngine(BaseEngine):
         if self.compute_dtype == torch.float64:
             keep_float64(self.model)
         self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
-        registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size)
+        registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size, self.world_size)
         self.head_mode, self.head_kernels, self.chunk_size = head_settings(self.model_config, self.engine_config)
         self.training_forward = apply_performance_options(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
@@ -90,27 +90,28 @@ class TorchEngine(BaseEngine):
         self.flops = FlopCounts.of(self.model)
         cast_parameters(self.model, self.precision.storage)
         self.weights = self._build_parameters()
-        kind = f"the {'' if self.trains else 'frozen '}{'value' if self.has_value_head else 'language'} model"
+        self.can_cast = self.weights.can_cast
+        model_kind = f"the {'' if self.trains else 'frozen '}{'value' if self.has_value_head else 'language'} model"
         memory_options = (
             "" if self.model_config.enable_gradient_checkpointing else "turn on enable_gradient_checkpointing, "
         )
-        self.forward_limit = TokenLimit(self.rank_mesh, self.device, f"the forward pass of {kind}")
-        self.train_limit = TokenLimit(self.rank_mesh, self.device, f"training {kind}", memory_options)
+        self.forward_limit = TokenLimit(self.rank_mesh, self.device, f"the forward pass of {model_kind}")
+        self.train_limit = TokenLimit(self.rank_mesh, self.device, f"training {model_kind}", memory_options)
         if self.trains:
             assert self.optimizer_config is not None
             self.optimizer = build_optimizer(self.weights.trainable, self.optimizer_config)
             self.lr_scheduler = LearningRateSchedule(self.optimizer, self.optimizer_config)
 
     def speed(self) -> Speed:
-        """The peak is taken in the type that matmuls run in."""
+        """FLOP counts of the model, and the peak FLOP/s in the dtype of its matmuls."""
         return Speed(self.flops, peak_flops(self.device, self.compute_dtype))
 
     def _build_parameters(self) -> ModelParameters:
-        """Parameters on the device, in the types they are trained in and computed with."""
+        """The parameters on the device, in their training and compute dtypes."""
         return MasterWeights(move_model(self.model, self.device), self.compute_dtype)
 
     def _build_model(self) -> nn.Module:
-        """The model on the CPU; beyond rank 0 only its structure, on the meta device."""
+        """The model on the CPU; on ranks other than 0 only its structure, on the meta device."""
         settings = self.model_config
         import_external(settings.external_lib)
         config, init_random = build_config(settings)
@@ -171,7 +172,7 @@ class TorchEngine(BaseEngine):
     ) -> TrainResult:
         """Adds the gradient of the summed loss of `batch`; the sum is the same however `micro` splits it.
 
-        Where a micro-batch runs out of memory, all of `batch` starts again in smaller ones.
+        If a micro-batch runs out of memory, all of `batch` restarts in smaller ones.
         """
         if not self.trains:
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
@@ -210,8 +211,8 @@ class TorchEngine(BaseEngine):
     def _undo_attempt(self, had_gradient: bool) -> None:
         if had_gradient:
             raise ConfigError(
-                "training ran out of memory while adding to the gradient of an earlier call, which cannot be told "
-                "apart any more; use smaller micro-batches, or one call per optimiser step"
+                "training ran out of memory while adding to the gradient of an earlier call, and the two gradients "
+                "cannot be separated; use smaller micro-batches, or one call per optimiser step"
             )
         self.weights.zero_grad()
 
@@ -227,7 +228,7 @@ class TorchEngine(BaseEngine):
         return self.rank_mesh.max_over_ranks(number, self.device)
 
     def _outputs(self, micro_batch: MicroBatch, names: tuple[str, ...], temperature: float) -> dict[str, Tensor]:
-        """The model's outputs about the tokens of a micro-batch, zero where loss_mask is False."""
+        """The model's outputs for the tokens of a micro-batch, zero where loss_mask is False."""
         inputs = head_input(self._backbone, micro_batch, self.packed)
         if self.has_value_head:
             _check_outputs(names, ("values",), "a critic")
@@ -309,7 +310,7 @@ class TorchEngine(BaseEngine):
     # --- optimiser ----------------------------------------------------------------------------------------------
 
     def optim_step(self) -> Metrics:
-        """Clips, steps and empties the gradient; one that is not finite changes nothing, is counted and named."""
+        """Clips, steps and clears the gradient; a non-finite one is counted and logged, and changes no parameter."""
         assert self.optimizer is not None and self.optimizer_config is not None, "initialize() a training engine first"
         metrics = Metrics()
         norm = self.weights.gradient_norm()
@@ -317,7 +318,7 @@ class TorchEngine(BaseEngine):
         if finite:
             self.weights.clip_gradients(norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
-            torch.autograd.graph.increment_version(self.weights.trainable)  # fused kernels do not count as writing
+            torch.autograd.graph.increment_version(self.weights.trainable)  # fused kernels do not increment it
             self.weights.copy_to_model()
             metrics.mean("grad_norm", norm, 1)
         else:
@@ -334,32 +335,35 @@ class TorchEngine(BaseEngine):
         return metrics
 
     def lr_scheduler_step(self) -> float:
-        """Counts one training step; the learning rate from now on."""
+        """Counts one training step; returns the new learning rate."""
         assert self.lr_scheduler is not None, "initialize() a training engine first"
         return self.lr_scheduler.step()
 
     # --- weights ------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of every parameter, the trained copy where there is one; tied parameters once.
+        """(name, full tensor) of every parameter, from its master weights if there are any; tied parameters once.
 
-        Adapters are merged into the weights they belong to, under the names that the model has without adapters.
+        Adapters are merged into their base weights, under the names of the model without adapters.
 
-        Over several ranks this is a collective that gathers one tensor at a time: all ranks must take all of them.
+        Over several ranks this is a collective that gathers one tensor at a time: all ranks must consume all of them.
         """
         scales = {self.weights.unwrapped_name(name): scale for name, scale in lora.adapter_scales(self.model).items()}
         return lora.merge_adapters(self.weights.full_tensors(), scales)
 
+    def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        return self.weights.cast_to(other_dtype(dtype, self.compute_dtype))
+
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside the block the model is the one that its adapters were added to."""
+        """A context in which the model runs without its adapters."""
         return lora.without_adapters(self.model)
 
     def save(self, folder: Path, contents: Sequence[str] | None = None) -> None:
-        """Write `contents` into `folder`, or begin to (checkpoint.async_save); the manifest with digests comes last."""
+        """Write `contents` into `folder`, or start to (checkpoint.async_save); the manifest is written last."""
         checkpoint.save_engine(self, Path(folder), tuple(contents or self.checkpoint_config.save_contents))
 
     def finish_save(self, wait: bool = True) -> bool:
-        """Whether no save is under way any more; raises what went wrong in one. A collective."""
+        """True once no save is running; raises the error of a failed save. A collective."""
         return checkpoint.finish_save(self, wait)
 
     def load(self, folder: Path, contents: Sequence[str] | None = None) -> None:
@@ -375,11 +379,11 @@ class TorchEngine(BaseEngine):
             move_optimizer_state(self.optimizer, target)
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Everything on the device inside the block."""
+        """A context with parameters and optimiser state on the device."""
         return on_device(self, training=True)
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """The parameters on the device inside the block."""
+        """A context with the parameters on the device."""
         return on_device(self, training=False)
 
 

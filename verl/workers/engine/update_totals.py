@@ -1,4 +1,4 @@
-"""What the micro-batches of one update add up to."""
+"""Sums of loss and token metrics over the micro-batches of one update."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from verl.workers.engine.micro_batch_forward import MicroBatch
 
 
 class TokenMetricSums:
-    """Sums of token metrics over micro-batches, kept on the device until the end so that nothing waits for it."""
+    """Sums of token metrics over micro-batches; they stay on the device until `metrics`, to avoid synchronisation."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[Tensor]] = {}
@@ -28,7 +28,7 @@ class TokenMetricSums:
         `updates` is 1 on one rank and 0 on the others, whose losses are parts of the same sum.
         """
         out = Metrics()
-        for name, parts in self.sums.items():
-            total = sum(torch.stack(parts).tolist())
+        for name, totals in self.sums.items():
+            total = sum(torch.stack(totals).tolist())
             out.mean(name, total, updates if name == "loss" or name.endswith("_loss") else num_tokens)
         return out

@@ -1,6 +1,7 @@
-"""The rollout engine's contract: token ids in; token ids, log-probs and the policy version out."""
+"""The rollout engine interface: takes token ids; returns token ids, log-probs and the policy version."""
 
 import functools
+import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -23,12 +24,37 @@ _DTYPES = {
 
 
 class StaleWeightsError(VerlError):
-    """A rollout engine that does not hold the weights it was sent."""
+    """A rollout engine does not hold the weights that it was sent."""
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """What an engine's layers hold after an update, compared with what arrived."""
+
+    num_tensors: int  # tensors of the update that were read back
+    wrong: tuple[tuple[str, str, str, str], ...] = ()  # tensor, layer, fingerprints that arrived and that it holds
+    missing: tuple[str, ...] = ()  # parameters of the engine that received no value
+    unread: tuple[str, ...] = ()  # parameters of the engine whose layout is not known
+
+    def check(self, whose: str, version: int) -> None:
+        """Raise StaleWeightsError for the first parameter that does not hold `version`."""
+        if self.missing:
+            raise StaleWeightsError(
+                f"{whose}: version {version} brought no value for {len(self.missing)} of the engine's parameters, "
+                f"first {self.missing[0]}; the names of the trainer's model and the engine's do not agree"
+            )
+        if self.wrong:
+            name, layer, arrived, held = self.wrong[0]
+            raise StaleWeightsError(
+                f"{whose}: {layer} computes with another {name} than version {version} has (arrived {arrived}, held "
+                f"{held}); {len(self.wrong)} tensors differ. Nothing was sampled from it; start the run again, and if "
+                "it happens again, update the engine or use rollout.name=native"
+            )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature == 0` is greedy; `top_k <= 0` and `top_p == 1` are off."""
+    """Sampling settings. `temperature == 0` means greedy; `top_k <= 0` and `top_p == 1` mean off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -40,59 +66,98 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 42
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    top_logprobs: int = 0  # most likely tokens reported at each position
+    response_format: str | None = None  # JSON text of an OpenAI response_format, for engines that list its type
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to be continued `sampling.n` times. `request_id` also keys the random stream."""
+    """One prompt to continue `sampling.n` times. Its random numbers come from the seed and `stream_id`."""
 
     request_id: int
     prompt_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    conversation: int | None = None  # requests that share it continue each other, and go to one replica
+    conversation: int | None = None  # the requests of one conversation go to one replica
+    random_stream: int | None = None  # requests with the same seed and number draw the same random numbers
+
+    @property
+    def stream_id(self) -> int:
+        """The number that tells random streams of one seed apart: `request_id` unless `random_stream` is given."""
+        return self.request_id if self.random_stream is None else self.random_stream
+
+
+Alternatives = list[tuple[int, float]]  # the most likely tokens of one position with their log-probs, best first
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation. `logprobs` are nats at the sampling temperature, one per token, before top-p and top-k."""
+    """One sampled answer. `logprobs`: nats at the sampling temperature, one per token, before top-p and top-k.
+
+    Penalties change them. `alternatives`: one list per token, if `top_logprobs` asked for them.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     stop_reason: str  # "stop" (EOS or stop condition), "length" or "aborted"
-    policy_version: tuple[int, int]  # oldest and newest weights that sampled a token of it
+    policy_version: tuple[int, int]  # oldest and newest version that sampled its tokens
+    alternatives: list[Alternatives] | None = None
 
 
-TokenCallback = Callable[[int, list[int], list[float]], None]  # sample, its new token ids, their log-probs
+JSON_FORMATS = ("json_object", "json_schema")
+
+
+def response_schema(params: SamplingParams) -> str | None:
+    """The JSON schema (as text) that `response_format` asks for; None without one."""
+    if params.response_format is None:
+        return None
+    asked = json.loads(params.response_format)
+    return json.dumps(asked["json_schema"]["schema"] if asked["type"] == "json_schema" else {"type": "object"})
+
+
+TokenCallback = Callable[..., None]  # (sample index, new token ids, log-probs), and alternatives if asked for
 
 
 class TokenStream:
-    """Gives `on_tokens` the new tokens of each sample of one request."""
+    """Passes the new tokens of each sample of one request to `on_tokens`."""
 
     def __init__(self, on_tokens: TokenCallback):
         self.on_tokens = on_tokens
-        self.num_sent: Counter[int] = Counter()  # tokens, by sample
+        self.num_sent: Counter[int] = Counter()  # tokens sent so far, by sample
 
-    def send(self, sample: int, token_ids: list[int], logprobs: list[float]) -> None:
-        """`token_ids` and `logprobs` begin after those sent before."""
+    def send(
+        self, sample: int, token_ids: list[int], logprobs: list[float], alternatives: list[Alternatives] | None = None
+    ) -> None:
+        """Send tokens that follow the tokens sent so far; `alternatives` are those of the whole sample."""
         if token_ids:
+            sent = self.num_sent[sample]
             self.num_sent[sample] += len(token_ids)
-            self.on_tokens(sample, token_ids, logprobs)
+            more = () if alternatives is None else (alternatives[sent : self.num_sent[sample]],)
+            self.on_tokens(sample, token_ids, logprobs, *more)
 
 
 class RolloutEngine(ABC):
-    """Samples from the newest published policy. All methods are coroutines; many `generate` calls run at once."""
+    """Samples from the newest published policy. Many `generate` calls can run at the same time."""
+
+    response_formats: Collection[str] = ()  # values of response_format.type that answers can be held to
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """`request.sampling.n` completions, in sample order. An aborted request returns what was produced."""
+        """`request.sampling.n` completions, in sample order. An aborted request returns the tokens sampled so far."""
 
     @functools.cached_property
     def token_streams(self) -> dict[int, TokenStream]:
-        """Where new tokens go while they are sampled, by request id."""
+        """Streams that receive new tokens while they are sampled, by request id."""
         return {}
 
     async def stream(self, request: GenerationRequest, on_tokens: TokenCallback) -> list[Completion]:
-        """`generate`; every token goes to `on_tokens` once, as it is sampled by engines that use `token_streams`."""
+        """Like `generate`; passes each token to `on_tokens` once, while sampling if the engine uses `token_streams`."""
         token_stream = self.token_streams[request.request_id] = TokenStream(on_tokens)
         try:
             completions = await self.generate(request)
@@ -100,43 +165,44 @@ class RolloutEngine(ABC):
             del self.token_streams[request.request_id]
         for sample, completion in enumerate(completions):
             sent = token_stream.num_sent[sample]
-            token_stream.send(sample, completion.token_ids[sent:], completion.logprobs[sent:])
+            new_ids, new_logprobs = completion.token_ids[sent:], completion.logprobs[sent:]
+            token_stream.send(sample, new_ids, new_logprobs, completion.alternatives)
         return completions
 
     @abstractmethod
     async def update_weights(self, weights: Any, version: int) -> None:
-        """Sample from `version` from now on. `weights`: iterable of (HF name, tensor), or the trainer's own module."""
+        """Load `weights` as `version`. `weights`: an iterable of (HF name, tensor), or the trainer's own module."""
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Free the cache (and copied weights) until `wake`."""
+        """Free the KV cache (and copied weights) until `wake`."""
 
     @abstractmethod
     async def wake(self) -> None:
-        """Make ready to generate."""
+        """Prepare to generate again."""
 
     @abstractmethod
     async def abort(self, request_id: int | None = None) -> None:
-        """Stop one request, or all of them; their `generate` calls return what was produced."""
+        """Stop one request, or all; their `generate` calls return the tokens sampled so far."""
 
-    def close(self) -> None:  # noqa: B027  (most engines hold nothing of that kind)
-        """End processes and free what this one cannot free by itself. The engine cannot be used afterwards."""
+    def close(self) -> None:  # noqa: B027  (most engines have nothing to close)
+        """End the engine's processes and free process-wide state. The engine cannot be used afterwards."""
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (nats, temperature 1) of each token given those before it; 0 for the first of a sequence.
+        """Log-probs (nats, temperature 1) of each token given the preceding ones; 0 for the first token.
 
-        Computed by the very path that samples: this is how a publish is proved.
+        Uses the same forward pass as sampling, so that the log-probs verify a publish.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot compute log-probs of given tokens")
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """The weights in use."""
+        """Policy version of the weights in use."""
 
     @property
     def copied_bytes(self) -> int:
-        """Weights held besides the trainer's own tensors, proved at each publish."""
+        """Bytes of weight copies besides the trainer's own tensors; each publish verifies them."""
         return 0
 
     def stats(self) -> dict[str, float]:
@@ -145,13 +211,14 @@ class RolloutEngine(ABC):
 
 
 class CopyingEngine(RolloutEngine):
-    """An engine with a copy of the weights of its own: they arrive between `begin_update` and `finish_update`, handed
-    over by `load_bucket` or by `transport_step`. `replicas` are the engines behind it, or itself."""
+    """An engine with its own copy of the weights. New weights arrive between `begin_update` and `finish_update`,
+    through `load_bucket` or `transport_step`. `replicas`: the engines that it drives, or itself."""
 
     bucket_bytes: int
-    dtype: torch.dtype | None = None  # what floating-point weights are cast to before they travel
-    out_of_process = False  # whether its workers are other processes, which only a transport reaches
+    dtype: torch.dtype | None = None  # floating-point weights are cast to it before they are sent
+    out_of_process = False  # whether its workers are other processes, reached through a transport only
     endpoint: TransportEndpoint | None = None
+    read_back = ReadBack(0)  # of the last update
 
     @property
     def replicas(self) -> "Sequence[CopyingEngine]":
@@ -159,22 +226,22 @@ class CopyingEngine(RolloutEngine):
 
     @property
     def receivers(self) -> "Sequence[CopyingEngine]":
-        """Who takes part in a transport."""
+        """The engines that take part in a transport."""
         return [self]
 
     @abstractmethod
     async def begin_update(self) -> None:
-        """Make ready for a whole set of weights; nothing is sampled until `finish_update`."""
+        """Prepare to receive all weights; nothing is sampled until `finish_update`."""
 
     async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[Manifest]:
-        """Take over some tensors; per replica, the fingerprint of each as it arrived."""
+        """Load some tensors; returns, per replica, the fingerprint of each tensor as received."""
         raise NotImplementedError(f"{type(self).__name__} takes weights through a transport only")
 
     async def transport_step(self, step: str, argument: Any) -> list[Any]:
-        """A step of `checkpoint_engine.ends.TransportEndpoint` on every worker of this receiver; what each answers.
+        """Run a step of `checkpoint_engine.endpoint.TransportEndpoint` on each worker; returns their results.
 
-        "connect" takes the arguments of each worker. "receive" begins an update, loads all weights of a version and
-        answers, per replica, the fingerprint of each as it arrived.
+        "connect" takes a list with the arguments of each worker. "receive" begins an update, loads all weights of a
+        version and returns, per replica, the fingerprint of each tensor as received.
         """
         self.endpoint = self.endpoint or TransportEndpoint()
         if step == "connect":
@@ -191,9 +258,9 @@ class CopyingEngine(RolloutEngine):
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:
-        """Sample from the new weights as `version`; what was computed by older ones is forgotten.
+        """Sample from the new weights as `version`; drops caches computed with older weights.
 
-        Raises StaleWeightsError where a parameter got no value.
+        Raises StaleWeightsError if a parameter received no value.
         """
 
     async def update_weights(self, weights: nn.Module | Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -204,11 +271,24 @@ class CopyingEngine(RolloutEngine):
 
 
 def named_weights(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """(HF name, tensor) pairs; of a module each parameter once, so a tied head is not among them."""
+    """(HF name, tensor) pairs; a module yields each parameter once, so a tied head is not included."""
     return weights.named_parameters() if isinstance(weights, nn.Module) else weights
 
 
-TEMPERATURE_RANGE = (1e-6, 1e6)  # beyond, logits divided by it are not finite
+MAX_TOP_LOGPROBS = 20
+
+
+def same_on_all_ranks(replica: int, by_rank: list[Manifest]) -> Manifest:
+    """The fingerprints that every rank of a replica reports of what arrived."""
+    first, *others = by_rank
+    for rank, arrived in enumerate(others, 1):
+        differs = [name for name in first if arrived.get(name) != first[name]]
+        if differs:
+            raise StaleWeightsError(f"replica {replica}: rank {rank} received another {differs[0]} than rank 0")
+    return first
+
+
+TEMPERATURE_RANGE = (1e-6, 1e6)  # outside it, logits / temperature is not finite
 
 
 def check_request(
@@ -218,9 +298,9 @@ def check_request(
     has_tokenizer: bool,
     vocab_size: float = math.inf,
 ) -> None:
-    """Refuse what cannot be answered, with the numbers, before it can end what else is being answered.
+    """Raise DataError for a request that cannot be answered, before it can make the running requests fail.
 
-    `max_model_len`: tokens one sequence may hold; `vocab_size`: token ids there are, where it is known.
+    `max_model_len`: maximum tokens of one sequence; `vocab_size`: number of token ids, if known.
     """
     params, prompt = request.sampling, len(request.prompt_ids)
     if request.request_id in in_flight:
@@ -244,19 +324,29 @@ def check_request(
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
         wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
         raise DataError(f"request {request.request_id}: token id {wrong} of the prompt is not in 0 to {vocab_size - 1}")
+    penalties = (params.frequency_penalty, params.presence_penalty)
+    if not all(-2 <= value <= 2 for value in penalties) or not 0.01 <= params.repetition_penalty <= 100:
+        raise DataError(
+            f"request {request.request_id}: frequency_penalty={penalties[0]} and presence_penalty={penalties[1]} must "
+            f"be in [-2, 2], repetition_penalty={params.repetition_penalty} in [0.01, 100]"
+        )
+    if not 0 <= params.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise DataError(f"top_logprobs={params.top_logprobs} must be in 0 to {MAX_TOP_LOGPROBS}")
+    if params.stop_token_ids and not (min(params.stop_token_ids) >= 0 and max(params.stop_token_ids) < vocab_size):
+        raise DataError(f"stop_token_ids={list(params.stop_token_ids)} must be in 0 to {vocab_size - 1}")
     if params.stop and not has_tokenizer:
         raise DataError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
 
 
 def max_stop_tokens(params: SamplingParams) -> int:
-    """How many of the last tokens may hold a stop string: a character is at most four byte-level tokens."""
+    """How many of the last tokens can contain a stop string: a character is at most four byte-level tokens."""
     return 4 * max(map(len, params.stop), default=0) + 8
 
 
 def completes_stop_text(
     params: SamplingParams, num_tokens: int, tail: list[int], decode: Callable[[list[int]], str] | None
 ) -> bool:
-    """Whether the newest of `num_tokens` tokens completed a stop string. `tail`: the last of them."""
+    """Whether the newest of `num_tokens` tokens completed a stop string. `tail`: the last tokens."""
     if not params.stop or num_tokens < params.min_tokens or decode is None:
         return False
     text = decode(tail)
@@ -264,7 +354,7 @@ def completes_stop_text(
 
 
 def rollout_dtype(name: str) -> torch.dtype | None:
-    """The dtype `rollout.dtype` names; None (auto) is the model's own."""
+    """The torch dtype of `rollout.dtype`; None (auto) means the model's own."""
     if name not in _DTYPES:
         raise ConfigError(f"actor_rollout_ref.rollout.dtype={name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]

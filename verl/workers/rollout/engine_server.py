@@ -1,7 +1,7 @@
-"""A rollout engine in a process of its own: reads calls from an inherited socket, answers them as they complete.
+"""A rollout engine in its own process: reads calls from an inherited socket and sends each result when it is ready.
 
-Started by `remote.RemoteEngine`, in its own Python environment where the configuration names one. Frames are those of
-`verl.runtime.wire`: nothing that arrives can run code.
+`remote_engine.RemoteEngine` starts it, in another Python environment if the configuration names one. Frames have the
+format of `verl.runtime.wire`: received data cannot run code.
 """
 
 import argparse
@@ -19,23 +19,27 @@ HEADER_BYTES = 8  # bytes of a frame's length, little-endian
 
 
 def encode_frame(message: Any) -> bytes:
-    """A message as it travels."""
+    """The bytes of a message: its length, then its content."""
     data = serialize(message)
     return len(data).to_bytes(HEADER_BYTES, "little") + data
 
 
 def build_engine(config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int) -> CopyingEngine:
-    """The engine of `rollout.name`."""
+    """The vLLM engine of one replica."""
     from transformers import AutoTokenizer
 
     from verl.workers.rollout.vllm_engine import VLLMEngine
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path) if any(Path(model_path).glob("tokenizer*")) else None
+    tokenizer = (
+        AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        if any(Path(model_path).glob("tokenizer*"))
+        else None
+    )
     return VLLMEngine(config, model_path, tokenizer, eos_token_ids, replica)
 
 
 class RolloutServer:
-    """Answers calls of the contract; many at once."""
+    """Executes calls of the engine interface, many at once."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
@@ -43,7 +47,7 @@ class RolloutServer:
         self.calls: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Consumes frames; ends when the trainer closes its end."""
+        """Consumes frames; returns when the trainer closes the connection."""
         while True:
             try:
                 size = int.from_bytes(await self.reader.readexactly(HEADER_BYTES), "little")
@@ -62,7 +66,7 @@ class RolloutServer:
             if method == "stream":
                 arguments["on_tokens"] = send_tokens
             reply = [call_id, True, await self.dispatch(method, arguments)]
-        except Exception as error:  # the trainer raises it where it called
+        except Exception as error:  # the trainer raises it in the caller
             error_class = type(error).__name__ if isinstance(error, VerlError) else ""
             reply = [call_id, False, [error_class, str(error) if error_class else f"{type(error).__name__}: {error}"]]
         self.writer.write(encode_frame(reply))
@@ -83,18 +87,19 @@ class RolloutServer:
             case "transport_step":
                 return await self.engine.transport_step(arguments["step"], arguments["argument"])
             case "finish_update":
-                return await self.engine.finish_update(arguments["version"])
+                await self.engine.finish_update(arguments["version"])
+                return self.engine.read_back
             case "compute_logprobs":
                 return await self.engine.compute_logprobs(arguments["sequences"])
             case "stats":
                 return self.engine.stats()
             case "begin_update" | "sleep" | "wake":
                 return await getattr(self.engine, method)()
-        raise VerlError(f"a rollout server has no method {method!r}; both ends must run one version of this library")
+        raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")
 
 
 async def serve(descriptor: int) -> None:
-    """Serve the socket that was inherited as `descriptor`."""
+    """Serve calls from the inherited socket `descriptor`."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     await RolloutServer(reader, writer).run()
 

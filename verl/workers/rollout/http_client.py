@@ -11,9 +11,9 @@ from verl.utils.errors import ConfigError, WorkerError
 
 
 class HTTPClient:
-    """Requests with the retries of `rollout.server.*`. Failures say which server, which path and what it answered.
+    """HTTP requests with the retries of `rollout.server.*`. Errors name the server, the path and the response.
 
-    The connections live on an event loop of their own, in a thread that ends with the client.
+    The connections use a separate event loop, in a thread that ends with the client.
     """
 
     def __init__(self, url: str, server: ServerConfig):
@@ -36,11 +36,11 @@ class HTTPClient:
         return self.aiohttp.ClientSession(connector=connector, timeout=timeout)
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The decoded answer. A connection that cannot be made is tried again; an error of the server is not."""
+        """The decoded response. Failed connections are retried; error responses of the server are not."""
         return await asyncio.wrap_future(self._submit(method, path, body))
 
     def call_blocking(self, method: str, path: str, body: Any = None) -> Any:
-        """`call`, from outside of an event loop."""
+        """`call`, for code outside of an event loop."""
         return self._submit(method, path, body).result()
 
     def _submit(self, method: str, path: str, body: Any) -> "Future[Any]":
@@ -61,7 +61,7 @@ class HTTPClient:
                     return await reply.text()
             except self.aiohttp.ClientConnectionError as error:
                 problem = error
-            except (self.aiohttp.ClientError, ValueError) as error:  # cut off, or not what it says it is
+            except (self.aiohttp.ClientError, ValueError) as error:  # truncated, or not valid JSON
                 raise WorkerError(0, path, f"{self.url}{path} gave no answer that can be read: {error!r}") from error
         raise WorkerError(
             0, path,

@@ -1,4 +1,4 @@
-"""The synchronous scheduler loop of the native engine: prefill, decode one token for every row, retire."""
+"""The synchronous scheduler loop of the native engine: prefill, decode one token per sequence, finish."""
 
 import time
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from verl.workers.rollout.scheduler import (
     WaitingQueue,
 )
 
-_REFILL_DIVISOR = 16  # where prompts need a pass of their own: refill once 1/16 of the rows is free
-_MIN_SHARED_PROMPT_TOKENS = 128  # tokens of a prompt that make a second product per layer cheaper than a copy per row
+_REFILL_DIVISOR = 16  # if prefill needs its own forward pass, it waits until 1/16 of the rows are free
+_MIN_SHARED_PROMPT_TOKENS = 128  # shorter prompts are copied to each row: cheaper than a second matmul per layer
 
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """The cache's extent: rows decoded at once, the longest sequence, and columns (longer, so shifts are rare)."""
+    """Size of the KV cache: rows decoded at once, longest sequence, and columns (more, so that shifts are rare)."""
 
     rows: int
     max_model_len: int
@@ -76,7 +76,7 @@ class NativeCore:
         self.column = self.low = 0
         self.ragged = False
         self.table: RowTable | None = None
-        self.cached_prompts: list[CachedPrompt] = []  # by the decoder's slot
+        self.cached_prompts: list[CachedPrompt] = []  # indexed by the decoder's slot
         self.sharing: PromptSharing | None = None
 
     @property
@@ -88,7 +88,7 @@ class NativeCore:
         return len(self.table.starts) if self.table is not None else 0
 
     def submit(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> RequestState:
-        """Queue a request; its samples enter as rows become free."""
+        """Queue a request; its samples start as rows become free."""
         check_request(request, self.limits.max_model_len, self.states, self.decode_text is not None, self.vocab_size)
         state = RequestState(request, self.version, stop_ids)
         self.states[request.request_id] = state
@@ -98,19 +98,17 @@ class NativeCore:
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
-        """Prefill what fits, then give every running row one token. Returns the requests that are now complete."""
+        """Prefill new prompts, then decode one token per running row. Returns the requests that are now complete."""
         started = time.perf_counter()
         busy_s = self.counters.model_s + self.counters.sampling_s
         finished: list[RequestState] = []
         batches = self._schedule_prefills()
-        enters_with_decode = (
-            batches and self.decoder.supports_mixed_batches and self.table is not None and self.table.count
-        )
-        entering = batches.pop() if enters_with_decode else None
+        can_mix = batches and self.decoder.supports_mixed_batches and self.table is not None and self.table.count
+        prefill = batches.pop() if can_mix else None
         for batch in batches:
             finished += self._prefill(batch)
         if self.table is not None and self.table.count:
-            finished += self._decode(entering)
+            finished += self._decode(prefill)
         model_and_sampling_s = self.counters.model_s + self.counters.sampling_s - busy_s
         self.counters.scheduling_s += time.perf_counter() - started - model_and_sampling_s
         for state in finished:
@@ -118,7 +116,7 @@ class NativeCore:
         return finished
 
     def run(self, requests: list[GenerationRequest], stop_ids: tuple[int, ...] = ()) -> list[list[Completion]]:
-        """Everything at once, in order: the synchronous door (benchmarks, tests)."""
+        """Completions of each request, in order: the synchronous entry point (benchmarks, tests)."""
         states = [
             self.submit(r, r.sampling.stop_token_ids + (() if r.sampling.ignore_eos else stop_ids)) for r in requests
         ]
@@ -128,7 +126,7 @@ class NativeCore:
 
     @torch.inference_mode()
     def abort(self, request_id: int | None = None) -> list[RequestState]:
-        """End one request or all; what was produced so far is their result."""
+        """Stop one request or all; returns them with the tokens sampled so far."""
         removed = self.queue.remove(request_id)
         rows = self.table.rows if self.table is not None else []
         aborted = [i for i, row in enumerate(rows) if request_id is None or row.state.request.request_id == request_id]
@@ -145,12 +143,12 @@ class NativeCore:
         return finished
 
     def reset(self) -> None:
-        """Forget everything in flight and free the cache."""
+        """Drop all requests in flight and free the KV cache."""
         self.queue, self.states, self.table, self.cached_prompts, self.sharing = WaitingQueue(), {}, None, [], None
         self.decoder.free_cache()
 
     def _schedule_prefills(self) -> list[PrefillBatch]:
-        """What enters now, with room made for it, in batches that are prefilled at once."""
+        """Batches of prompts to schedule now; allocates the rows and columns that they need."""
         running = self.table.count if self.table is not None else 0
         if running and not self.decoder.supports_continuous_batching:
             return []
@@ -159,7 +157,7 @@ class NativeCore:
         requests = self.queue.take(rows - running, min_free, not self.decoder.supports_padded_prompts)
         if not requests:
             return []
-        self._allocate_rows(running + sum(len(a.samples) for a in requests))
+        self._allocate_rows(running + sum(len(r.samples) for r in requests))
         cached: list[PrefillRequest] = []
         shared: list[PrefillRequest] = []
         unshared: list[PrefillRequest] = []
@@ -171,18 +169,18 @@ class NativeCore:
                 and len(request.prompt) >= _MIN_SHARED_PROMPT_TOKENS
             )
             (cached if request.cached_prompt else shared if long_group else unshared).append(request)
-        self._reserve_columns(max((len(a.prompt) for a in unshared), default=0))
+        self._reserve_columns(max((len(r.prompt) for r in unshared), default=0))
         batches = [PrefillBatch(cached, shares_prompts=True)] if cached else []
         batches += [PrefillBatch(batch, shares_prompts=True) for batch in self._split_prefills(shared)]
         return batches + [PrefillBatch(batch, shares_prompts=False) for batch in self._split_prefills(unshared)]
 
     def _find_cached(self, prompt: list[int]) -> CachedPrompt | None:
-        """Its slot's content, if it was computed by the weights in use."""
+        """The cached prompt, if the weights in use computed it."""
         return next((p for p in self.cached_prompts if p.version == self.version and p.tokens == prompt), None)
 
     def _allocate_rows(self, rows: int) -> None:
         if self.device.type != "cpu":
-            rows = self.limits.rows  # the memory is set aside, and captured graphs need it to stay in place
+            rows = self.limits.rows  # the memory is reserved, and captured graphs need fixed addresses
         if self.table is None:
             self.decoder.allocate(rows, self.limits.columns)
             self.table = RowTable(rows, self.limits.columns, self.vocab_size, self.device)
@@ -192,7 +190,7 @@ class NativeCore:
             self.table.grow(rows)
 
     def _reserve_columns(self, width: int) -> None:
-        """The running column leaves room for prompts of `width` tokens before it."""
+        """Move the running column so that prompts of `width` tokens fit before it."""
         if not self.table.count:
             self.column = max(width, min(self.queue.longest_prompt(), self.limits.max_model_len))
         elif self.column < width:
@@ -205,7 +203,7 @@ class NativeCore:
         self.low += by
 
     def _split_prefills(self, requests: list[PrefillRequest]) -> list[list[PrefillRequest]]:
-        """Cut by padded tokens; a prompt over the budget goes alone. Decoders that cannot join take all at once."""
+        """Split by padded tokens; a prompt over the budget is alone. Without continuous batching, all are one batch."""
         if not self.decoder.supports_continuous_batching or not requests:
             return [requests] if requests else []
         batches: list[list[PrefillRequest]] = [[]]
@@ -231,12 +229,12 @@ class NativeCore:
         return CacheTarget(column, self.table.count, batch.repeats, slots)
 
     def _add_sequences(self, batch: PrefillBatch, logits_NV: Tensor | None) -> Tensor:
-        """New rows whose prompts end before the running column; logits (rows, V) for the first token of each.
+        """Add rows whose prompts end before the running column; returns logits (rows, V) for their first tokens.
 
-        `logits_NV` after the prompts just computed; None where they were cached already.
+        `logits_NV`: logits after each prefilled prompt; None if the prompts were cached already.
         """
         if logits_NV is None:
-            logits_NV = torch.stack([a.cached_prompt.logits_V for a in batch.requests])
+            logits_NV = torch.stack([r.cached_prompt.logits_V for r in batch.requests])
         else:
             self.counters.prefill_tokens += sum(map(len, batch.prompts))
             self.counters.prompts_computed += len(batch.prompts)
@@ -250,11 +248,11 @@ class NativeCore:
             return logits_NV
         return logits_NV.repeat_interleave(torch.tensor(batch.repeats, device=logits_NV.device), 0)
 
-    def _decode(self, entering: PrefillBatch | None) -> list[RequestState]:
-        """One token for every row; prompts that enter go through the weights in the same pass."""
+    def _decode(self, prefill: PrefillBatch | None) -> list[RequestState]:
+        """Decode one token per row; the prompts of `prefill` go through the same forward pass."""
         table = self.table
         if self.column + 1 >= self.limits.columns:
-            width = max(map(len, entering.prompts)) if entering and not entering.shares_prompts else 0
+            width = max(map(len, prefill.prompts)) if prefill and not prefill.shares_prompts else 0
             self._shift(-min(self.low, self.column + 1 - width))
         count, column = table.count, self.column
         window = CacheWindow(
@@ -262,9 +260,9 @@ class NativeCore:
         )
         tokens = table.tokens[:count, column]
         started = time.perf_counter()
-        if entering and not entering.is_cached:
-            target = self._cache_target(entering, column + 1)
-            logits = self.decoder.decode_and_prefill(tokens, window, entering.prompts, target)
+        if prefill and not prefill.is_cached:
+            target = self._cache_target(prefill, column + 1)
+            logits = self.decoder.decode_and_prefill(tokens, window, prefill.prompts, target)
         else:
             logits = self.decoder.decode(tokens, window)
         self.counters.model_s += time.perf_counter() - started
@@ -272,16 +270,21 @@ class NativeCore:
         self.counters.row_steps += count
         self.counters.cache_columns += count * (column + 1 - self.low)
         self.column += 1
-        if entering:
-            first_logits = self._add_sequences(entering, None if entering.is_cached else logits[count:])
+        if prefill:
+            first_logits = self._add_sequences(prefill, None if prefill.is_cached else logits[count:])
             logits = torch.cat((logits[:count], first_logits))
         return self._sample(logits, slice(0, table.count))
 
     def _sample(self, logits: Tensor, rows: slice) -> list[RequestState]:
-        """One token for each of `rows` into the running column; retire the rows that end with it."""
+        """Sample one token per row of `rows` into the running column; finish the rows that end with it."""
         started = time.perf_counter()
         table, column = self.table, self.column
-        uniforms_B = uniforms(table.keys[rows], column - table.first_columns[rows])
+        uniforms_B, steps = uniforms(table.keys[rows], column - table.first_columns[rows]), table.sampling_steps()
+        if steps.penalties:
+            logits = logits.float()
+            table.penalise(logits, rows, column)
+        if steps.top_logprobs:
+            table.record_alternatives(logits, rows)
         tokens, logprobs = sample(logits, uniforms_B, table.sampling_tensors(rows, column))
         table.tokens[rows, column] = tokens
         table.logprobs[rows, column] = logprobs
@@ -294,7 +297,7 @@ class NativeCore:
         self.counters.generated_tokens += rows.stop - rows.start
         if reasons and bool(not_finite.any()):
             self._raise_not_finite(rows.start + int(not_finite.nonzero()[0]))
-        if table.sampling_steps().stop_texts:
+        if steps.stop_texts:
             running = (row for row in range(rows.start, rows.stop) if reasons.get(row) != "stop")
             reasons |= {row: "stop" for row in running if self._hits_stop_text(row)}
         return self._finish_rows(sorted(reasons.items()))
@@ -318,7 +321,7 @@ class NativeCore:
         return completes_stop_text(params, num_tokens, ids, self.decode_text)
 
     def _finish_rows(self, ended: list[tuple[int, str]]) -> list[RequestState]:
-        """Turn rows into completions and close the gaps; returns the requests this completed."""
+        """Turn ended rows into completions and compact the table; returns the requests that are now complete."""
         if not ended:
             return []
         table, finished = self.table, []
@@ -329,8 +332,9 @@ class NativeCore:
             sequence = table.rows[row]
             generated = slice(sequence.first_column - low, None)
             completion = Completion(
-                tokens[generated], logprobs[generated], reason, (sequence.first_version, self.version)
-            )
+                tokens[generated], logprobs[generated], reason, (sequence.first_version, self.version),
+                sequence.alternatives,
+            )  # fmt: skip
             sequence.state.finish(sequence.sample, completion)
             if sequence.state.done:
                 finished.append(sequence.state)
@@ -343,7 +347,7 @@ class NativeCore:
         return finished
 
     def _release_cached_prompts(self) -> None:
-        """Free the slots of prompts that no row continues and no request waits for."""
+        """Free the slots of prompts that no running row and no waiting request uses."""
         used = {id(row.cached_prompt) for row in self.table.rows}
         for slot in reversed(range(len(self.cached_prompts))):
             prompt = self.cached_prompts[slot]
@@ -355,7 +359,7 @@ class NativeCore:
                 self.cached_prompts[slot] = last
 
     def _update_columns(self) -> None:
-        """Where the rows' own columns begin, and which prompts they share."""
+        """Update where the rows' own columns begin, and which prompts they share."""
         count = self.table.count
         if count:
             own_starts = self.table.own_starts[:count]

@@ -1,4 +1,4 @@
-"""`rollout.name=native`: continuous batching in the trainer's own process, over the actor's own tensors."""
+"""`rollout.name=native`: continuous batching in the trainer's own process, with the actor's own tensors."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.native_core import CacheLimits, NativeCore
 
 CPU_CACHE_BYTES = 1 << 30
-CPU_PREFILL_TOKENS = 2048  # what a small model makes of this many stays in the processor's caches
+CPU_PREFILL_TOKENS = 2048  # a small model's activations for this many fit the processor's caches
 
 
 class NativeEngine(RolloutEngine):
-    """Many `generate` coroutines awaited together are decoded together, one token each per step.
+    """Decodes all running `generate` calls as one batch, one token per sequence and step.
 
     `temperature=0` is greedy, with log-probs at temperature 1. A completion ends with the EOS or stop token, or with
     the token that completed a stop string: token ids are never changed.
@@ -44,7 +44,7 @@ class NativeEngine(RolloutEngine):
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         first_parameter = next(model.parameters())
-        # "cuda" is not "cuda:0" to torch; a tensor knows its index.
+        # To torch, "cuda" and "cuda:0" differ; the device of a tensor has the index.
         self.device = torch.empty(0, device=device).device if device is not None else first_parameter.device
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -61,7 +61,7 @@ class NativeEngine(RolloutEngine):
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._asleep = False
-        self._published_versions = parameter_versions(model)
+        self._published_write_counts = parameter_versions(model)
 
     @property
     def version(self) -> int:
@@ -91,8 +91,8 @@ class NativeEngine(RolloutEngine):
             raise
 
     def _check_published(self) -> None:
-        """Weights written to since they were published would be sampled under the wrong version."""
-        if self._published_versions != parameter_versions(self.model):
+        """Raise WorkerError if the weights changed since they were published: samples would carry a wrong version."""
+        if self._published_write_counts != parameter_versions(self.model):
             raise WorkerError(
                 0, "generate",
                 f"the weights were changed in place after version {self.version} was published, so its samples would "
@@ -119,7 +119,8 @@ class NativeEngine(RolloutEngine):
             if token_stream is not None:
                 new = slice(sequence.first_column + token_stream.num_sent[sequence.sample], self.core.column + 1)
                 table = self.core.table
-                token_stream.send(sequence.sample, table.tokens[row, new].tolist(), table.logprobs[row, new].tolist())
+                new_ids, new_logprobs = table.tokens[row, new].tolist(), table.logprobs[row, new].tolist()
+                token_stream.send(sequence.sample, new_ids, new_logprobs, sequence.alternatives)
 
     def _resolve_futures(self, states: list) -> None:
         for state in states:
@@ -136,12 +137,12 @@ class NativeEngine(RolloutEngine):
             )  # fmt: skip
         self.model = weights
         self.core.version = version
-        self._published_versions = parameter_versions(weights)
+        self._published_write_counts = parameter_versions(weights)
         if not self._asleep:
             self._load_weights()
 
     def _load_weights(self) -> None:
-        """The decoder samples from the module's present values: read in place, or copied and the copies proved."""
+        """Make the decoder use the module's current values, in place or as copies; verifies the copies."""
         self.decoder.refresh(self.model, self.version)
         stale = self.decoder.find_stale(self.model)
         if stale:
@@ -160,8 +161,8 @@ class NativeEngine(RolloutEngine):
         self._asleep = True
 
     async def wake(self) -> None:
-        """Ready again. Weights changed since they were published must be published before `generate`."""
-        if self._asleep and self._published_versions == parameter_versions(self.model):
+        """Prepare to generate again. Weights changed since the last publish must be published before `generate`."""
+        if self._asleep and self._published_write_counts == parameter_versions(self.model):
             self._load_weights()
         self._asleep = False
 
@@ -178,7 +179,7 @@ class NativeEngine(RolloutEngine):
 
 
 def parameter_versions(model: nn.Module) -> list[int]:
-    """How often each parameter was written to."""
+    """torch's count of in-place writes to each parameter."""
     return [p._version for p in model.parameters()]
 
 
@@ -193,12 +194,12 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
 
 
 def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) -> CacheLimits:
-    """How many rows the memory holds; a sequence that cannot fit is refused with the numbers."""
+    """Size of the KV cache in the memory there is; raises ConfigError if one sequence does not fit."""
     max_model_len = config.max_model_len or config.prompt_length + config.response_length
     columns = max_model_len + max(64, min(max_model_len // 4, 256))
     columns = -(-columns // 16) * 16
     columns += 16 * (columns // 16 % 2 == 0)  # an odd number of cache lines: no stride of a power of two
-    per_token = decoder.bytes_per_token() + 12  # 12: the token and its log-prob
+    per_token = decoder.bytes_per_token() + 12  # 12 bytes: the token and its log-prob
     per_row = columns * per_token
     budget = cache_budget(config, device)
     rows = min(config.max_num_seqs, budget // per_row)
@@ -220,7 +221,7 @@ def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) 
 
 
 def cache_budget(config: RolloutConfig, device: torch.device) -> int:
-    """Bytes for keys and values: `kv_cache_bytes`, else 1 GiB on a CPU and a share of the device elsewhere."""
+    """Bytes of the KV cache: `kv_cache_bytes`, else 1 GiB on a CPU and `gpu_memory_utilization` of a device."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     if device.type == "cpu":

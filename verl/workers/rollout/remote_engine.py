@@ -1,4 +1,4 @@
-"""The trainer's end of a rollout server: the contract of every engine, carried out in another process."""
+"""The trainer's client of a rollout server: an engine whose calls run in another process."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 class RemoteEngine(CopyingEngine):
-    """One replica in a process of its own (and, with `rollout.server.python`, in an environment of its own)."""
+    """One replica in its own process (and, with `rollout.server.python`, in its own Python environment)."""
 
     out_of_process = True
 
@@ -58,7 +58,7 @@ class RemoteEngine(CopyingEngine):
         )
 
     def ready(self) -> None:
-        """Wait until the engine has started; raises what kept it from starting."""
+        """Wait until the engine has started; raises the error that prevented the start."""
         try:
             self._started.result(self.config.server.max_start_wait_time)
         except TimeoutError:
@@ -72,9 +72,9 @@ class RemoteEngine(CopyingEngine):
         return self._version
 
     def _call(self, method: str, on_tokens: Callable[..., object] | None = None, **arguments: Any) -> "Future[Any]":
-        """The answer to come; before it, `on_tokens` is called in the reading thread."""
+        """Future of the result; until it is set, the reader thread calls `on_tokens`."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # whoever gives up waiting cannot cancel what the reader will set
+        future.set_running_or_notify_cancel()  # a caller cannot cancel a future that the reader will set
         with self._lock:
             self._last_call_id += 1
             self._pending[self._last_call_id] = future
@@ -82,7 +82,7 @@ class RemoteEngine(CopyingEngine):
                 self._token_callbacks[self._last_call_id] = on_tokens
             ended = self._ended
             if not ended:
-                with contextlib.suppress(OSError):  # the reader will learn it, after the answers that are there
+                with contextlib.suppress(OSError):  # the reader notices it after the pending replies
                     self._socket.sendall(encode_frame([self._last_call_id, method, arguments]))
         if ended:
             self._fail_all()
@@ -92,8 +92,8 @@ class RemoteEngine(CopyingEngine):
         return await asyncio.wrap_future(self._call(method, **arguments))
 
     def _read(self) -> None:
-        """Consumes replies in a thread of its own; ends with the server."""
-        # a server that ends with calls unread resets the connection
+        """Consumes replies in a separate thread; returns when the server ends."""
+        # a server that ends before it has read all calls resets the connection
         with self._socket.makefile("rb") as replies, contextlib.suppress(ConnectionError):
             while len(size := replies.read(HEADER_BYTES)) == HEADER_BYTES:
                 call_id, succeeded, result = deserialize(replies.read(int.from_bytes(size, "little")))
@@ -130,7 +130,7 @@ class RemoteEngine(CopyingEngine):
         return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}")
 
     def _exit_message(self) -> str:
-        """How the process ended, and its last words."""
+        """How the process ended, and the last lines of its output."""
         try:
             code = self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -148,7 +148,7 @@ class RemoteEngine(CopyingEngine):
         loop = asyncio.get_running_loop()
 
         def forward(*tokens: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(on_tokens, *tokens)
 
         return await self._await_answer(request, self._call("stream", forward, request=request))
@@ -170,7 +170,7 @@ class RemoteEngine(CopyingEngine):
         return await self._call_async("transport_step", step=step, argument=argument)
 
     async def finish_update(self, version: int) -> None:
-        await self._call_async("finish_update", version=version)
+        self.read_back = await self._call_async("finish_update", version=version)
         self._version = version
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -194,17 +194,15 @@ class RemoteEngine(CopyingEngine):
 
 
 def start_server(python: str | None) -> tuple[socket.socket, subprocess.Popen[bytes], str]:
-    """The child process, our end of a socket that only the two of them hold, and the file of its output."""
+    """Our endpoint of a private socket pair with the child process, the process, and the file of its output."""
     ours, theirs = socket.socketpair()
     descriptor, log = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
     source = str(Path(verl.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
     with theirs, os.fdopen(descriptor, "wb") as output:
+        server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
         process = subprocess.Popen(
-            [
-                python or sys.executable, "-m", "verl.workers.rollout.engine_server",
-                "--descriptor", str(theirs.fileno()),
-            ],
+            [*server, "--descriptor", str(theirs.fileno())],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
             start_new_session=True,
         )  # fmt: skip
@@ -212,8 +210,8 @@ def start_server(python: str | None) -> tuple[socket.socket, subprocess.Popen[by
 
 
 def stop_server(connection: socket.socket, process: subprocess.Popen[bytes], log: str) -> None:
-    """Close the connection, which ends the server; end its whole process group where that takes too long."""
-    with contextlib.suppress(OSError):  # it was gone already
+    """Close the connection, which ends the server; kills its process group after a timeout."""
+    with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     try:
         process.wait(_EXIT_TIMEOUT_S)

@@ -1,18 +1,18 @@
-"""Several replicas behind the contract of one: a request goes to the least loaded, its later turns to the same."""
+"""Routes each request to the least loaded replica, and all turns of a conversation to the same replica."""
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from torch import Tensor
 
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 
-_MAX_CONVERSATIONS = 100_000  # requests whose replica is kept in mind
+_MAX_CONVERSATIONS = 100_000  # conversations whose replica is remembered
 
 
 class Router(CopyingEngine):
-    """Balances by tokens that may still be produced; all replicas hold one version of the weights."""
+    """Balances the tokens (prompt + max_tokens) of running requests; all replicas hold one version of the weights."""
 
     def __init__(self, engines: Sequence[CopyingEngine]):
         self.engines = list(engines)
@@ -24,6 +24,10 @@ class Router(CopyingEngine):
     @property
     def replicas(self) -> Sequence[CopyingEngine]:
         return self.engines
+
+    @property
+    def response_formats(self) -> Collection[str]:  # type: ignore[override]
+        return self.engines[0].response_formats
 
     @property
     def receivers(self) -> Sequence[CopyingEngine]:
@@ -93,8 +97,8 @@ class Router(CopyingEngine):
             engine.close()
 
     def stats(self) -> dict[str, float]:
-        """Means over the replicas that had something to do; counts are summed."""
+        """Means over the replicas that report a value; counts are summed."""
         all_stats = [engine.stats() for engine in self.engines]
         values = {name: [stats[name] for stats in all_stats if name in stats] for stats in all_stats for name in stats}
         summed = {"generated_tokens", "preemptions"}
-        return {name: sum(some) / (1 if name in summed else len(some)) for name, some in values.items()}
+        return {name: sum(v) / (1 if name in summed else len(v)) for name, v in values.items()}

@@ -1,6 +1,6 @@
-"""Sampling that depends on the request alone: counter-based uniforms and the inverse distribution function.
+"""Sampling that depends on the request alone: counter-based uniform random numbers and the inverse CDF.
 
-Shapes: B rows sampled at once, V vocabulary.
+Shapes: B rows sampled at once, V vocabulary. `weights_BV` are unnormalised probabilities.
 """
 
 from dataclasses import dataclass, fields
@@ -8,12 +8,14 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from verl.workers.rollout.base import Alternatives, SamplingParams
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BLOCK_COLUMNS = 128  # columns summed first when the vocabulary is large; divides most of them
-_CPU_CHUNK_ELEMENTS = 1 << 19  # weights worked on at once on a CPU: they stay in its cache
-_TOP_P_CANDIDATES = 1024  # candidates looked at before a whole row is sorted for top-p
+_BLOCK_COLUMNS = 128  # block size of the two-level search in large vocabularies; divides most sizes
+_CPU_CHUNK_ELEMENTS = 1 << 19  # probabilities processed at once on a CPU: they stay in its cache
+_TOP_P_CANDIDATES = 1024  # largest probabilities tried before a whole row is sorted for top-p
 
 
 def _signed(value: int) -> int:
@@ -35,7 +37,7 @@ def stream_key(seed: int, request_id: int, sample: int) -> int:
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """(B,) float64 in [0, 1), a function of (key, position) alone.
+    """Uniform random numbers (B,), float64 in [0, 1), that depend on (key, position) alone.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), used as a counter-based hash.
     """
@@ -48,7 +50,7 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Per-row settings, (B,) each; None where no row of the batch needs it."""
+    """Sampling settings per row, (B,) each; None if no row of the batch needs the setting."""
 
     temperature_B: Tensor | None = None  # float32; 1 where greedy
     greedy_B: Tensor | None = None  # bool
@@ -64,9 +66,9 @@ class SamplingTensors:
 def sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Token ids (B,) and their log-probs (B,) float32 nats; `logits_BV` (any float type) may be overwritten.
 
-    Log-probs are of the full softmax at the temperature (at 1 where greedy): the trainer's. top-k, top-p and
-    forbidden tokens only narrow the choice. Tokens whose probability ties with the last one kept are kept too.
-    A row whose logits are not finite gives a log-prob of nan.
+    Log-probs are those of the full softmax at the temperature (1 if greedy), as the trainer computes them. top-k,
+    top-p and forbidden tokens only restrict which token is sampled; tokens that tie with the last allowed
+    probability stay allowed. A row whose logits are not finite returns a log-prob of nan.
     """
     rows, size = logits_BV.shape
     step = max(1, _CPU_CHUNK_ELEMENTS // size) if logits_BV.device.type == "cpu" else rows
@@ -101,7 +103,7 @@ def _sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> 
 
 
 def apply_top_k_top_p(weights_BV: Tensor, tensors: SamplingTensors) -> Tensor:
-    """The weights with everything zeroed that forbidden tokens, top-k and then top-p rule out."""
+    """`weights_BV` with zeros at forbidden tokens, at tokens outside top-k, and then at tokens outside top-p."""
     if tensors.forbidden_BK is not None:
         weights_BV = _forbid(weights_BV.clone(), tensors.forbidden_BK, 0.0)
     if tensors.top_k_B is not None:
@@ -116,7 +118,7 @@ def apply_top_k_top_p(weights_BV: Tensor, tensors: SamplingTensors) -> Tensor:
 
 
 def _top_p_threshold(weights_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """(B, 1) the smallest weight kept: the fewest largest weights that hold `top_p` of the total."""
+    """(B, 1) smallest weight in the top-p set: the fewest largest weights whose sum reaches `top_p` of the total."""
     target_mass = weights_BV.sum(-1, keepdim=True, dtype=torch.float64) * top_p_B.unsqueeze(1)
     count = min(_TOP_P_CANDIDATES, weights_BV.shape[1])
     while True:
@@ -137,11 +139,33 @@ def _forbid(values_BV: Tensor, forbidden_BK: Tensor, filler: float) -> Tensor:
     return values_BV
 
 
+def penalise(logits_V: Tensor, prompt_ids: Tensor, generated_ids: Tensor, params: SamplingParams) -> None:
+    """Lower the logits of tokens that occurred, in place: each generated one by `presence_penalty` and its count times
+    `frequency_penalty`; those of the prompt too are divided (multiplied if negative) by `repetition_penalty`.
+
+    Source: the OpenAI API reference; Keskar et al., "CTRL" (2019), section 4.1.
+    """
+    if params.repetition_penalty != 1:
+        seen = torch.cat((prompt_ids, generated_ids)).unique()
+        values = logits_V[seen]
+        factor = params.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / factor, values * factor)
+    if len(generated_ids):
+        seen, counts = generated_ids.unique(return_counts=True)
+        logits_V[seen] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def most_likely(logits_V: Tensor, temperature: float, count: int) -> Alternatives:
+    """The `count` most likely tokens with their log-probs (nats) at `temperature`."""
+    best = (logits_V.float() / temperature).log_softmax(-1).topk(min(count, len(logits_V)))
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
 def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """The first token whose cumulative weight exceeds uniform x total, and the totals (float64).
 
-    Running sums are float64, so the choice moves only where two probabilities touch. Large vocabularies search in two
-    levels: the block of columns first (a float32 sum each), then the column.
+    Cumulative sums are float64, so rounding changes the token only at the border of two tokens' intervals. Large
+    vocabularies are searched in two levels: first the block of columns (float32 sums), then the column.
     """
     size = weights_BV.shape[1]
     if size <= 16 * _BLOCK_COLUMNS:
@@ -158,7 +182,7 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor
     within_block = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)].cumsum(
         -1, dtype=torch.float64
     )
-    # Rounding may leave the target a hair above the block's own sum: keep it inside.
+    # Rounding may put the target slightly above the block's own sum: clamp it.
     remainder = torch.minimum(target - before, torch.nextafter(within_block[:, -1:], torch.zeros_like(target)))
     column = torch.searchsorted(within_block, remainder, right=True)
     return (block * _BLOCK_COLUMNS + column).squeeze(1).clamp_(max=size - 1), total

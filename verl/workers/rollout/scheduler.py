@@ -1,4 +1,4 @@
-"""Who is decoded next: waiting requests, and the table of running rows."""
+"""Scheduler state: the waiting requests, and the table of running sequences."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -7,13 +7,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import Completion, GenerationRequest
-from verl.workers.rollout.sampling import SamplingTensors, stream_key
+from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest
+from verl.workers.rollout.sampling import SamplingTensors, most_likely, penalise, stream_key
 
 
 @dataclass
 class RequestState:
-    """A request on its way: samples not yet started, and those done."""
+    """A request in flight: the number of samples started, and the completions that are done."""
 
     request: GenerationRequest
     submitted_version: int
@@ -38,7 +38,7 @@ class RequestState:
 
 @dataclass(eq=False)
 class CachedPrompt:
-    """A prompt whose keys and values lie in a slot of the decoder for all its rows, present and to come."""
+    """A prompt whose KV cache is in a slot of the decoder; present and later sequences of the prompt share it."""
 
     tokens: list[int]
     version: int
@@ -47,13 +47,14 @@ class CachedPrompt:
 
 @dataclass
 class RunningSequence:
-    """One running completion. Columns are those of the decoder's cache."""
+    """One running completion. Columns are those of the decoder's KV cache."""
 
     state: RequestState
     sample: int
     first_column: int  # column of its first generated token
     first_version: int
-    cached_prompt: CachedPrompt | None  # where its prompt is shared
+    cached_prompt: CachedPrompt | None  # None if its prompt is in its own row
+    alternatives: list[Alternatives] | None = None  # of each token so far, if the request asks for them
 
 
 @dataclass
@@ -62,7 +63,7 @@ class PrefillRequest:
 
     prompt: list[int]
     samples: list[tuple[RequestState, int]]
-    cached_prompt: CachedPrompt | None = None  # it needs no prefill
+    cached_prompt: CachedPrompt | None = None  # if set, it needs no prefill
 
     @property
     def is_group(self) -> bool:
@@ -71,10 +72,10 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Prompts that enter in one pass."""
+    """Prompts that are scheduled together: prefilled in one forward pass, or all cached."""
 
     requests: list[PrefillRequest]
-    shares_prompts: bool  # their prompts lie in slots, or will
+    shares_prompts: bool  # the prompts are in slots of the prompt cache, or will be
 
     @property
     def is_cached(self) -> bool:
@@ -82,15 +83,15 @@ class PrefillBatch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        return [a.prompt for a in self.requests]
+        return [request.prompt for request in self.requests]
 
     @property
     def repeats(self) -> list[int]:
-        return [len(a.samples) for a in self.requests]
+        return [len(request.samples) for request in self.requests]
 
 
 class WaitingQueue:
-    """Requests in order of arrival; a group enters together, one computation per distinct prompt."""
+    """Requests in order of arrival; a group is scheduled together, with one prefill per distinct prompt."""
 
     def __init__(self) -> None:
         self._states: deque[RequestState] = deque()
@@ -102,7 +103,7 @@ class WaitingQueue:
         self._states.append(state)
 
     def remove(self, request_id: int | None) -> list[RequestState]:
-        """Take out what waits, of one request or of all."""
+        """Remove and return one waiting request, or all."""
         removed = [s for s in self._states if request_id is None or s.request.request_id == request_id]
         self._states = deque(s for s in self._states if s not in removed)
         return removed
@@ -114,7 +115,7 @@ class WaitingQueue:
         return max((len(s.request.prompt_ids) for s in self._states), default=0)
 
     def take(self, free: int, min_free: int, same_length: bool) -> list[PrefillRequest]:
-        """What enters now; nothing while fewer than `min_free` rows are free and more than that wait."""
+        """Prompts to schedule now; none while `free` is less than `min_free` and less than the waiting samples."""
         if free < min(min_free, len(self)) or not self._states:
             return []
         groups: dict[tuple[int, ...], PrefillRequest] = {}
@@ -139,7 +140,7 @@ class WaitingQueue:
 
 @dataclass(frozen=True)
 class SamplingSteps:
-    """Which of the costlier sampling steps any row needs."""
+    """Which optional sampling steps at least one row needs."""
 
     temperature: bool
     greedy: bool
@@ -147,10 +148,12 @@ class SamplingSteps:
     top_p: bool
     min_tokens: int
     stop_texts: bool
+    penalties: bool
+    top_logprobs: bool
 
 
 class RowTable:
-    """What every running row samples with, as tensors over rows; rows 0..count-1 are in use."""
+    """State of the running sequences as tensors, one row per sequence; rows 0..count-1 are in use."""
 
     def __init__(self, rows: int, columns: int, vocab_size: int, device: torch.device):
         def ints(*shape: int) -> Tensor:
@@ -158,7 +161,7 @@ class RowTable:
 
         self.vocab_size, self.device = vocab_size, device
         self._sampling_steps: SamplingSteps | None = None
-        # A row's positions count from `starts`; its own columns begin at `own_starts`, later if its prompt is shared.
+        # Positions of a row count from `starts`; its own columns begin at `own_starts`, later if its prompt is shared.
         self.integers = ints(7, rows)
         (
             self.starts,
@@ -186,7 +189,7 @@ class RowTable:
         ]  # fmt: skip
 
     def grow(self, rows: int) -> None:
-        """Room for `rows` rows, keeping those in use."""
+        """Enlarge the table to `rows` rows; rows in use keep their values."""
         grown = RowTable(rows, self.tokens.shape[1], self.vocab_size, self.device)
         grown._widen_stop_ids(self.stop_ids.shape[1])
         for new, old in zip(grown._columns(), self._columns(), strict=True):
@@ -200,10 +203,10 @@ class RowTable:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, extra), value=-1)
 
     def append(self, requests: list[PrefillRequest], column: int, version: int) -> None:
-        """New rows whose prompts end before `column`, where their first tokens will be."""
+        """Add rows whose prompts end before `column`; `column` gets their first tokens."""
         self._sampling_steps = None
         entering = [
-            RunningSequence(state, n, column, version, a.cached_prompt) for a in requests for state, n in a.samples
+            RunningSequence(state, n, column, version, r.cached_prompt) for r in requests for state, n in r.samples
         ]
         rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
         integers = []
@@ -214,7 +217,7 @@ class RowTable:
                 column if row.cached_prompt else start,
                 sampling.top_k if sampling.top_k > 0 else self.vocab_size,
             )
-            key = stream_key(sampling.seed, row.state.request.request_id, row.sample)
+            key = stream_key(sampling.seed, row.state.request.stream_id, row.sample)
             integers.append([start, own_start, column, last_column, min_stop_column, top_k, key])
         self.integers[:, rows] = torch.tensor(integers).T
         self.top_p[rows] = torch.tensor([sampling.top_p for sampling in params])
@@ -227,7 +230,7 @@ class RowTable:
         self.rows += entering
 
     def compact(self, finished: list[int]) -> tuple[list[int], list[int]]:
-        """Drop rows; the last ones take their places. Returns (sources, targets) of the moves."""
+        """Remove rows and move the last rows into their places. Returns (sources, targets) of the moves."""
         removed, count = set(finished), self.count - len(finished)
         sources = [row for row in range(count, self.count) if row not in removed]
         targets = [row for row in finished if row < count]
@@ -241,7 +244,7 @@ class RowTable:
         return sources, targets
 
     def shift(self, low: int, column: int, by: int) -> None:
-        """Columns low..column move by `by`."""
+        """Move columns low..column by `by`."""
         count, old, new = self.count, slice(low, column + 1), slice(low + by, column + 1 + by)
         for tensor in (self.starts, self.own_starts, self.first_columns, self.last_columns, self.min_stop_columns):
             tensor[:count] += by
@@ -251,7 +254,7 @@ class RowTable:
             row.first_column += by
 
     def sampling_steps(self) -> SamplingSteps:
-        """What the rows in use ask for, or those asked for that have left since rows last entered."""
+        """Steps that the rows in use need; may include steps of rows removed since the last `append`."""
         if self._sampling_steps is None:
             params = {id(p): p for p in map(attrgetter("state.request.sampling"), self.rows)}.values()
             self._sampling_steps = SamplingSteps(
@@ -261,11 +264,30 @@ class RowTable:
                 top_p=any(p.top_p < 1 for p in params),
                 min_tokens=max((p.min_tokens for p in params), default=0),
                 stop_texts=any(p.stop for p in params),
+                penalties=any(p.has_penalties for p in params),
+                top_logprobs=any(p.top_logprobs for p in params),
             )
         return self._sampling_steps
 
+    def penalise(self, logits_BV: Tensor, rows: slice, column: int) -> None:
+        """Apply the penalties of `rows` to the logits of the token for `column`, in place."""
+        for logits_V, number in zip(logits_BV, range(rows.start, rows.stop), strict=True):
+            row = self.rows[number]
+            request = row.state.request
+            if request.sampling.has_penalties:
+                prompt = torch.tensor(request.prompt_ids, device=self.device)
+                penalise(logits_V, prompt, self.tokens[number, row.first_column : column], request.sampling)
+
+    def record_alternatives(self, logits_BV: Tensor, rows: slice) -> None:
+        """Append the most likely tokens of the next position to the rows of `rows` that ask for them."""
+        for logits_V, row in zip(logits_BV, self.rows[rows], strict=True):
+            params = row.state.request.sampling
+            if params.top_logprobs:
+                row.alternatives = row.alternatives or []
+                row.alternatives.append(most_likely(logits_V, params.temperature or 1.0, params.top_logprobs))
+
     def sampling_tensors(self, rows: slice, column: int) -> SamplingTensors:
-        """Sampling settings of `rows` for the token in `column`; None for what no row needs."""
+        """Sampling settings of `rows` for the token in `column`; None for settings that no row needs."""
         sampling_steps, forbidden = self.sampling_steps(), None
         if sampling_steps.min_tokens:
             forbidden = torch.where((column < self.min_stop_columns[rows]).unsqueeze(1), self.stop_ids[rows], -1)

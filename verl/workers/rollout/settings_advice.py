@@ -1,11 +1,11 @@
-"""What the engine's statistics say about its settings."""
+"""Advice about rollout settings, from the engine's statistics."""
 
-LOW_CACHE_USE = 0.3  # share of the cache in use below which there is room
+LOW_CACHE_USE = 0.3  # fraction of the KV cache in use; less means that more sequences fit
 MANY_PREEMPTIONS = 0.05  # preemptions per engine step
 
 
 def tuning_advice(stats: dict[str, float]) -> dict[str, str]:
-    """Sentences for the log by topic; empty when there is nothing to change, or nothing is counted."""
+    """Advice for the log, by topic; empty if nothing should change or the engine reports no statistics."""
     sentences = {}
     rollout = "actor_rollout_ref.rollout"
     if stats.get("preemptions", 0) > MANY_PREEMPTIONS * max(stats.get("engine_steps", 1), 1):

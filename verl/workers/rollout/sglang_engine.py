@@ -1,8 +1,8 @@
-"""`rollout.name=sglang`: an SGLang server behind the contract of every rollout engine.
+"""`rollout.name=sglang`: an SGLang server as a rollout engine.
 
-Written against the request classes of SGLang 0.5.23, and tested against a server that speaks this protocol; the real
-engine has no CPU build. Weights travel as safetensors in shared memory and are read with `update_weights_from_disk`:
-SGLang's faster ways unpickle what they receive.
+Written for the request classes of SGLang 0.5.23 and tested with a server that implements this protocol; SGLang itself
+has no CPU build. Weights are sent as safetensors files in shared memory and loaded with `update_weights_from_disk`:
+SGLang's faster methods unpickle what they receive.
 """
 
 import asyncio
@@ -26,11 +26,13 @@ from verl.models.fingerprint import fingerprint
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import (
+    JSON_FORMATS,
     Completion,
     CopyingEngine,
     GenerationRequest,
     StaleWeightsError,
     check_request,
+    response_schema,
     rollout_dtype,
 )
 from verl.workers.rollout.http_client import HTTPClient
@@ -39,10 +41,10 @@ RESERVED_ARGUMENTS = ("model_path", "host", "port")
 
 
 def sglang_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
-    """Arguments of SGLang's ServerArgs: our keys, then `engine_kwargs.sglang` as it is.
+    """Arguments of SGLang's ServerArgs: from our keys, then `engine_kwargs.sglang` unchanged.
 
-    `mem_fraction_static` is the share of free memory for weights and cache; SGLang uses what is beyond it as well, so
-    a `gpu_memory_utilization` that fits vLLM may be too much here.
+    `mem_fraction_static` is the fraction of free memory for weights and KV cache; SGLang also uses memory beyond it, so
+    a `gpu_memory_utilization` that works with vLLM may be too high here.
     """
     arguments: dict[str, Any] = {
         "model_path": model_path,
@@ -73,7 +75,7 @@ def sglang_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
-    """`--name value …` as `sglang.launch_server` reads it; flags only where true."""
+    """Command line of `sglang.launch_server`: `--name value …`; a flag only if its value is true."""
     argv: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -87,7 +89,7 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 class SGLangEngine(CopyingEngine):
-    """One server: started here, or running already at `rollout.server.url`."""
+    """One SGLang server: started by this class, or already running at `rollout.server.url`."""
 
     def __init__(
         self, config: RolloutConfig, model_path: str | Path, eos_token_ids: Sequence[int] = (), replica: int = 0
@@ -132,6 +134,10 @@ class SGLangEngine(CopyingEngine):
                 time.sleep(self.config.server.retry_delay)
 
     @property
+    def response_formats(self) -> Sequence[str]:  # type: ignore[override]
+        return () if self.config.skip_tokenizer_init and not self.config.stop else JSON_FORMATS  # needs its tokenizer
+
+    @property
     def version(self) -> int:
         return self._version
 
@@ -154,6 +160,7 @@ class SGLangEngine(CopyingEngine):
             "rid": f"{request.request_id}:{number}",
             "input_ids": request.prompt_ids,
             "return_logprob": True,
+            "top_logprobs_num": params.top_logprobs,
             "sampling_params": {
                 "temperature": params.temperature,
                 "top_p": params.top_p,
@@ -165,7 +172,11 @@ class SGLangEngine(CopyingEngine):
                 "ignore_eos": True,
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
-                "sampling_seed": derive_seed(params.seed, request.request_id, number) % 2**31,
+                "sampling_seed": derive_seed(params.seed, request.stream_id, number) % 2**31,
+                "frequency_penalty": params.frequency_penalty,
+                "presence_penalty": params.presence_penalty,
+                "repetition_penalty": params.repetition_penalty,
+                "json_schema": response_schema(params),
             },
         })  # fmt: skip
         meta = reply["meta_info"]
@@ -177,15 +188,16 @@ class SGLangEngine(CopyingEngine):
             [float(entry[0]) for entry in logprobs],
             reason if reason in ("stop", "length") else "aborted",
             (first, self._version),
+            [[(int(i), float(v)) for v, i, *_ in top] for top in meta.get("output_top_logprobs") or ()] or None,
         )
 
     async def abort(self, request_id: int | None = None) -> None:
         aborting = set(self._in_flight) if request_id is None else {request_id} & self._in_flight
         bodies: list[dict[str, Any]] = [{"abort_all": True}] if request_id is None and aborting else []
-        while remaining := aborting & self._in_flight:  # one that is still on its way is not aborted by the first call
-            for body in bodies or [{"rid": f"{number}:"} for number in remaining]:  # every request whose name begins so
+        while remaining := aborting & self._in_flight:  # a request that arrives after the call is not aborted by it
+            for body in bodies or [{"rid": f"{number}:"} for number in remaining]:  # SGLang matches a prefix
                 await self.client.call("POST", "/abort_request", body)
-            bodies = []  # again, it could end what was begun since
+            bodies = []  # a second abort_all could stop newer requests
             await asyncio.sleep(0.05)
 
     async def begin_update(self) -> None:
@@ -218,14 +230,14 @@ class SGLangEngine(CopyingEngine):
         self._version = version
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        async def one(ids: Sequence[int]) -> list[float]:
+        async def sequence_logprobs(ids: Sequence[int]) -> list[float]:
             reply = await self.client.call("POST", "/generate", {
                 "input_ids": list(ids), "return_logprob": True, "logprob_start_len": 0,
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             })  # fmt: skip
             return [0.0, *(float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:])]
 
-        return list(await asyncio.gather(*map(one, sequences)))
+        return list(await asyncio.gather(*map(sequence_logprobs, sequences)))
 
     async def sleep(self) -> None:
         if self._in_flight:
@@ -233,7 +245,7 @@ class SGLangEngine(CopyingEngine):
                 self.replica, "sleep",
                 f"{len(self._in_flight)} requests are in flight; await or abort() them before sleep()",
             )  # fmt: skip
-        if self.config.free_cache_engine:  # not the weights: they would be gone, not moved
+        if self.config.free_cache_engine:  # not the weights: SGLang would discard them
             await self.client.call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
         self._asleep = True
 

@@ -1,28 +1,39 @@
-"""`rollout.name=tgi`: a client of a running TGI or OpenAI-compatible server. It generates; it cannot be trained.
+"""`rollout.name=tgi`: a client of a running TGI or OpenAI-compatible server, for generation without training.
 
-For evaluation, agents and frozen models. TGI answers with token ids and log-probs. OpenAI-compatible servers are asked
-for `return_token_ids`; where a server does not know it, the text is tokenised here and log-probs are left out.
+For evaluation, agents and frozen models. TGI returns token ids and log-probs. Requests to OpenAI-compatible servers set
+`return_token_ids`; if a server does not support it, the client tokenises the text and omits log-probs (0).
 """
 
 import asyncio
+import json
 from typing import Any
 
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.seeds import derive_seed
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
+from verl.workers.rollout.base import (
+    JSON_FORMATS,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    check_request,
+    response_schema,
+)
 from verl.workers.rollout.http_client import HTTPClient
 
 CANNOT_TRAIN = (
     "actor_rollout_ref.rollout.name=tgi only generates: weights cannot be pushed to such a server, so it would go on "
     "answering with the old policy. Train with rollout.name=native, vllm or sglang; use tgi with `verl generate`"
 )
-_ABORTED_TASKS: "list[asyncio.Task[Completion]]" = []  # in the place of a request's tasks
+_ABORTED_TASKS: "list[asyncio.Task[Completion]]" = []  # marks a request aborted before it was sent
 _REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length", "stop": "stop"}
 
 
 class TGIEngine(RolloutEngine):
-    """The server at `rollout.server.url`."""
+    """Client of the server at `rollout.server.url`."""
+
+    response_formats = JSON_FORMATS
 
     def __init__(self, config: RolloutConfig, tokenizer: Any):
         if config.server.url is None:
@@ -31,6 +42,7 @@ class TGIEngine(RolloutEngine):
         self.max_model_len = config.max_model_len or config.prompt_length + config.response_length
         self.client = HTTPClient(config.server.url, config.server)
         self.is_tgi: bool | None = None
+        self.model: str | None = None
         self._in_flight: dict[int, list[asyncio.Task[Completion]]] = {}
         self._asleep, self._generated = False, 0
 
@@ -46,6 +58,7 @@ class TGIEngine(RolloutEngine):
         try:
             if self.is_tgi is None:
                 self.is_tgi = await self._detect_tgi()
+                self.model = self.config.server.model or (None if self.is_tgi else await self._served_model())
             tasks = self._in_flight[request.request_id]
             if tasks is _ABORTED_TASKS:
                 return [Completion([], [], "aborted", (0, 0))] * request.sampling.n
@@ -53,14 +66,14 @@ class TGIEngine(RolloutEngine):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             self._in_flight.pop(request.request_id, None)
-        out = []
+        completions = []
         for result in results:
-            if isinstance(result, asyncio.CancelledError):  # abort(): such a server keeps what it had
+            if isinstance(result, asyncio.CancelledError):  # abort(): the server returns no partial answer
                 result = Completion([], [], "aborted", (0, 0))
             if isinstance(result, BaseException):
                 raise result
-            out.append(result)
-        return out
+            completions.append(result)
+        return completions
 
     async def _detect_tgi(self) -> bool:
         try:
@@ -69,11 +82,18 @@ class TGIEngine(RolloutEngine):
             return False
         return isinstance(info, dict) and "model_id" in info
 
-    async def _sample(self, request: GenerationRequest, number: int) -> Completion:
-        params, seed = request.sampling, derive_seed(request.sampling.seed, request.request_id, number) % 2**31
-        answer = self._generate_tgi if self.is_tgi else self._generate_openai
+    async def _served_model(self) -> str:
+        """The first model that an OpenAI-compatible server names."""
         try:
-            completion = await answer(request.prompt_ids, params, seed)
+            return str((await self.client.call("GET", "/v1/models"))["data"][0]["id"])
+        except (WorkerError, LookupError, TypeError):
+            return "default"
+
+    async def _sample(self, request: GenerationRequest, number: int) -> Completion:
+        params, seed = request.sampling, derive_seed(request.sampling.seed, request.stream_id, number) % 2**31
+        generate = self._generate_tgi if self.is_tgi else self._generate_openai
+        try:
+            completion = await generate(request.prompt_ids, params, seed)
         except (LookupError, TypeError, ValueError) as error:
             url, kind = self.client.url, "TGI" if self.is_tgi else "OpenAI-compatible"
             raise WorkerError(0, "generate", f"{url} does not answer as {kind} servers do: {error!r}") from error
@@ -87,27 +107,40 @@ class TGIEngine(RolloutEngine):
             "max_new_tokens": params.max_tokens, "details": True, "seed": seed, "do_sample": params.temperature > 0,
             "stop": list(params.stop),
         }  # fmt: skip
+        if params.presence_penalty:
+            raise ConfigError("TGI has no presence_penalty; leave it out, or use frequency_penalty")
+        extra = {"frequency_penalty": params.frequency_penalty, "top_n_tokens": params.top_logprobs}
+        parameters |= {name: value for name, value in extra.items() if value}
+        parameters |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}
+        if schema := response_schema(params):
+            parameters["grammar"] = {"type": "json", "value": json.loads(schema)}
         if params.temperature > 0:
             parameters["temperature"] = params.temperature
             parameters |= {"top_p": params.top_p} if params.top_p < 1 else {}
             parameters |= {"top_k": params.top_k} if params.top_k > 0 else {}
         text, bos = self.tokenizer.decode(prompt_ids), self.tokenizer.bos_token
         if bos and text.startswith(bos) and self.tokenizer(text)["input_ids"] != prompt_ids:
-            text = text.removeprefix(bos)  # the server puts one before what it is given
+            text = text.removeprefix(bos)  # the server adds one itself
         reply = await self.client.call("POST", "/generate", {"inputs": text, "parameters": parameters})
         details = reply["details"]
         tokens = [(int(t["id"]), float(t["logprob"] or 0.0)) for t in details["tokens"]]
         reason = _REASONS.get(str(details["finish_reason"]), "aborted")
-        return Completion([i for i, _ in tokens], [v for _, v in tokens], reason, (0, 0))
+        top = [[(int(t["id"]), float(t["logprob"])) for t in entry] for entry in details.get("top_tokens") or ()]
+        return Completion([i for i, _ in tokens], [v for _, v in tokens], reason, (0, 0), top or None)
 
     async def _generate_openai(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+        if params.top_logprobs:
+            raise ConfigError("top_logprobs: an OpenAI-compatible server behind this one reports no token ids of them")
         body: dict[str, Any] = {
-            "model": self.config.server.model or "default", "prompt": prompt_ids, "max_tokens": params.max_tokens,
+            "model": self.model, "prompt": prompt_ids, "max_tokens": params.max_tokens,
             "temperature": params.temperature, "top_p": params.top_p, "seed": seed, "logprobs": 0,
             "stop": list(params.stop) or None, "return_token_ids": True,
         }  # fmt: skip
         extra = {"top_k": params.top_k, "min_tokens": params.min_tokens, "stop_token_ids": list(params.stop_token_ids)}
+        extra |= {"frequency_penalty": params.frequency_penalty, "presence_penalty": params.presence_penalty}
         body |= {name: value for name, value in extra.items() if value not in (-1, 0, [])}
+        body |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}
+        body |= {"response_format": json.loads(params.response_format)} if params.response_format else {}
         body |= {"ignore_eos": True} if params.ignore_eos else {}
         [choice] = (await self.client.call("POST", "/v1/completions", body))["choices"]
         ids = choice.get("token_ids") or self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
@@ -129,7 +162,7 @@ class TGIEngine(RolloutEngine):
             if request_id in (None, number):
                 for task in tasks:
                     task.cancel()
-                if not tasks:  # not asked for yet
+                if not tasks:  # not sent yet
                     self._in_flight[number] = _ABORTED_TASKS
 
     def stats(self) -> dict[str, float]:

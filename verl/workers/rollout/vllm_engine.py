@@ -1,7 +1,7 @@
-"""`rollout.name=vllm`: vLLM in this process, behind the contract of every rollout engine.
+"""`rollout.name=vllm`: vLLM in this process, as a rollout engine.
 
-Token ids in and out; vLLM never sees text. Each sample is a vLLM request of its own with its own random stream, so
-that an answer does not depend on what else is being answered.
+vLLM takes and returns token ids, never text. Each sample is a separate vLLM request with its own random stream, so
+that a completion does not depend on the other requests in flight.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.seeds import derive_seed
 from verl.utils.suggest import did_you_mean
 from verl.workers.rollout.base import (
+    Alternatives,
     Completion,
     CopyingEngine,
     GenerationRequest,
@@ -26,18 +27,16 @@ from verl.workers.rollout.base import (
     check_request,
     completes_stop_text,
     max_stop_tokens,
+    same_on_all_ranks,
 )
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
-RESERVED_ARGUMENTS = (
-    "model",
-    "skip_tokenizer_init",
-    "worker_extension_cls",
-)  # arguments that engine_kwargs may not replace
+RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls")  # not replaced by engine_kwargs
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs: our keys, then `engine_kwargs.vllm` as it is."""
+    """Arguments of vLLM's EngineArgs: from our keys, then `engine_kwargs.vllm` unchanged."""
     arguments: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -76,7 +75,7 @@ def max_model_len(config: RolloutConfig) -> int:
 
 
 def check_engine_arguments(arguments: dict[str, Any], known: Sequence[str]) -> None:
-    """`engine_kwargs` that the installed vLLM does not have."""
+    """Raise ConfigError for `engine_kwargs` that the installed vLLM does not have."""
     for name in arguments:
         if name not in known:
             raise ConfigError(
@@ -87,17 +86,18 @@ def check_engine_arguments(arguments: dict[str, Any], known: Sequence[str]) -> N
 
 @dataclass
 class RunningSample:
-    """One continuation on its way."""
+    """One completion in progress."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     first_version: int | None = None
+    alternatives: list[Alternatives] = field(default_factory=list)
     stop_reason: str | None = None
 
 
 @dataclass
 class PendingRequest:
-    """One of our requests: its samples and whoever waits for them."""
+    """One request: its samples, and the future that its `generate` awaits."""
 
     request: GenerationRequest
     samples: list[RunningSample]
@@ -105,10 +105,10 @@ class PendingRequest:
 
 
 class VLLMEngine(CopyingEngine):
-    """vLLM driven step by step from the event loop; many `generate` coroutines are batched by vLLM itself.
+    """Runs vLLM step by step from the event loop; vLLM itself batches concurrent `generate` calls.
 
-    Log-probs are those of the distribution sampled from: with `logprobs_mode=processed_logprobs` and top-p or top-k on,
-    of the truncated one.
+    Log-probs are those of the distribution that is sampled: with `logprobs_mode=processed_logprobs` and top-p or
+    top-k, the truncated distribution.
     """
 
     def __init__(
@@ -119,8 +119,7 @@ class VLLMEngine(CopyingEngine):
         eos_token_ids: Sequence[int] = (),
         replica: int = 0,
     ):
-        self.config, self.replica = config, replica
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.config, self.replica, self.eos_token_ids = config, replica, tuple(eos_token_ids)
         self.decode_text = None if tokenizer is None else tokenizer.decode
         self.max_model_len = max_model_len(config)
         self.statistics = SchedulerStatistics()
@@ -147,15 +146,13 @@ class VLLMEngine(CopyingEngine):
         try:
             for sample in range(request.sampling.n):
                 pending.samples.append(RunningSample())
-                name = f"{request.request_id}:{sample}"
-                self.llm.add_request(
-                    name, {"prompt_token_ids": request.prompt_ids}, self._vllm_sampling_params(request, sample)
-                )
+                name, params = f"{request.request_id}:{sample}", self._vllm_sampling_params(request, sample)
+                self.llm.add_request(name, {"prompt_token_ids": request.prompt_ids}, params)
                 self._samples[name] = (pending, sample)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
             return await pending.future
-        except BaseException:  # refused by vLLM, or nobody waits any more
+        except BaseException:  # vLLM refused it, or the caller was cancelled
             for name in self._drop(pending):
                 del self._samples[name]
             raise
@@ -173,9 +170,10 @@ class VLLMEngine(CopyingEngine):
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=list(dict.fromkeys((*eos, *params.stop_token_ids))),
-            ignore_eos=True,  # ours are among the stop tokens: vLLM has no tokenizer to ask
-            seed=derive_seed(params.seed, request.request_id, sample),
-            logprobs=0,
+            ignore_eos=True,  # stop_token_ids has our EOS ids: vLLM has no tokenizer
+            seed=derive_seed(params.seed, request.stream_id, sample),
+            **{name: getattr(params, name) for name in PENALTIES},
+            logprobs=params.top_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -198,14 +196,17 @@ class VLLMEngine(CopyingEngine):
                     pending.future.set_exception(failure)
 
     def _append_tokens(self, output: Any) -> None:
-        """New tokens of one sample."""
+        """Append the new tokens of one sample."""
         if output.request_id not in self._samples:
-            return  # dropped while its last tokens were computed
+            return  # aborted while vLLM computed its last tokens
         pending, index = self._samples[output.request_id]
         sample, [new] = pending.samples[index], output.outputs
         for token, candidates in zip(new.token_ids, new.logprobs or (), strict=True):
             sample.tokens.append(token)
             sample.logprobs.append(candidates[token].logprob)
+            if top := pending.request.sampling.top_logprobs:
+                ranked = sorted(((i, c.logprob) for i, c in candidates.items()), key=lambda pair: -pair[1])
+                sample.alternatives.append(ranked[:top])
             self.statistics.generated_tokens += 1
             if sample.first_version is None:
                 sample.first_version = self._version
@@ -216,7 +217,7 @@ class VLLMEngine(CopyingEngine):
         token_stream = self.token_streams.get(pending.request.request_id)
         if token_stream is not None:
             sent = token_stream.num_sent[index]
-            token_stream.send(index, sample.tokens[sent:], sample.logprobs[sent:])
+            token_stream.send(index, sample.tokens[sent:], sample.logprobs[sent:], sample.alternatives or None)
         if output.finished:
             self._finish(output.request_id, new.finish_reason)
 
@@ -231,10 +232,10 @@ class VLLMEngine(CopyingEngine):
     def _completion(self, sample: RunningSample) -> Completion:
         first = self._version if sample.first_version is None else sample.first_version
         reason = sample.stop_reason if sample.stop_reason in ("stop", "length") else "aborted"
-        return Completion(sample.tokens, sample.logprobs, reason, (first, self._version))
+        return Completion(sample.tokens, sample.logprobs, reason, (first, self._version), sample.alternatives or None)
 
     def _drop(self, pending: PendingRequest) -> list[str]:
-        """Take a request out of vLLM; returns the names of its unfinished samples."""
+        """Remove a request from vLLM; returns the names of its unfinished samples."""
         names = [name for name, (owner, _) in self._samples.items() if owner is pending]
         self.llm.abort_request(names)
         self._pending.pop(pending.request.request_id, None)
@@ -249,40 +250,31 @@ class VLLMEngine(CopyingEngine):
         self.llm.collective_rpc("verl_begin")
 
     async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        return self.llm.collective_rpc("verl_load", args=(bucket,))
+        return [same_on_all_ranks(self.replica, self.llm.collective_rpc("verl_load", args=(bucket,)))]
 
     async def transport_step(self, step: str, argument: Any) -> list[Any]:
         answers = self.llm.collective_rpc("verl_transport_step", args=(step, argument))
         if step != "receive":
             return answers
-        first, *others = answers
-        for rank, arrived in enumerate(others, 1):
-            differs = [name for name in first if arrived.get(name) != first[name]]
-            if differs:
-                raise StaleWeightsError(
-                    f"replica {self.replica}: rank {rank} received another {differs[0]} than rank 0"
-                )
-        return [first]
+        return [same_on_all_ranks(self.replica, answers)]
 
     async def finish_update(self, version: int) -> None:
-        for rank, missing in enumerate(self.llm.collective_rpc("verl_finish")):
-            if missing:
-                raise StaleWeightsError(
-                    f"replica {self.replica}, rank {rank}: version {version} brought no value for {len(missing)} of "
-                    f"vLLM's parameters, first {missing[0]}; the names of the trainer's model and vLLM's do not agree"
-                )
+        by_rank = self.llm.collective_rpc("verl_finish")
+        for rank, read_back in enumerate(by_rank):
+            read_back.check(f"replica {self.replica}, rank {rank}", version)
+        self.read_back = by_rank[0]
         self.flush_cache()
         self._version = version
 
     def flush_cache(self) -> None:
-        """Forget keys and values computed by older weights; running requests compute theirs again."""
+        """Drop the KV cache of older weights; running requests recompute theirs."""
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._pending)):
             raise StaleWeightsError(
                 f"replica {self.replica}: vLLM kept its prefix cache; answers would mix two versions of the weights"
             )
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (nats, temperature 1) of each token given those before it, by vLLM's own forward pass."""
+        """Log-probs (nats, temperature 1) of each token given the preceding ones, by vLLM's own forward pass."""
         from vllm import SamplingParams
 
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
@@ -319,7 +311,7 @@ class VLLMEngine(CopyingEngine):
         self._asleep = False
 
     def close(self) -> None:
-        """vLLM keeps state of the whole process: without this a later engine can lose its groups to this one's end."""
+        """Shut vLLM down and free its process-wide state, which would break the process groups of a later engine."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.llm.engine_core.shutdown()
@@ -332,7 +324,7 @@ class VLLMEngine(CopyingEngine):
 
 @dataclass
 class SchedulerStatistics:
-    """What vLLM's scheduler reports, since the last `take`."""
+    """Sums of what vLLM's scheduler reports, since the last `take`."""
 
     generated_tokens: int = 0
     engine_steps: int = 0
@@ -387,7 +379,7 @@ def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> An
         def __init__(self, vllm_config: Any, engine_index: int = 0):
             pass
 
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **more: Any) -> None:
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             statistics.record(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:

@@ -1,9 +1,9 @@
-"""What our weights need inside vLLM's own workers; vLLM mixes `WeightReceiver` into its worker class.
+"""Loads published weights in vLLM's own workers; vLLM mixes `WeightReceiver` into its worker class.
 
-Weights arrive in the checkpoint's names and layout, bucket by bucket, between `begin` and `finish`; vLLM's layerwise
-reload converts each layer as soon as it is whole. Two things it leaves to its caller are done here: a head tied to the
-embedding keeps a packed copy of its own on some platforms, which nothing refreshes, and names that match no parameter
-are not errors to it.
+Weights arrive in the checkpoint's names and layout, bucket by bucket, between `verl_begin` and `verl_finish`; vLLM's
+layerwise reload converts each layer as soon as it is complete. This module does what the reload leaves out: it renews
+a tied head, which has its own converted copy of the embedding on some platforms; it reports parameters that received
+nothing, as names that match no parameter are not errors to vLLM; and it reads every layer back.
 """
 
 import logging
@@ -18,8 +18,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
+from verl.workers.rollout.base import ReadBack
+from verl.workers.rollout.vllm_layout import WeightReader
 
-# It warns at each publish of layers that get nothing, as tied heads and tables do. `verl_finish` tells what is missing.
+# It warns at each publish of layers that get nothing, such as tied heads. `verl_finish` reports missing parameters.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 
@@ -31,25 +33,30 @@ class WeightReceiver:
     vllm_config: Any
 
     def verl_begin(self) -> None:
-        """Take the layers apart, ready for a whole set of weights; what an update that failed left is thrown away."""
+        """Start a layerwise reload of all weights; discards a reload that a failed update left open."""
         if getattr(self, "_verl_loading", False):
             self.verl_finish()
         self._verl_loading = True
+        if not hasattr(self, "_verl_reader"):
+            self._verl_reader = WeightReader(self.model_runner.get_model())
+        self._verl_reader.expected = {}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
         self._verl_loaded: set[str] = set()
 
     def verl_load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Some of the tensors. Returns the fingerprint of each as it arrived."""
+        """Load some of the tensors. Returns the fingerprint of each as received."""
         weights = list(weights)
         arrived = {name: fingerprint(tensor) for name, tensor in weights}
+        for name, tensor in weights:
+            self._verl_reader.record(name, tensor, arrived[name])
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             loaded = self.model_runner.get_model().load_weights(iter(weights))
         self._verl_loaded |= set(loaded or ())
         return arrived
 
     def verl_transport_step(self, step: str, argument: Any) -> Any:
-        """A step of this worker's transport endpoint; of "receive", the fingerprint of each tensor as it arrived."""
+        """Run a step of this worker's transport endpoint; "receive" returns each tensor's fingerprint as received."""
         if not hasattr(self, "_verl_endpoint"):
             self._verl_endpoint = TransportEndpoint()
         if step != "receive":
@@ -61,19 +68,23 @@ class WeightReceiver:
                 arrived |= self.verl_load(bucket)
         return arrived
 
-    def verl_finish(self) -> list[str]:
-        """Put the layers together again. Returns the parameters that no tensor reached (empty when all is well)."""
+    def verl_finish(self) -> ReadBack:
+        """End the reload. Returns what the layers now compute with, compared with what arrived."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.model_runner.model_config)
             refresh_tied_weights(model)
         self._verl_loading = False
         self.model_runner.reset_encoder_cache()
-        return sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)
+        missing = sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)
+        if missing:  # nothing to compare with
+            return ReadBack(0, (), tuple(missing), ())
+        with set_current_vllm_config(self.vllm_config):
+            return self._verl_reader.compare()
 
 
 def refresh_tied_weights(model: nn.Module) -> None:
-    """Refresh layers that compute with another layer's weight: a tied head may hold a packed copy of the embedding."""
+    """Refresh layers that use another layer's weight: a tied head may have a converted copy of the embedding."""
     owners: set[int] = set()
     for module in model.modules():
         weight = module._parameters.get("weight")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
-from verl.models.decoder import lean_weights
 from verl.utils.errors import ConfigError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -75,7 +75,7 @@ def test_an_ended_sequence_is_replaced_in_the_next_step_and_the_batch_shrinks_wh
 
 
 def test_a_cast_copy_is_counted_versioned_and_refreshed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", 0)
+    use_layout(monkeypatch)
     engine = NativeEngine(RolloutConfig(dtype="bfloat16", prompt_length=8, response_length=8), model)
     parameters, head = sum(p.numel() for p in model.parameters()), model.lm_head.weight.numel()
     held = 2 * (parameters + head)  # the tied head has a layout of its own

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
-from verl.models.decoder import lean_weights
 from verl.models.decoder.lean_weights import named_tensors
 from verl.weight_sync.in_place_sync import InPlaceSync
 from verl.workers.rollout.base import StaleWeightsError
@@ -59,9 +59,11 @@ def held(engine: NativeEngine) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(autouse=True, params=["packed", "not packed"])
+@pytest.fixture(autouse=True, params=["packed", "not packed", "packed, onednn"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", 64 << 20 if request.param == "packed" else 0)
+    use_layout(
+        monkeypatch, merged="packed" in request.param.split(", "), onednn=request.param.endswith("onednn") or None
+    )
     return request.param
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.models.test_decoder import LEAN, largest_error, tiny_model
+from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
-from verl.models.decoder import lean_weights
 from verl.workers.rollout import native_core
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -39,7 +39,7 @@ def make(name: str = "qwen3, tied", rows: int = 64) -> NativeEngine:
 def test_shared_prompts_change_no_token_and_the_logprobs_stay_the_models_own(
     name: str, packs: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", lean_weights.MAX_MERGED_BYTES if packs else 0)
+    use_layout(monkeypatch, merged=packs)
     engine = make(name, rows)
     apart = engine.core.run(groups(), tuple(range(2, 9)))
     assert engine.decoder.prompt_cache.lengths == []
@@ -56,9 +56,9 @@ def test_shared_prompts_change_no_token_and_the_logprobs_stay_the_models_own(
     assert engine.decoder.prompt_cache.lengths == [] and engine.core.cached_prompts == []
 
 
-@pytest.mark.parametrize("packed", [0, 1 << 30])
-def test_sharing_rounds_no_more_in_bfloat16(packed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lean_weights, "MAX_MERGED_BYTES", packed)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sharing_rounds_no_more_in_bfloat16(packed: bool, monkeypatch: pytest.MonkeyPatch):
+    use_layout(monkeypatch, merged=packed)
     model = tiny_model(*LEAN["qwen3, tied"]).bfloat16()
     engine = NativeEngine(RolloutConfig(dtype="bfloat16", max_model_len=64, max_num_seqs=64), model)
     exact = copy.deepcopy(model).double()

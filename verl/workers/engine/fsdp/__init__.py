@@ -1,4 +1,4 @@
-"""Where published plug-ins look for the FSDP engines."""
+"""The FSDP engines, at the import path that published plug-ins use."""
 
 from verl.workers.engine.fsdp_engine import (
     FSDPEngineWithLMHead,

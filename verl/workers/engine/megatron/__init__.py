@@ -1,4 +1,4 @@
-"""Where published plug-ins look for the Megatron engines."""
+"""The Megatron engines, at the import path that published plug-ins use."""
 
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 

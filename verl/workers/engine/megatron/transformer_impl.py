@@ -1,4 +1,4 @@
-"""The Megatron engine's name, so that plug-ins deriving from it import; the engine itself is still to come."""
+"""A placeholder for the Megatron engine, so that plug-ins that derive from it can be imported."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from verl.workers.engine.torch_engine import TorchEngine
 
 
 class MegatronEngineWithLMHead(TorchEngine):
-    """Importable and derivable; constructing one says what to use instead."""
+    """Can be imported and derived from; constructing it raises an error that names another strategy."""
 
     def __init__(self, *args: Any):
         raise ConfigError("the megatron engine is still to come; use actor_rollout_ref.actor.strategy=fsdp2")

@@ -1,0 +1,140 @@
+"""`verl report` and `verl show` on runs whose files lie in the tests' data."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from verl.commands import report, show
+from verl.observe.html_report import differing_keys, flatten, group_curves, headline_rank, stage_times
+from verl.observe.run_record import find_run
+
+EARLIER = Path(__file__).resolve().parents[2] / "data" / "earlier_run"
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs `demo/first` and `demo/second` below checkpoints/, which differ in one key."""
+    monkeypatch.chdir(tmp_path)
+    model = {"path": str(EARLIER / "model"), "tokenizer_path": None}
+    for name, source, lr in (("first", "critic", 0.01), ("second", "ranks", 0.02)):
+        folder = tmp_path / "checkpoints" / "demo" / name
+        shutil.copytree(EARLIER / source / "ledger", folder / "ledger")
+        config = {"actor_rollout_ref": {"model": model, "actor": {"optim": {"lr": lr}}}}
+        metrics = str(EARLIER / "expected" / f"{source}.jsonl")
+        record = {"name": f"demo/{name}", "metrics": metrics, "total_steps": 4, "config": config}
+        (folder / "run.json").write_text(json.dumps(record))
+        (folder / "validation_samples").mkdir()
+        for step, answer in ((2, "dunno"), (10, "12")):
+            row = {"input": "7+5=", "output": answer, "gts": "12", "score": float(answer == "12"), "step": step}
+            (folder / "validation_samples" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def test_a_run_is_found_by_folder_by_name_and_by_its_metrics_file(runs: Path) -> None:
+    by_name, by_folder = find_run("demo/first"), find_run("checkpoints/demo/first")
+    assert by_name == by_folder and by_name.name == "demo/first" and by_name.total_steps == 4
+    assert find_run(str(by_name.metrics)).metrics == by_name.metrics
+
+
+def test_what_names_no_run_gets_one_line_with_the_three_ways(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["demo/nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert "demo/nowhere" in error and "run.json" in error and ".jsonl" in error and "Traceback" not in error
+    (runs / "checkpoints" / "demo" / "first" / "run.json").write_text("{")
+    assert report.main(["demo/first"]) == 2 and "run.json" in capsys.readouterr().err
+
+
+def test_the_page_of_one_run_has_curves_stages_answers_and_config(runs: Path) -> None:
+    assert report.main(["demo/first"]) == 0
+    page = (runs / "checkpoints" / "demo" / "first" / "report.html").read_text()
+    front = page[: page.index("All other metrics")]
+    for name in ("critic/score/mean", "actor/ppo_kl", "response_length/mean", "actor/pg_clipfrac", "actor/grad_norm"):
+        assert f'aria-label="{name} over 4 steps' in front
+    assert 'class="band"' in front and "seconds by stage" in front and "update_actor" in front
+    assert front.index("dunno") < front.index("step 10") and "4 of 4" in front
+    assert "actor_rollout_ref.actor.optim.lr" in page and "<script" not in page and "refresh" not in page
+
+
+def test_two_runs_are_drawn_over_each_other_with_the_differing_key_on_top(runs: Path) -> None:
+    assert report.main(["demo/first", "demo/second", "--out", "both.html"]) == 0
+    page = (runs / "both.html").read_text()
+    table = page[page.index("Keys that differ") : page.index("<h2>Curves")]
+    assert re.findall(r"<tr><td>([\w.]+)</td><td>([\d.]+)</td><td>([\d.]+)</td>", table) == [
+        ("actor_rollout_ref.actor.optim.lr", "0.01", "0.02")
+    ]
+    drawing = re.search(r'aria-label="critic/score/mean.*?</svg>', page, re.S)
+    assert drawing and drawing[0].count('<g class="run0">') == 1 and drawing[0].count('<g class="run1">') == 1
+
+
+def test_a_run_that_trains_is_followed_to_its_last_step(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (EARLIER / "expected" / "critic.jsonl").read_text().splitlines()
+    metrics, folder = runs / "growing.jsonl", runs / "checkpoints" / "demo" / "first"
+    metrics.write_text("\n".join(lines[:2]) + '\n{"step": 3, "da')  # the third line is being written
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "metrics": str(metrics)}))
+    pages = []
+
+    def the_run_goes_on(seconds: float) -> None:
+        pages.append((folder / "report.html").read_text())
+        metrics.write_text("\n".join(lines) + "\n")
+
+    monkeypatch.setattr(report.time, "sleep", the_run_goes_on)
+    assert report.main(["demo/first", "--follow", "--every", "3"]) == 0
+    assert len(pages) == 1 and 'http-equiv="refresh" content="3"' in pages[0] and "2 of 4" in pages[0]
+    assert "refresh" not in (folder / "report.html").read_text()
+
+
+def test_stages_and_what_they_leave_over_add_up_to_the_step() -> None:
+    data = {"timing_s/gen": 3.0, "timing_s/update_actor": 1.0, "timing_s/step": 5.0, "timing_s/agent_loop/x/mean": 9.0}
+    times = stage_times([{"step": 1, "data": data}])
+    assert times is not None and [(name, share) for name, _, share in times.areas] == [
+        ("gen", "60%"),
+        ("update_actor", "20%"),
+        ("other", "20%"),
+    ]
+
+
+def test_headline_names_are_whole_names_or_beginnings() -> None:
+    assert headline_rank("val-core/gsm8k/acc/mean@1") == 0
+    assert headline_rank("actor/pg_clipfrac_lower") is None and headline_rank("actor/pg_clipfrac") is not None
+    _, groups = group_curves([{"training/global_step": [(1, 1.0)], "x/y": [(1, 1.0)]}])
+    assert list(groups) == ["x"]
+
+
+def test_keys_that_one_run_lacks_differ_and_unknown_configurations_are_not_compared() -> None:
+    configs = [flatten({"a": {"b": 1, "c": 2}}), flatten({"a": {"b": 1}})]
+    assert differing_keys(configs) == [("a.c", ["2", "(not there)"])]
+    assert differing_keys([configs[0], {}]) == [] and differing_keys(configs[:1]) == []
+
+
+def test_the_worst_and_best_answers_of_a_step_are_shown_as_text(runs, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert show.main(["demo/first", "--step", "2", "--worst", "3"]) == 0
+    worst = capsys.readouterr().out
+    assert show.main(["demo/first", "--step", "2", "--best", "3"]) == 0
+    best = capsys.readouterr().out
+    rewards = [[float(r) for r in re.findall(r"reward ([\d.]+)", text)] for text in (worst, best)]
+    assert rewards[0] == sorted(rewards[0]) and rewards[1] == sorted(rewards[1], reverse=True)
+    assert len(rewards[0]) == len(rewards[1]) == 3 and rewards[0][0] < rewards[1][0]
+    assert re.search(r"^\d\d\+\d\d=", worst, re.M)  # a prompt of the task, decoded
+
+
+def test_all_answers_to_a_row_and_the_rows_there_are(runs, capsys) -> None:
+    assert show.main(["demo/first", "--row", "99"]) == 2
+    rows = re.findall(r"\d+", capsys.readouterr().err.partition("it has rows")[2])
+    assert show.main(["demo/first", "--row", rows[0]]) == 0
+    assert capsys.readouterr().out.count(f"row {rows[0]},") == 4  # rollout.n
+
+
+def test_tokens_are_coloured_by_sign_of_advantage_and_by_log_prob() -> None:
+    good, bad = show.style_of(1.0, 2.0, "advantage"), show.style_of(-1.0, 2.0, "advantage")
+    assert good != bad and "on rgb(35,1" in good and show.style_of(0.0, 2.0, "advantage") == ""
+    assert show.style_of(0.0, 1.0, "logprob") == "" and show.style_of(-5.0, 1.0, "logprob").startswith("on rgb(")
+
+
+def test_a_step_that_is_not_there_and_a_run_without_a_ledger_are_named(runs, capsys) -> None:
+    assert show.main(["demo/first", "--step", "9"]) == 2 and "steps 1..4 are recorded" in capsys.readouterr().err
+    assert show.main([str(EARLIER / "expected" / "sft.jsonl")]) == 2 and "no ledger" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""A key that nothing reads yet is named when it is set, and `verl config explain` says so."""
+
+import warnings
+
+import pytest
+
+from verl.config import ConfigError, ConfigWarning, RunConfig, SFTConfig, foreign_keys, load_config, schema
+from verl.config.check import check_supported
+from verl.config.explain import describe
+
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("override", "feature", "preset"),
+    [
+        (f"{CORRECTION}.rollout_rs=token_k1", "rollout correction", "ppo_trainer"),
+        (f"{CORRECTION}.rollout_is=token", "rollout correction", "ppo_trainer"),
+        (f"{CORRECTION}.rollout_rs_threshold=0.5_2.0", "rollout correction", "ppo_trainer"),
+        ("algorithm.filter_groups.metric=acc", "dynamic sampling", "ppo_trainer"),
+        ("data.gen_batch_size=512", "dynamic sampling", "ppo_trainer"),
+        (f"{ACTOR}.profiler.enable=True", "profiling", "ppo_trainer"),
+        ("critic.profiler.ranks=[0]", "profiling", "ppo_trainer"),
+        ("global_profiler.steps=[1,2]", "profiling", "ppo_trainer"),
+        ("global_profiler.tool=nsys", "profiling", "ppo_trainer"),
+        ("+ray_kwargs.ray_init.num_gpus=2", "the Ray runtime", "ppo_trainer"),
+        ("ray_kwargs.timeline_json_file=t.json", "the Ray runtime", "ppo_trainer"),
+        (f"{ACTOR}.tau_pos=2", "further policy losses", "ppo_trainer"),
+        (f"{ACTOR}.policy_loss.clip_cov_ratio=0.1", "further policy losses", "ppo_trainer"),
+        (f"{ROLLOUT}.custom={{a:1}}", "rollout engines that read it", "ppo_trainer"),
+        (f"{ACTOR}.veomni.param_offload=True", "the VeOmni engine", "ppo_trainer"),
+        ("profiler.enable=True", "profiling", "sft_trainer"),
+        ("trainer.profile_interval=[1,2]", "profiling", "sft_trainer"),
+    ],
+)
+def test_a_key_that_waits_for_a_feature_says_so_at_load_and_in_explain(override, feature, preset):
+    with pytest.warns(ConfigWarning, match=f"has no effect yet: it is for {feature}, still to come"):
+        load_config([override], preset)
+    key, root = override.lstrip("+").partition("=")[0], SFTConfig if preset == "sft_trainer" else RunConfig
+    assert any(f"no effect yet: for {feature}, still to come" in line for line in describe(key, root))
+
+
+@pytest.mark.parametrize("root", [RunConfig, SFTConfig])
+def test_a_default_is_no_reason_to_warn(root):
+    waiting = {p: key.default for p, key in schema.keys(root).items() if foreign_keys.waiting_for(p, root)}
+    assert len(waiting) > 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path, default in waiting.items():
+            if isinstance(default, bool | int | float | str):
+                load_config([f"{path}={default}"], "sft_trainer" if root is SFTConfig else "ppo_trainer")
+        load_config(["ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.runtime_env.py_executable=null"])
+
+
+def test_a_loss_or_an_engine_from_outside_may_read_what_ours_do_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config([f"{ACTOR}.policy_loss.loss_mode=mine", f"{ACTOR}.tau_pos=2", f"{ACTOR}.policy_loss.dro_beta=1"])
+        load_config([f"{ROLLOUT}.name=mine", f"{ROLLOUT}.custom={{a:1}}"])
+
+
+@pytest.mark.filterwarnings("ignore::verl.config.ConfigWarning")
+def test_a_run_that_asks_for_rejection_does_not_start_without_it():
+    config = load_config([f"{CORRECTION}.rollout_rs=seq_mean_k1", "actor_rollout_ref.model.path=/m"])
+    with pytest.raises(ConfigError, match=r"rollout_rs=seq_mean_k1 is not supported yet: rollout correction"):
+        check_supported(config)

@@ -1,0 +1,138 @@
+"""Import paths of published user code: the provided ones have the names it uses, all others name a replacement."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+# (statement that published files have, how many of 60 published files can import whole with it and those above it)
+PUBLISHED = (
+    ("from verl.utils.hdfs_io import copy, exists, makedirs", 24),
+    ("from verl.utils.reward_score import default_compute_score, gsm8k", 24),
+    ("from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op", 30),
+    ("from verl.utils.fs import copy_to_local, is_non_local, local_mkdir_safe", 30),
+    ("from verl.utils import tensordict_utils as tu; tu.get_non_tensor_data, tu.assign_non_tensor", 35),
+    ("from verl.utils.tensordict_utils import get_tensordict, pad_to_divisor", 35),
+    (
+        "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, "
+        "DictConfigWrap, ToolListWrap, register",
+        37,
+    ),
+    (
+        "from verl.experimental.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, "
+        "ToolListWrap, register, SingleTurnAgentLoop, ToolAgentLoop",
+        37,
+    ),
+    ("from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState, ToolAgentLoop", 37),
+    ("from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, HermesToolParser", 37),
+    ("from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop", 37),
+    ("from verl.workers.config.actor import ActorConfig, FSDPActorConfig, PolicyLossConfig", 41),
+    ("from verl.workers.config.optimizer import FSDPOptimizerConfig", 41),
+    ("from verl.workers.config.engine import FSDPEngineConfig", 41),
+    ("from verl.workers.config.model import HFModelConfig", 41),
+    ("from verl.workers.config.rollout import AgentLoopConfig, MultiTurnConfig, RolloutConfig, SamplingConfig", 41),
+    ("from verl.workers.config.critic import CriticConfig, FSDPCriticConfig", 41),
+    ("from verl.utils.dataset import RLHFDataset, collate_fn", 47),
+    ("from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn", 47),
+    ("from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig", 47),
+    (
+        "from verl.tools.schemas import OpenAIFunctionCallSchema, OpenAIFunctionParametersSchema, "
+        "OpenAIFunctionParsedSchema, OpenAIFunctionPropertySchema, OpenAIFunctionSchema, OpenAIFunctionToolCall, "
+        "OpenAIFunctionToolSchema, ToolResponse",
+        47,
+    ),
+)
+
+
+@pytest.mark.parametrize("statement", [statement for statement, _ in PUBLISHED])
+def test_a_published_import_works(statement):
+    exec(compile(statement, "published", "exec"), {})
+
+
+def test_each_published_import_works_in_a_process_of_its_own_first():
+    order = "\n".join(f"import {s.split()[1]}" for s, _ in reversed(PUBLISHED))
+    subprocess.run([sys.executable, "-c", order], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        ("verl.protocol", "compute_score"),
+        ("verl.single_controller", r"verl\.runtime\.group\.WorkerGroup"),
+        ("verl.single_controller.base.decorator", r"verl\.runtime\.group\.WorkerGroup"),
+        ("verl.trainer.ppo.ray_trainer", r"verl\.trainer\.ppo\.trainer\.PPOTrainer"),
+        ("verl.workers.fsdp_workers", r"verl\.workers\.actor\.Actor"),
+        ("verl.workers.reward_manager.registry", r"reward\.custom_reward_function\.path"),
+        ("verl.experimental.reward_loop.reward_manager", r"reward\.custom_reward_function\.path"),
+        ("verl.utils.reward_score.prime_math", "default_compute_score"),
+        ("verl.utils.dataset.multiturn_sft_dataset", r"verl\.trainer\.sft_trainer"),
+        ("verl.experimental.agent_loop.agent_loops", "AgentLoopBase"),
+        ("verl.interactions.base", "AgentLoopBase"),
+        ("verl.utils.reward_scores", "verl.utils.reward_score"),
+        ("verl.nothing_like_it", "docs/architecture.md"),
+    ],
+)
+def test_a_path_that_is_not_provided_names_the_replacement(module, instead):
+    with pytest.raises(ImportError, match=instead) as caught:
+        importlib.import_module(module)
+    assert type(caught.value) is ImportError and f"{module.split('.')[1]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("from verl import DataProto", r"verl\.data\.batch\.Batch"),
+        ("from verl.experimental.agent_loop.agent_loop import AgentLoopManager", "AgentRunner runs loops"),
+        ("from verl.workers.config.engine import McoreEngineConfig", "other engines are still to come"),
+        ("from verl.workers.config import McoreActorConfig", "other engines are still to come"),
+        ("from verl.utils.dataset import rm_dataset", r"verl\.trainer\.sft_trainer"),
+        ("from verl.utils.fs import nothing", "docs/architecture.md"),
+    ],
+)
+def test_a_name_that_is_not_provided_names_the_replacement(statement, instead):
+    with pytest.raises(ImportError, match=instead):
+        exec(compile(statement, "published", "exec"), {})
+
+
+def test_every_replacement_that_names_a_module_of_ours_names_one_that_exists():
+    import re
+
+    from verl.utils.import_paths import REPLACEMENTS
+
+    missing = []
+    for advice in REPLACEMENTS.values():
+        for path in re.findall(r"verl(?:\.\w+)+", advice):
+            parts = path.split(".")
+            for cut in range(len(parts), 0, -1):
+                try:
+                    found = importlib.import_module(".".join(parts[:cut]))
+                except ImportError:
+                    continue
+                for name in parts[cut:]:
+                    if not hasattr(found, name):
+                        missing.append(path)
+                        break
+                    found = getattr(found, name)
+                break
+    assert missing == []
+
+
+def test_a_helper_on_tensordict_says_what_to_use_when_it_is_called():
+    from verl.utils import tensordict_utils
+
+    with pytest.raises(ImportError, match=r"get_tensordict is not provided.*verl\.data\.batch\.Batch\.pack"):
+        tensordict_utils.get_tensordict({})
+
+
+def test_other_names_are_ordinary_attribute_errors():
+    import verl
+
+    with pytest.raises(AttributeError, match="nonsense"):
+        verl.nonsense  # noqa: B018
+    assert not hasattr(importlib.import_module("verl.utils.tensordict_utils"), "nonsense")
+
+
+def test_other_packages_are_still_searched_for_as_before():
+    with pytest.raises(ModuleNotFoundError, match="No module named 'verlx'"):
+        importlib.import_module("verlx")

@@ -1,0 +1,86 @@
+"""However user code ends the process of a command, somebody says so and the status is not 0."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+COMMAND = """
+import ctypes, os, signal, sys, threading
+from verl.utils.command_line import run_command
+
+def reward():
+    {code}
+
+def run(words):
+    thread = threading.Thread(target=reward)
+    thread.start()
+    thread.join()
+    print("over")
+    return 3 if words else 0
+
+sys.exit(run_command(sys.argv[1:], "help", run))
+"""
+
+
+def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COMMAND.format(code=code), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [
+        ("os._exit(0)", 1, "os._exit(0) ended the process before the run was over, called at <string>:6 in reward"),
+        ("os.close(2); os._exit(5)", 5, "os._exit(5) ended the process"),
+        ("os.abort()", -signal.SIGABRT, "crashed (SIGABRT)"),
+        ("ctypes.string_at(0)", -signal.SIGSEGV, "crashed (SIGSEGV)"),
+        ("os.kill(os.getpid(), 9)", -signal.SIGKILL, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 15)", -signal.SIGTERM, "was ended by SIGTERM"),
+        ("signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()", -signal.SIGALRM, "was ended by SIGALRM"),
+    ],
+)
+def test_an_end_from_inside_is_said_once_and_is_no_success(code: str, status: int, says: str):
+    done = run(code)
+    reasons = (says, "is gone: it was killed or it crashed")  # the kernel lists an ended process until it is waited for
+    assert done.returncode == status and "over" not in done.stdout
+    assert any(reason in done.stderr for reason in reasons[: 1 if "_exit" in code else 2]), done.stderr
+    assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1
+
+
+def test_a_crash_shows_where():
+    assert "line 6 in reward" in run("ctypes.string_at(0)").stderr
+
+
+def test_an_end_by_native_code_is_said_though_its_status_stays():
+    assert "native code called exit" in (done := run("ctypes.CDLL(None)._exit(0)")).stderr or "is gone" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "status"),
+    [
+        ("pass", [], 0),
+        ("pass", ["x"], 3),
+        ("os.fork() or os._exit(0)", [], 0),
+        ("import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()", [], 0),
+    ],
+)
+def test_a_command_that_ends_by_itself_says_nothing(code: str, words: list[str], status: int):
+    done = run(code, *words)
+    assert (done.returncode, "over" in done.stdout) == (status, True) and "error" not in done.stderr
+
+
+def test_sys_exit_in_user_code_is_no_success():
+    done = run("pass\n\nthreading.Thread.join = lambda thread: sys.exit(0)")
+    assert done.returncode == 1 and "error: user code called sys.exit(0) before the run was over" in done.stderr
+
+
+def test_an_exception_of_the_command_is_said_by_its_traceback_alone():
+    done = run("pass\n\nthreading.Thread.join = lambda thread: 1 / 0")
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "not over" not in done.stderr

@@ -1,0 +1,16 @@
+"""Fixes the layout of the decoder's weights, which is otherwise the fastest on the machine."""
+
+import pytest
+import torch
+
+from verl.models.decoder import lean_weights
+from verl.models.decoder.weight_layouts import WeightLayout
+
+
+def use_layout(monkeypatch: pytest.MonkeyPatch, merged: bool = False, onednn: bool | None = None) -> None:
+    """Leave one layout to choose from; oneDNN's for bfloat16 unless it is given."""
+
+    def only(_num_weights: int, dtype: torch.dtype, _device: torch.device) -> list[WeightLayout]:
+        return [WeightLayout(dtype, merged, dtype == torch.bfloat16 if onednn is None else onednn)]
+
+    monkeypatch.setattr(lean_weights, "possible_layouts", only)

@@ -1,0 +1,104 @@
+"""`verl report RUN [RUN ...]`: one page about a run, or about several over each other, also while they train."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.observe.html_report import AnswerHistory, RunData, write_page
+from verl.observe.run_record import VALIDATION_SAMPLES, RunRecord, find_run
+from verl.observe.trackers import format_number, read_metrics
+from verl.utils.errors import DataError, VerlError
+
+SCORES = ("critic/score/mean", "train/loss")
+EPILOG = """RUN is the folder of a run (trainer.default_local_dir), its metrics file, or <project>/<experiment>.
+
+  verl report checkpoints/tutorial/mine                     writes checkpoints/tutorial/mine/report.html
+  verl report tutorial/mine tutorial/other --out both.html  two runs over each other, with the keys that differ on top
+  verl report tutorial/mine --follow                        writes the page again until the run has ended"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: the page is written; 2: a mistake the message explains; 130: interrupted while following."""
+    parser = argparse.ArgumentParser(
+        prog="verl report", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run; several are drawn over each other")
+    parser.add_argument("--out", type=Path, help="the page to write (default: report.html in the first run's folder)")
+    parser.add_argument("--follow", action="store_true", help="write the page again until every run has ended")
+    parser.add_argument("--every", type=int, default=10, metavar="S", help="seconds between two writes (default: 10)")
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return report(options.runs, options.out, max(1, options.every) if options.follow else 0)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def report(names: Sequence[str], out: Path | None, refresh_s: int) -> int:
+    """Write the page once, or every `refresh_s` seconds until all runs have done their last step."""
+    records = [find_run(name) for name in names]
+    path = out or default_path(records[0])
+    while True:
+        data = [read_run(record) for record in records]
+        ended = all(last_step(run) >= record.total_steps for run, record in zip(data, records, strict=True))
+        follow = refresh_s > 0 and not ended
+        write_page(path, " against ".join(run.name for run in data), data, (), facts(data, records), follow * refresh_s)
+        print(f"{path}: {', '.join(f'{run.name} step {last_step(run)}' for run in data)}", flush=True)
+        if not follow:
+            return 0
+        time.sleep(refresh_s)
+
+
+def default_path(record: RunRecord) -> Path:
+    """report.html in the run's folder; beside the metrics file where there is no folder."""
+    if record.folder is not None:
+        return record.folder / "report.html"
+    assert record.metrics is not None
+    return record.metrics.with_suffix(".report.html")
+
+
+def read_run(record: RunRecord) -> RunData:
+    """What is on disk of a run now; DataError where it keeps no metrics."""
+    if record.metrics is None:
+        raise DataError(f"{record.name} keeps no metrics file: add `file` to trainer.logger to have reports")
+    if not record.metrics.is_file():
+        raise DataError(f"{record.name} has no metrics yet: {record.metrics} is not there; the first step writes it")
+    return RunData(record.name, read_metrics(record.metrics), record.config, answer_histories(record.folder))
+
+
+def answer_histories(folder: Path | None) -> list[AnswerHistory]:
+    """The answers to the first validation prompts, step by step."""
+    if folder is None or not (folder / VALIDATION_SAMPLES).is_dir():
+        return []
+    files = [path for path in (folder / VALIDATION_SAMPLES).glob("*.jsonl") if path.stem.isdigit()]
+    histories: dict[tuple[str, str], AnswerHistory] = {}
+    for path in sorted(files, key=lambda path: int(path.stem)):
+        for row in map(json.loads, path.read_text().splitlines()):
+            key = (str(row["input"]), str(row["gts"]))
+            history = histories.setdefault(key, AnswerHistory(*key, answers=[]))
+            history.answers.append((int(row["step"]), str(row["output"]), row["score"]))
+    return list(histories.values())
+
+
+def last_step(run: RunData) -> int:
+    return max((int(record["step"]) for record in run.records), default=0)
+
+
+def facts(runs: Sequence[RunData], records: Sequence[RunRecord]) -> dict[str, Any]:
+    """The line of figures at the top, per run: step, and score or loss at the first and last step."""
+    out: dict[str, Any] = {}
+    for run, record in zip(runs, records, strict=True):
+        label = f"{run.name}: " if len(runs) > 1 else ""
+        out[f"{label}step"] = f"{last_step(run)} of {record.total_steps}" if record.total_steps else last_step(run)
+        for name in SCORES:
+            values = [float(r["data"][name]) for r in run.records if name in r["data"]]
+            if values:
+                ends = dict.fromkeys([format_number(values[0]), format_number(values[-1])])
+                out[f"{label}{name}"] = " to ".join(ends)
+    return out

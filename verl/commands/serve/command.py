@@ -1,0 +1,125 @@
+"""`verl serve model=DIR`: an OpenAI-compatible server over a rollout engine, on loopback by default.
+
+POST /v1/chat/completions and /v1/completions, GET /v1/models, /v1/models/ID and /health. Missing request fields default
+to rollout.*. A client that disconnects ends its request. docs/rollout/serving.md lists the fields.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.config import load_config
+from verl.config.load import unread_keys
+from verl.utils.errors import ConfigError, VerlError
+from verl.utils.paths import model_name
+
+if TYPE_CHECKING:
+    from verl.commands.serve.server import OpenAIServer
+
+MODEL_PATH_KEY = "actor_rollout_ref.model.path"
+KEY_VARIABLE = "VERL_API_KEY"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. 2: a mistake the message explains."""
+    options = _parser().parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    aliases = {"model": MODEL_PATH_KEY}
+    overrides = [f"{aliases.get(k, k)}{eq}{v}" for k, eq, v in (o.partition("=") for o in options.overrides)]
+    overrides = [f"actor_rollout_ref.{o}" if o.startswith("rollout.") else o for o in overrides]
+    try:
+        return run(overrides, options)
+    except VerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verl serve", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--name", help="model name clients ask for (default: of the experiment, else of the folder)")
+    parser.add_argument("--api-key", help=f"key that clients must send (default: ${KEY_VARIABLE}, else none)")
+    parser.add_argument("--max-concurrent", type=int, default=256, help="requests at once (default: %(default)s)")
+    parser.add_argument("--max-body-mb", type=int, default=16, help="largest body in MiB (default: %(default)s)")
+    parser.add_argument(
+        "--client-timeout", type=float, default=30.0,
+        help="seconds a client may take to send a request, or to read what is sent (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("overrides", nargs="*", help=f"model=DIR ({MODEL_PATH_KEY}) and rollout.* keys")
+    return parser
+
+
+def run(overrides: list[str], options: argparse.Namespace) -> int:
+    for name in ("max_concurrent", "max_body_mb", "client_timeout"):
+        if not 0 < getattr(options, name) < 1e6:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1000000")
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("`verl serve` needs aiohttp: pip install 'verl[serve]'") from error
+    server = build_server(overrides, options)
+    logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("verl.commands.serve").setLevel(logging.INFO)
+    print(f"model {server.name}: at most {server.max_length} tokens a conversation", flush=True)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(server, options.host, options.port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on --host {options.host} --port {options.port}: {error}") from error
+    return 0
+
+
+async def _serve(server: "OpenAIServer", host: str, port: int) -> None:
+    from verl.commands.serve.connections import listening, until_stopped
+
+    async with listening(server.application(), host, port, server.limits.client_timeout_s) as bound:
+        print(f"serving {server.name} on http://{host}:{bound}/v1", flush=True)
+        await until_stopped()
+        print("stopping", flush=True)
+
+
+def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAIServer":
+    """The server of a configuration, with its engine started."""
+    from verl.commands.serve.server import OpenAIServer, ServerLimits
+    from verl.models.load import load_tokenizer
+    from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
+
+    config = load_config(overrides)
+    rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    max_length = rollout.max_model_len or _max_length(rollout.prompt_length + rollout.response_length, path)
+    api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
+    limits = ServerLimits(api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout)
+    server = OpenAIServer(
+        load_rollout_engine(config, tokenizer),
+        tokenizer,
+        options.name or model_name(Path(str(path))),
+        max_length,
+        training_sampling(rollout),
+        config.data.apply_chat_template_kwargs,
+        rollout.multi_turn.format,
+        limits,
+    )
+    for key in unread_keys(config):
+        print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
+    return server
+
+
+def _max_length(requested: int, path: str | None) -> int:
+    """Tokens of a conversation: `requested`, or the positions of a local model if those are fewer."""
+    from verl.models.load import load_config as load_model_config
+
+    # without config.json the folder is only a tokenizer, and another server runs the model
+    if not (Path(str(path)).expanduser() / "config.json").is_file():
+        return requested
+    return min(requested, getattr(load_model_config(str(path)), "max_position_embeddings", None) or requested)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,5 @@
+"""The built-in tool agent, where published loops derive from it."""
+
+from verl.agent.tool_agent import AgentData, AgentState, ToolAgentLoop
+
+__all__ = ["AgentData", "AgentState", "ToolAgentLoop"]

@@ -1,0 +1,138 @@
+"""Chooses the fastest of several ways to compute the same numbers, by a short measurement on this machine.
+
+Ways differ by rounding, so a choice is made once: ranks of a machine take turns at its file, and a run stores its own
+choices in its folder, where a resumed run finds them. Each file maps machine and shapes to the name of a way.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from verl.utils.paths import atomic_write_text
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 0.3  # for one choice; at most two are made per engine
+ROUNDS, ENOUGH_ROUNDS = 15, 3
+MIN_GAIN = 1.05  # the plain way is taken unless another is faster by this factor
+
+# Each makes the function that is timed. The plain way comes first.
+Ways = Mapping[str, Callable[[], Callable[[], object]]]
+
+_run_file: Path | None = None
+
+
+def keep_choices_in(folder: Path) -> None:
+    """Make this process read the choices of a run from its folder, and write them there."""
+    global _run_file
+    _run_file = Path(folder) / "fastest.json"
+
+
+def fastest(name: str, ways: Ways) -> str:
+    """The name of the fastest way for `name`, a text with everything that the speed depends on but the machine.
+
+    From the run's file, else the machine's, else measured; a measurement cut short counts for the run only. A file that
+    cannot be used is reported and passed over.
+    """
+    if len(ways) == 1:
+        return next(iter(ways))
+    key = " | ".join((machine(), name))
+    machine_file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "fastest.json"
+    with _locked(machine_file):
+        known = [_read(file).get(key) for file in (_run_file, machine_file) if file is not None]
+        choice, is_certain = next((way for way in known if way in ways), None), True
+        if choice is None:
+            choice, is_certain = measure(ways)
+        for file in (_run_file, machine_file if is_certain else None):
+            if file is not None:
+                _store(file, key, choice)
+    return choice
+
+
+def measure(ways: Ways) -> tuple[str, bool]:
+    """The fastest way by its smallest time, in interleaved rounds; and whether there was time for enough of them.
+
+    One thread, by its processor time: what else runs on the machine must not decide.
+    """
+    deadline, num_rounds, num_threads = time.perf_counter() + BUDGET_S, 0, torch.get_num_threads()
+    best = dict.fromkeys(ways, float("inf"))
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            functions = {name: make() for name, make in ways.items()}
+            for function in functions.values():
+                function()
+            while num_rounds < ROUNDS and (not num_rounds or time.perf_counter() < deadline):
+                for name, function in functions.items():
+                    started = time.thread_time()
+                    function()
+                    best[name] = min(best[name], time.thread_time() - started)
+                num_rounds += 1
+    finally:
+        torch.set_num_threads(num_threads)
+    return pick(best), num_rounds >= ENOUGH_ROUNDS
+
+
+def pick(seconds: Mapping[str, float]) -> str:
+    """The fastest; the first one, the plain way, unless the gain is clear."""
+    plain, quickest = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
+    return quickest if seconds[plain] > MIN_GAIN * seconds[quickest] else plain
+
+
+def machine() -> str:
+    """Processor, torch and threads: what a choice holds for."""
+    made = ", ".join(processor().values())
+    return f"{made}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def processor() -> dict[str, str]:
+    """Vendor, name, family and model of the processor as far as the system reports them, and torch's instructions."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    reported = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    names = {"vendor": "vendor_id", "name": "model name", "family": "cpu family", "model": "model"}
+    found = {ours: reported[theirs] for ours, theirs in names.items() if theirs in reported}
+    found.setdefault("name", platform.processor() or platform.machine())
+    return found | {"instructions": torch.backends.cpu.get_cpu_capability()}
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Processes take turns; without a lock where the folder cannot be written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(file.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): ranks may choose different kernels", file, error)
+        yield
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s): kernels are measured anew", file, error)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _store(file: Path, key: str, choice: str) -> None:
+    content = _read(file)
+    if content.get(key) == choice:
+        return
+    try:
+        atomic_write_text(file, json.dumps({**content, key: choice}, indent=1) + "\n")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): kernels are measured again at the next start", file, error)

@@ -1,0 +1,208 @@
+"""What a model folder must agree on before a run starts: its configuration, tokenizer, index and weights."""
+
+import copy
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.suggest import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+NOT_FLOATING = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
+Headers = dict[str, tuple[Path, str]]  # tensor name -> its file, its type as safetensors writes it
+
+
+def check_config(config: PreTrainedConfig, source: str) -> None:
+    """ConfigError if the values of a configuration cannot be those of a model; `source` names its file."""
+    text = config.get_text_config()
+    for name in SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(
+                f"{source}: {name}={size}, but a model has at least one; take the model's own config.json"
+            )
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None and len(kinds) != text.num_hidden_layers:
+        raise ConfigError(
+            f"{source}: layer_types names {len(kinds)} layers, but num_hidden_layers={text.num_hidden_layers}; "
+            "change both together"
+        )
+    heads, groups = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ConfigError(f"{source}: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    activation = getattr(text, "hidden_act", None)
+    if isinstance(activation, str) and activation not in ACT2FN:
+        raise ConfigError(f"{source}: hidden_act={activation!r} is no activation; {did_you_mean(activation, ACT2FN)}")
+    _check_rope(getattr(text, "rope_parameters", None) or {}, source)
+
+
+def _check_rope(parameters: dict[str, Any], source: str) -> None:
+    for part in (part for part in (parameters, *parameters.values()) if isinstance(part, dict)):
+        kind, theta = part.get("rope_type", "default"), part.get("rope_theta", 1.0)
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise ConfigError(f"{source}: rope_type={kind!r} is unknown; {did_you_mean(kind, ROPE_INIT_FUNCTIONS)}")
+        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            raise ConfigError(
+                f"{source}: rope_theta={theta!r}, but the base of the rotary frequencies is a number above 0; take "
+                "the model's own (often 10000 or 1000000)"
+            )
+
+
+def check_model_for_run(
+    config: PreTrainedConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, longest: int, length_keys: str
+) -> list[str]:
+    """Warnings about a model that is to see sequences of up to `longest` tokens; ConfigError where it cannot.
+
+    `length_keys` names the settings that `longest` comes from.
+    """
+    text = config.get_text_config()
+    warnings = _check_vocabulary(text.vocab_size, tokenizer)
+    ends = _end_tokens(text, folder) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    outside = [token for token in ends if not 0 <= token < text.vocab_size]
+    if outside:
+        raise ConfigError(
+            f"{folder}: the end token {outside[0]} is outside the model's vocabulary of {text.vocab_size}, so no "
+            "answer would ever end; correct eos_token_id in config.json, generation_config.json and the tokenizer"
+        )
+    if not ends:
+        warnings.append(
+            f"{folder} names no end token (eos_token_id in config.json, generation_config.json or the tokenizer): "
+            "every answer runs to its full length, unless a stop text ends it"
+        )
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and longest > positions:
+        limit = f"sequences may have {longest} tokens ({length_keys}), but max_position_embeddings={positions}"
+        if _has_learned_positions(config, positions):
+            raise ConfigError(f"{limit}, and the model has no embedding for more; lower the lengths to {positions}")
+        warnings.append(f"{limit}: the model was made for no more; lower the lengths if long answers are poor")
+    return warnings
+
+
+def _has_learned_positions(config: PreTrainedConfig, positions: int) -> bool:
+    """Whether positions are rows of a table, some families keep two more than they name."""
+    if getattr(config.get_text_config(), "rope_parameters", None):
+        return False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    return any(0 <= table.num_embeddings - positions <= 2 for table in tables)
+
+
+def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    outside = {name: token for name, token in tokenizer.get_vocab().items() if token >= vocab_size}
+    if not outside:
+        return []
+    name, token = max(outside.items(), key=lambda item: item[1])
+    what = f"{len(outside)} tokens of the tokenizer, {name!r} ({token}) the last, have no place among the {vocab_size}"
+    if outside.keys() - tokenizer.get_added_vocab().keys():
+        raise ConfigError(
+            f"{what} that the model has embeddings for: config.json and the tokenizer are of different models; set "
+            "model.tokenizer_path to the tokenizer of this model"
+        )
+    return [f"{what} that the model has embeddings for; they were added alone, and a text with one is refused"]
+
+
+def _end_tokens(text: PreTrainedConfig, folder: Path) -> list[int]:
+    """The end tokens of config.json and generation_config.json."""
+    ends: list[int] = []
+    sources: list[Any] = [text]
+    if (folder / "generation_config.json").is_file():
+        try:
+            sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
+    for source in sources:
+        named = getattr(source, "eos_token_id", None)
+        ends += named if isinstance(named, list) else [] if named is None else [named]
+    return ends
+
+
+def check_weight_files(folder: Path, config: PreTrainedConfig) -> None:
+    """CheckpointError if files lack what the index names, hold integers, or another head than the embedding's."""
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    mapped = _read_index(index) if index.is_file() and not whole.is_file() else {}
+    if gone := sorted({file for file in mapped.values() if not (folder / file).is_file()}):
+        raise CheckpointError(f"{folder} has no {gone[0]}, which {INDEX} names; download the model again, whole")
+    files = [whole] if whole.is_file() else {folder / file for file in mapped.values()} or folder.glob("*.safetensors")
+    headers = _read_headers(sorted(files))
+    lost = [name for name, file in mapped.items() if headers.get(name, (None, ""))[0] != folder / file]
+    lost += [name for name in headers if mapped and name not in mapped]
+    if lost:
+        raise CheckpointError(
+            f"{index} and the files disagree about {len(lost)} tensors, first {sorted(lost)[0]}: the index is of "
+            "another model, or files were replaced; download the model again, whole"
+        )
+    integers = sorted(name for name, (_, kind) in headers.items() if name.endswith("weight") and kind in NOT_FLOATING)
+    if integers and not getattr(config, "quantization_config", None):
+        name = integers[0]
+        raise CheckpointError(
+            f"{folder}: {name} is stored as {headers[name][1]}, integers; trained weights are floating point. Convert "
+            "the model back from its quantised form, or take the original"
+        )
+    if config.get_text_config().tie_word_embeddings:
+        _check_tied_head(folder, headers)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text())
+        content["metadata"]  # the library reads it too
+        return {str(name): str(file) for name, file in content["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of weights ({error!r:.100}); download the model again") from error
+
+
+def _read_headers(files: list[Path]) -> Headers:
+    headers: Headers = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                headers |= {name: (path, file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): it was not downloaded whole, or is the pointer that git keeps in "
+                "its place; download it again"
+            ) from error
+    return headers
+
+
+def _check_tied_head(folder: Path, headers: Headers) -> None:
+    """CheckpointError if the files hold a head of its own, which a model with tie_word_embeddings would not load."""
+    head = next((name for name in headers if name.endswith("lm_head.weight")), None)
+    embedding = next((name for name in headers if name.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    if head is None or embedding is None:
+        return
+    a, b = (_read_tensor(headers[name][0], name) for name in (head, embedding))
+    if a.shape != b.shape or not a.equal(b.to(a.dtype)):
+        raise CheckpointError(
+            f"{folder}: config.json says tie_word_embeddings=true, but {head} differs from {embedding}, and would be "
+            "dropped; set model.override_config.tie_word_embeddings=false to keep it"
+        )
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def check_weights(model: nn.Module, folder: Path) -> None:
+    """Refuses a model whose matrices are all zero, and warns of single ones (a value head starts at zero)."""
+    matrices = {n: p for n, p in model.named_parameters() if p.dim() > 1 and not n.startswith("score.")}
+    zero = [name for name, p in matrices.items() if not (p.flatten()[:4096].any() or p.any())]
+    if matrices and len(zero) == len(matrices):
+        raise CheckpointError(f"{folder}: every weight is zero, so nothing can be learnt; the file was never filled")
+    if zero:
+        logger.warning("%s: %d matrices are all zero, first %s; is the file whole?", folder, len(zero), zero[0])

@@ -1,0 +1,70 @@
+"""What a run was started with, in `run.json` of its folder, and how commands find a run by any of its names."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.observe.tracking import metrics_path
+from verl.utils.errors import DataError
+from verl.utils.paths import atomic_write_text
+
+RUN_FILE = "run.json"
+VALIDATION_SAMPLES = "validation_samples"  # folder: answers to the first held-out prompts, <step>.jsonl
+NUM_VALIDATION_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run on disk. `folder` (checkpoints, ledger) is None for a metrics file alone; `total_steps` 0 is unknown."""
+
+    name: str
+    metrics: Path | None
+    folder: Path | None = None
+    total_steps: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_run_record(folder: Path, config: Any, total_steps: int) -> None:
+    """Write `run.json` of a run: names, resolved configuration, and where its metrics go."""
+    settings = config.trainer
+    record = {
+        "name": f"{settings.project_name}/{settings.experiment_name}",
+        "metrics": None,
+        "total_steps": total_steps,
+        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else config,
+    }
+    if "file" in settings.logger:
+        record["metrics"] = str(metrics_path(settings.project_name, settings.experiment_name).absolute())
+    atomic_write_text(folder / RUN_FILE, json.dumps(record, indent=1, default=str) + "\n")
+
+
+def find_run(text: str) -> RunRecord:
+    """The run that `text` names: its folder, its metrics file, or <project>/<experiment>. DataError: none of them."""
+    given = Path(text).expanduser()
+    if given.is_file():
+        return RunRecord(given.stem, given)
+    for folder in (given, Path("checkpoints") / text):
+        if (folder / RUN_FILE).is_file():
+            return _read_record(folder)
+    metrics = Path(f"{text}.jsonl")
+    if metrics.is_file():
+        return RunRecord(text, metrics)
+    raise DataError(
+        f"{text!r} names no run: it is neither a folder with a {RUN_FILE} (trainer.default_local_dir of the run), nor "
+        f"a metrics file (.jsonl), nor <project>/<experiment>, as neither checkpoints/{text}/{RUN_FILE} nor {metrics} "
+        f"is below {Path.cwd()}"
+    )
+
+
+def _read_record(folder: Path) -> RunRecord:
+    path = folder / RUN_FILE
+    try:
+        data = json.loads(path.read_text())
+        metrics = Path(data["metrics"]) if data["metrics"] else None
+        return RunRecord(str(data["name"]), metrics, folder, int(data["total_steps"]), dict(data["config"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read as the record of a run ({error!r}); name the metrics file instead"
+        ) from error

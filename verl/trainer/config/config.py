@@ -1,0 +1,5 @@
+"""Configuration classes that other sections use, at their public import path."""
+
+from verl.trainer.config import CheckpointConfig
+
+__all__ = ["CheckpointConfig"]

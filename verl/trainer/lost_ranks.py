@@ -1,0 +1,101 @@
+"""What is said when a rank of fine-tuning is lost: one line; the tracebacks of the other ranks go to a file."""
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.runtime.processes import describe_exit
+from verl.utils.process_end import exit_now
+
+REPORTS = "VERL_RANK_REPORTS"  # folder that the launcher gives its ranks for their reports
+FILE_NAME = "lost_rank.txt"
+_LOST = re.compile(
+    r"Connection (reset|closed|refused)|Broken pipe|gloo/transport|ncclRemoteError|remote process exited", re.IGNORECASE
+)
+_CALL = re.compile(r'verl/trainer/sft\.py", line \d+,? in (\w+)')
+
+
+@contextlib.contextmanager
+def report_when_ended(rank: int) -> Iterator[None]:
+    """Inside the block, SIGTERM makes this rank write where it is: the launcher sends it once another rank is lost.
+
+    Enter it after a handler of SIGTERM was installed; that handler is called as well.
+    """
+    folder = _reports_folder()
+    if folder is None:
+        yield
+        return
+    with open(_report(folder, rank), "w") as file:
+        faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
+        try:
+            yield
+        except Exception:  # before the launcher's signal can end the process
+            file.write(traceback.format_exc())
+            file.flush()
+            raise
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+
+
+def end_after_loss(error: Exception, rank: int, root: Path) -> None:
+    """End this process with status 1 if `error` says that another rank is gone; return otherwise.
+
+    The traceback goes to the launcher's folder, which then says what happened; without one it goes to a file in
+    `root`, and one line names it.
+    """
+    if not (isinstance(error, RuntimeError) and _LOST.search(str(error))):
+        return
+    text, folder = traceback.format_exc(), _reports_folder()
+    if folder:
+        _report(folder, rank).write_text(text)
+    else:
+        root.mkdir(parents=True, exist_ok=True)
+        file = root / f"rank_{rank}_{FILE_NAME}"
+        file.write_text(text)
+        print(
+            f"error: rank {rank} lost another rank in {_call_in(text)}(); torchrun's report names it and its signal; "
+            f"the traceback is in {file}. Resume from the last checkpoint",
+            file=sys.stderr,
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_now(1)  # the interpreter's shutdown would wait for the lost rank
+
+
+def say_which_was_lost(exit_codes: dict[int, int], folder: Path, root: Path) -> str | None:
+    """The line about the first rank in `exit_codes` that a signal ended, and keep all reports; None without one."""
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
+    if not killed:
+        return None
+    reports = {file.name: text for file in sorted(folder.glob("*.txt")) if (text := file.read_text())}
+    calls = [call for text in reports.values() if (call := _call_in(text)) != "unknown"]
+    root.mkdir(parents=True, exist_ok=True)
+    file = root / FILE_NAME
+    file.write_text("".join(f"=== {name}\n{text}\n" for name, text in reports.items()))
+    where = f"{calls[0]}()" if calls else "a call that no other rank was in"
+    return (
+        f"rank {killed[0]} failed in {where}: its process {describe_exit(exit_codes[killed[0]])}; where the others "
+        f"were is in {file}"
+    )
+
+
+def _reports_folder() -> Path | None:
+    """The folder of a launcher that waits for reports; None where there is none (any more)."""
+    folder = os.environ.get(REPORTS)
+    return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+def _report(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.txt"
+
+
+def _call_in(text: str) -> str:
+    """The trainer's innermost call in a traceback."""
+    calls = _CALL.findall(text) or ["unknown"]
+    return str(calls[0] if "most recent call first" in text else calls[-1])

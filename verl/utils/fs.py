@@ -1,0 +1,57 @@
+"""A local path of a file or folder that may be in HDFS, where published code imports it."""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from verl.utils import hdfs_io
+from verl.utils.errors import ConfigError
+from verl.utils.import_paths import refuse_missing_names
+
+
+def is_non_local(path: str) -> bool:
+    """Whether `path` is in HDFS."""
+    return hdfs_io.is_hdfs(path)
+
+
+def copy_to_local(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """A local path with the content of `src`: `src` itself, or for an hdfs:// path its copy in `cache_dir`.
+
+    A copy that is there is used again, unless `always_recopy`. `filelock` has no effect: a copy gets its name when it
+    is complete.
+    """
+    del filelock
+    if use_shm:
+        raise ConfigError(f"copy_to_local({src!r}, use_shm=True): staging files in shared memory is still to come")
+    if not hdfs_io.is_hdfs(src):
+        return src
+    folder = Path(cache_dir or tempfile.gettempdir()) / hashlib.sha256(src.encode()).hexdigest()[:16]
+    target = folder / src.rstrip("/").rpartition("/")[2]
+    if always_recopy or not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            copied = Path(hdfs_io.copy(src, str(Path(unfinished) / target.name)))
+            if target.is_dir():
+                target.rename(Path(unfinished) / "replaced")
+            copied.rename(target)
+        if verbose:
+            print(f"copied {src} to {target}")
+    return str(target)
+
+
+def local_mkdir_safe(path: str, **_: Any) -> str:
+    """Make the folder `path` and its parents; returns `path`."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return path
+
+
+copy_local_path_from_hdfs = copy_to_local
+__getattr__ = refuse_missing_names(__name__)

@@ -1,0 +1,138 @@
+"""What to use instead of import paths that published code names and that do not exist here.
+
+`import verl` puts a finder behind Python's own ones. It is asked only for modules of this package that nobody found,
+and raises an ImportError that names the replacement.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+_REWARD = "write a function compute_score(data_source, solution_str, ground_truth, extra_info) and name its file in "
+_REWARD += "reward.custom_reward_function.path"
+_DATA_PROTO = "batches are packed (verl.data.batch.Batch) and rewards get plain arguments; " + _REWARD
+_WORKERS = "worker groups have two verbs, broadcast and scatter (verl.runtime.group.WorkerGroup), and the training "
+_WORKERS += "loop reaches models through verl.workers.actor.Actor"
+_SFT = "verl.trainer.sft_trainer trains conversations; data.messages_key and data.tools_key name their columns"
+_MEGATRON = "the Megatron-LM engine is still to come; use FSDP (actor.strategy=fsdp2)"
+_ASYNC = "asynchronous training is still to come; python3 -m verl.trainer.main_ppo trains synchronously"
+_SCORER = "verl.utils.reward_score.default_compute_score has the built-in scorers; else " + _REWARD
+_LOOPS = (
+    "a loop derives from verl.experimental.agent_loop.AgentLoopBase; verl.agent.agent_runner.AgentRunner runs loops"
+)
+
+# A module or name and everything below it: what to use instead. The longest match counts.
+REPLACEMENTS = {
+    "verl.protocol": _DATA_PROTO,
+    "verl.DataProto": _DATA_PROTO,
+    "verl.base_config": "derive from verl.config.base.Section, or write a plain dataclass",
+    "verl.experimental": "python3 -m verl.trainer.main_ppo runs training; verl.experimental.agent_loop has agent loops",
+    "verl.experimental.agent_loop": _LOOPS,
+    "verl.experimental.dataset": "derive from verl.utils.dataset.RLHFDataset and name it in data.custom_cls",
+    "verl.experimental.dynamic_dataset": "derive from verl.utils.dataset.RLHFDataset and name it in data.custom_cls",
+    "verl.experimental.fully_async_policy": _ASYNC,
+    "verl.experimental.one_step_off_policy": _ASYNC,
+    "verl.experimental.reward_loop": _REWARD,
+    "verl.interactions": "an agent loop of your own takes the user's turns: verl.experimental.agent_loop.AgentLoopBase",
+    "verl.models.mcore": _MEGATRON,
+    "verl.models.transformers": "verl.models.registry.register_family adds a model family",
+    "verl.single_controller": _WORKERS,
+    "verl.third_party": "rollout engines are adapters in verl.workers.rollout (rollout.name=vllm, sglang, native)",
+    "verl.trainer.distillation": "on-policy distillation is still to come",
+    "verl.trainer.fsdp_sft_trainer": _SFT,
+    "verl.trainer.main_ppo_v0": "python3 -m verl.trainer.main_ppo runs training",
+    "verl.trainer.ppo.ray_trainer": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
+    "verl.trainer.ppo.core_algos": "more estimators and losses are still to come; register your own with "
+    "register_adv_est and register_policy_loss",
+    "verl.trainer.ppo.metric_utils": "verl.trainer.batch_metrics and verl.trainer.validation_metrics have the metrics",
+    "verl.trainer.ppo.reward": _REWARD,
+    "verl.trainer.ppo.rollout_corr_helper": "set algorithm.rollout_correction.*; verl.algorithms has its parts",
+    "verl.trainer.ppo.v1": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
+    "verl.trainer.sft_trainer_ray": "python3 -m verl.trainer.sft_trainer starts a rank per device without Ray",
+    "verl.utils.checkpoint": "checkpoints are written by verl.workers.engine.checkpoint; `verl merge` merges shards",
+    "verl.utils.config": "verl.config.load_config loads a configuration and names every mistake",
+    "verl.utils.dataset.multiturn_sft_dataset": _SFT,
+    "verl.utils.dataset.sft_dataset": _SFT,
+    "verl.utils.dataset.rm_dataset": _SFT,
+    "verl.utils.dataset.vision_utils": "multimodal data is still to come; rows hold text",
+    "verl.utils.debug": "verl.observe.timers measures stages, verl.observe.memory_metrics memory",
+    "verl.utils.fsdp_utils": "engines shard models: derive from verl.workers.engine.fsdp.FSDPEngineWithLMHead",
+    "verl.utils.import_utils": "verl.utils.external_code.load_object loads an object of a file or module",
+    "verl.utils.megatron": _MEGATRON,
+    "verl.utils.megatron_utils": _MEGATRON,
+    "verl.utils.model": "verl.models.load loads models and tokenizers of a folder",
+    "verl.utils.profiler": "verl.observe.timers measures stages; profiles of chosen steps are still to come",
+    "verl.utils.reward_score": _SCORER,
+    "verl.utils.seqlen_balancing": "verl.data.balance shares sequences among ranks and micro-batches",
+    "verl.utils.tokenizer": "verl.models.load.load_tokenizer loads a tokenizer; transformers.AutoTokenizer does, too",
+    "verl.utils.torch_functional": "verl.models.head has log-probs and entropy, torch the rest",
+    "verl.utils.tracking": "verl.observe.tracking.Tracking logs metrics",
+    "verl.utils.ulysses": "verl.models.attention.ulysses exchanges tokens for heads",
+    "verl.workers.config": "it has the configuration classes of FSDP; other engines are still to come",
+    "verl.workers.engine_workers": _WORKERS,
+    "verl.workers.fsdp_workers": _WORKERS,
+    "verl.workers.megatron_workers": _MEGATRON,
+    "verl.workers.reward_manager": _REWARD,
+    "verl.workers.rollout.llm_server": "an agent loop asks its server_manager (verl.experimental.agent_loop)",
+    "verl.workers.sharding_manager": "verl.weight_sync brings new weights to the rollout engine",
+}
+
+
+def replacement(name: str) -> str:
+    """What to use instead of the module or name `name`; '' when nothing is known."""
+    head = name
+    while "." in head:
+        if head in REPLACEMENTS:
+            return REPLACEMENTS[head]
+        head = head.rpartition(".")[0]
+    return ""
+
+
+def refuse(name: str) -> NoReturn:
+    """ImportError that says what to use instead of `name`, or which modules are near it."""
+    import pkgutil
+
+    from verl.utils.suggest import closest
+
+    advice = replacement(name)
+    if not advice:
+        parent = name.rpartition(".")[0]
+        folders = getattr(sys.modules.get(parent), "__path__", [])
+        near = closest(name, [f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders)])
+        advice = f"near it are {', '.join(near)}" if near else f"look into {parent}, and into docs/architecture.md"
+    raise ImportError(f"{name} does not exist here: {advice}", name=name)
+
+
+def refuse_missing_names(module: str) -> Callable[[str], Any]:
+    """A module's `__getattr__`: ImportError with the replacement for names that published code imports from it."""
+
+    def missing(name: str) -> Any:
+        from pkgutil import iter_modules
+
+        submodules = [found.name for found in iter_modules(vars(sys.modules[module]).get("__path__", []))]
+        if name.startswith("__") or name in submodules:  # Python goes on to import the submodule
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        refuse(f"{module}.{name}")
+
+    return missing
+
+
+class MissingPathFinder(MetaPathFinder):
+    """The last finder: refuses modules of this package that nobody found."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname.startswith("verl."):
+            refuse(fullname)
+        return None
+
+
+def install() -> None:
+    """Put the finder behind all others, once per process."""
+    if not any(isinstance(finder, MissingPathFinder) for finder in sys.meta_path):
+        sys.meta_path.append(MissingPathFinder())

@@ -1,0 +1,110 @@
+"""A command's end is always said: user code that ends or kills the process cannot do so without a word.
+
+`os._exit` called inside the process is named and never gives status 0. Whatever else ends the process at once (a crash
+in native code, a kill) gives a status of its own; a small process beside it reads a pipe, outlives it and says so. The
+command keeps its process id, terminal, signals and debugger, as it would not under a supervising parent.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import NoReturn
+
+exit_now = os._exit  # for our own code: `os._exit` is replaced while a command runs
+
+ADVICE = "raise an exception there instead; the same command resumes from the last checkpoint"
+
+
+class SaidEnd:
+    """While entered, an end of this process that does not leave the block is said on stderr, with a status not 0.
+
+    Within another such block, and in a rank of torchrun (which says how its ranks end), no watching process starts.
+    """
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.outer_exit = os._exit
+        self.pipe: int | None = None
+        self.watcher: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> None:
+        if self.outer_exit is not exit_now:
+            return
+        self.stderr = os.dup(2) if sys.stderr is not None else None  # user code may close its own
+        if not faulthandler.is_enabled() and sys.stderr is not None:
+            with contextlib.suppress(ValueError, OSError):  # notebooks and tests give a stderr without a file
+                faulthandler.enable()  # a crash in native code prints where
+        if "WORLD_SIZE" not in os.environ:
+            self._start_watcher()
+        os._exit = self._exit
+
+    def _start_watcher(self) -> None:
+        reader, self.pipe = os.pipe()
+        command = [sys.executable, "-I", "-S", __file__, str(self.owner)]
+        with contextlib.suppress(OSError):  # no process can be started: the run goes on unwatched
+            self.watcher = subprocess.Popen(command, stdin=reader, stdout=subprocess.DEVNULL, start_new_session=True)
+        os.close(reader)
+
+    def _exit(self, status: int) -> NoReturn:
+        if os.getpid() != self.owner:  # a forked child ends this way
+            exit_now(status)
+        frame = sys._getframe(1)
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        text = f"error: os._exit({status}) ended the process before the run was over, called at {where}; {ADVICE}\n"
+        with contextlib.suppress(ValueError, OSError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError, TypeError):  # where it cannot be written, the watcher speaks
+            os.write(self.stderr, text.encode())  # type: ignore[arg-type]
+            self._mark_said()
+        exit_now(status or 1)
+
+    def _mark_said(self) -> None:
+        if self.pipe is not None:
+            with contextlib.suppress(OSError):  # the watcher was killed
+                os.write(self.pipe, b".")
+            os.close(self.pipe)
+            self.pipe = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.outer_exit is not exit_now or os.getpid() != self.owner:
+            return
+        os._exit = exit_now
+        self._mark_said()
+        if self.watcher is not None:
+            self.watcher.wait()
+        if self.stderr is not None:
+            os.close(self.stderr)
+
+
+def watch(process: int) -> None:
+    """Wait for the end of the pipe at stdin; without a byte before it, say how `process` ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if not os.read(0, 1):
+        print(f"error: the run is not over, but its process {process} {how_it_ended(process)}", file=sys.stderr)
+
+
+def how_it_ended(process: int) -> str:
+    """How a process that has ended and is still listed did so, and what to do."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/stat", encoding="utf-8") as file:
+        status = int(file.read().rpartition(")")[2].split()[49])  # field 52 of proc(5): exit_code
+        if not os.WIFSIGNALED(status):
+            return f"ended with status {os.waitstatus_to_exitcode(status)}: native code called exit; {ADVICE}"
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
+        if number == signal.SIGKILL:
+            return "was killed by SIGKILL, as the kernel does when memory runs out (see dmesg); " + RESUME
+        if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+            return f"crashed ({name}): the lines above show where, if its Python could still write; {RESUME}"
+        return f"was ended by {name}; {RESUME}"
+    return f"is gone: it was killed or it crashed; {RESUME}"
+
+
+RESUME = "the same command resumes from the last checkpoint"
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]))

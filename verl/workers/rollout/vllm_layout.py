@@ -1,0 +1,229 @@
+"""Reads weights back from the layers of vLLM that compute with them, in the names and layout of the checkpoint.
+
+The layout is derived from what a layer computes (the order and sizes of fused projections, the rows or columns of a
+tensor-parallel rank), not from vLLM's weight loaders, which could be wrong. A matrix that a kernel keeps in its own
+packed form is multiplied by unit vectors: every output is then one weight plus zeros, so it is exact in any dtype.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from verl.models.fingerprint import fingerprint
+from verl.workers.rollout.base import ReadBack
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+UNIT_VECTORS = 512  # at a time: bounds the memory of their outputs
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPart:
+    """`sent` of a checkpoint's tensor is `held` of a layer's parameter on this rank."""
+
+    path: str  # of the layer in vLLM's model
+    parameter: str
+    dtype: torch.dtype
+    sent: Index
+    held: Index
+    packed: bool  # only the kernel's own form is left: read it by multiplication
+
+    def expected(self, tensor: Tensor) -> str:
+        """Fingerprint that the layer holds once `tensor` is loaded."""
+        return self._fingerprint(tensor[self.sent].to(self.dtype))
+
+    def found(self, parameter: Tensor) -> str:
+        """Fingerprint of this part of `parameter` as read back."""
+        return self._fingerprint(parameter[self.held].to(self.dtype))
+
+    def _fingerprint(self, tensor: Tensor) -> str:
+        if self.packed:  # sums lose the sign of zero, and some units flush what is almost zero
+            tensor = torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)
+        return fingerprint(tensor)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer holds the tensor as it was sent, if it also has that dtype."""
+        return not self.packed and self.sent == (slice(None),)
+
+
+@dataclass
+class WeightReader:
+    """Compares what arrives for `model` with what its layers hold afterwards. Built before the first reload."""
+
+    model: nn.Module
+    parts: dict[str, list[HeldPart]] = field(default_factory=dict)  # by name of the checkpoint's tensor
+    expected: dict[tuple[str, HeldPart], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
+        self.kernel_shapes = {f"{path}.{name}": p.shape for path, name, p in self._parameters()}
+        self.loaders = {f"{path}.{name}": getattr(p, "weight_loader", None) for path, name, p in self._parameters()}
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        self.rename = (lambda name: name) if mapper is None else mapper.get_rename_mapper().map_name
+        self.fused = FUSED | dict(getattr(self.model, "packed_modules_mapping", None) or {})
+        self.tied = {
+            path: [other for other, m in self._embeddings() if other != path and m.weight is module.weight]
+            for path, module in self._embeddings()
+        }
+
+    def _embeddings(self) -> Iterator[tuple[str, Any]]:
+        return ((path, m) for path, m in self.modules.items() if isinstance(m, VocabParallelEmbedding))
+
+    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        for path, module in self.modules.items():
+            yield from ((path, name, p) for name, p in module._parameters.items() if p is not None)
+
+    def record(self, name: str, tensor: Tensor, arrived: str) -> None:
+        """Note what the layers must hold of a tensor that arrived with the fingerprint `arrived`."""
+        if name not in self.parts:
+            self.parts[name] = self.locate(name)
+        for part in self.parts[name]:
+            same = part.is_plain and part.dtype == tensor.dtype
+            self.expected[name, part] = arrived if same else part.expected(tensor)
+
+    @torch.no_grad()
+    def compare(self) -> ReadBack:
+        """Reads every layer back; forgets what was recorded."""
+        by_parameter: dict[tuple[str, str, bool], list[tuple[str, HeldPart]]] = {}
+        for name, part in self.expected:
+            by_parameter.setdefault((part.path, part.parameter, part.packed), []).append((name, part))
+        wrong, read, missing = [], set(), []
+        for (path, parameter, packed), parts in by_parameter.items():
+            module = self.modules[path]
+            value = from_unit_vectors(module) if packed else getattr(module, parameter).detach()
+            missing += missing_rows(f"{path}.{parameter}", module, [part for _, part in parts], value)
+            for name, part in parts:
+                found, wanted = part.found(value), self.expected[name, part]
+                if found != wanted:
+                    wrong.append((name, path, wanted, found))
+            read.add(f"{path}.{parameter}")
+        names = {name for name, _ in self.expected}
+        aliases = {f"{other}.weight" for path in self.tied if f"{path}.weight" in read for other in self.tied[path]}
+        unread = [f"{path}.{n}" for path, n, _ in self._parameters() if f"{path}.{n}" not in read | aliases]
+        self.expected = {}
+        return ReadBack(len(names), tuple(wrong), tuple(missing), tuple(unread))
+
+    def locate(self, name: str) -> list[HeldPart]:
+        """Where the layers hold a tensor of the checkpoint; empty if its layout is not known."""
+        path, _, parameter = (self.rename(name) or name).rpartition(".")
+        shard = None
+        if path not in self.modules:
+            parent, _, leaf = path.rpartition(".")
+            for fused, leaves in self.fused.items():
+                if leaf in leaves and f"{parent}.{fused}" in self.modules:
+                    path, shard = f"{parent}.{fused}", leaves.index(leaf)
+        module = self.modules.get(path)
+        held = None if module is None else module._parameters.get(parameter)
+        if held is None or not self._loads_plainly(path, module, parameter):
+            return []
+        if not isinstance(module, LinearBase) and not self._keeps_shape(path, parameter, held):
+            return []
+        parts = [self._part(path, parameter, held, *place) for place in places(module, parameter, shard)]
+        if isinstance(module, VocabParallelEmbedding) and parameter == "weight":
+            heads = [other for other in self.tied[path] if isinstance(self.modules[other], ParallelLMHead)]
+            if not heads and self.tied_to_itself(path):
+                heads = [path]
+            for head in heads:
+                parts += [self._part(head, parameter, held, *place, head=True) for place in places(module, parameter)]
+        return parts
+
+    def tied_to_itself(self, path: str) -> bool:
+        """Whether the embedding `path` is also the head, without a module of its own."""
+        has_head = any(isinstance(module, ParallelLMHead) for _, module in self._embeddings())
+        return not has_head and len(list(self._embeddings())) == 1 and hasattr(self.modules[path], "cpu_linear")
+
+    def _part(self, path: str, parameter: str, held: Tensor, sent: Index, rows: Index, head: bool = False) -> HeldPart:
+        module = self.modules[path]
+        multiplies = head or isinstance(module, LinearBase | ParallelLMHead)
+        packed = multiplies and (hasattr(module, "cpu_linear") or not self._keeps_shape(path, parameter, held))
+        packed = packed and parameter == "weight"
+        return HeldPart(path, parameter, held.dtype, sent, rows, packed)
+
+    def _keeps_shape(self, path: str, parameter: str, loading: Tensor) -> bool:
+        """Whether the kernel's parameter has the shape that is loaded."""
+        return self.kernel_shapes[f"{path}.{parameter}"] == loading.shape
+
+    def _loads_plainly(self, path: str, module: nn.Module, parameter: str) -> bool:
+        """Whether loading copies values as they are: not through a loader of the model or of a quantization."""
+        quantization = getattr(module, "quant_method", None)
+        if quantization is not None and not type(quantization).__name__.startswith("Unquantized"):
+            return False
+        if isinstance(module, LinearBase | VocabParallelEmbedding):
+            return type(module).__module__.startswith("vllm.model_executor.layers.")
+        loader = self.loaders.get(f"{path}.{parameter}")
+        return loader is None or getattr(loader, "__name__", "") == "default_weight_loader"
+
+
+def places(module: Any, parameter: str, shard: int | None = None) -> list[tuple[Index, Index]]:
+    """(part of the checkpoint's tensor, part of the layer's parameter) that one rank holds."""
+    if isinstance(module, VocabParallelEmbedding):
+        shard_of = module.shard_indices
+        count = shard_of.org_vocab_end_index - shard_of.org_vocab_start_index
+        return [((slice(shard_of.org_vocab_start_index, shard_of.org_vocab_end_index),), (slice(0, count),))]
+    if isinstance(module, RowParallelLinear) and parameter == "weight" and module.tp_size > 1:
+        width = module.input_size_per_partition
+        columns = slice(module.tp_rank * width, (module.tp_rank + 1) * width)
+        return [((slice(None), columns), (slice(None),))]
+    sizes = shard_sizes(module)
+    if not sizes or (len(sizes) == 1 and module.tp_size == 1):
+        return [((slice(None),), (slice(None),))]
+    found, global_start, local_start = [], 0, 0
+    for number, (size, rank, count) in enumerate(sizes):
+        if shard in (None, number):
+            start = rank * size + (global_start if shard is None else 0)
+            found.append(((slice(start, start + size),), (slice(local_start, local_start + size),)))
+        global_start, local_start = global_start + size * count, local_start + size
+    return found
+
+
+def shard_sizes(module: Any) -> list[tuple[int, int, int]]:
+    """(rows on each rank, this rank's number among those that differ, how many differ) of each fused projection."""
+    if isinstance(module, QKVParallelLinear):
+        replicas = module.num_kv_head_replicas
+        kv_rank, kv_ranks = module.tp_rank // replicas, module.tp_size // replicas
+        return [
+            (module.num_heads * module.head_size, module.tp_rank, module.tp_size),
+            (module.num_kv_heads * module.head_size, kv_rank, kv_ranks),
+            (module.num_kv_heads * module.v_head_size, kv_rank, kv_ranks),
+        ]
+    if isinstance(module, MergedColumnParallelLinear):
+        return [(size // module.tp_size, module.tp_rank, module.tp_size) for size in module.output_sizes]
+    if isinstance(module, ColumnParallelLinear):
+        return [(module.output_size_per_partition, module.tp_rank, module.tp_size)]
+    return []
+
+
+def missing_rows(name: str, module: nn.Module, parts: list[HeldPart], value: Tensor) -> list[str]:
+    """`name` if some projections of a fused layer received nothing."""
+    if not isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
+        return []
+    covered = sum(len(range(*part.held[0].indices(len(value)))) for part in parts)
+    return [] if covered == len(value) else [f"{len(value) - covered} of {len(value)} rows of {name}"]
+
+
+def from_unit_vectors(module: Any) -> Tensor:
+    """(rows, columns): the matrix that the layer multiplies with, from its own kernel."""
+    columns = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    weight, matrix = module.weight, None
+    for start in range(0, columns, UNIT_VECTORS):
+        count = min(UNIT_VECTORS, columns - start)
+        vectors = torch.zeros(count, columns, dtype=weight.dtype, device=weight.device)
+        vectors[:, start : start + count].fill_diagonal_(1)
+        outputs = module.quant_method.apply(module, vectors)
+        if matrix is None:
+            matrix = torch.empty(outputs.shape[1], columns, dtype=outputs.dtype, device=outputs.device)
+        matrix[:, start : start + count] = outputs.T
+    assert matrix is not None, "a layer has at least one column"
+    return matrix
