@@ -96,16 +96,18 @@ class AgentLoopOutput:
             reward=self.reward_score,
             policy_version=(min(versions, default=0), max(versions, default=0)),
             stop_reason=self.extra_fields.get("stop_reason", "stop" if reason == "completed" else reason),
-            extra={
-                "num_turns": self.num_turns,
-                "agent_loop": self.metrics if isinstance(self.metrics, dict) else asdict(self.metrics),
-                **{name: value for name, value in self.extra_fields.items() if name not in _FIELDS_HIDDEN_FROM_REWARDS},
+            num_turns=self.num_turns,
+            tool_rewards=self.extra_fields.get("tool_rewards"),
+            loop_timings=self.metrics if isinstance(self.metrics, dict) else asdict(self.metrics),
+            loop_fields={
+                **{name: value for name, value in self.extra_fields.items() if name not in _FIELDS_WITH_A_PLACE},
                 **self.extra_fields.get("reward_extra_info", {}),
             },
         )
 
 
-_FIELDS_HIDDEN_FROM_REWARDS = ("reward_extra_info", "stop_reason", "min_global_steps", "max_global_steps")
+# of extra_fields: the others become `Trajectory.loop_fields`
+_FIELDS_WITH_A_PLACE = ("reward_extra_info", "tool_rewards", "stop_reason", "min_global_steps", "max_global_steps")
 
 
 def sampled_logprobs(

@@ -85,6 +85,9 @@ def _check_output(output: AgentLoopOutput, server: LLMServerClient) -> None:
             raise DataError(f"{name}={value!r:.80} must be a dictionary with names as keys")
     if not isinstance(output.extra_fields.get("reward_extra_info", {}), Mapping):
         raise DataError("extra_fields['reward_extra_info'] must be a dictionary of columns for the reward's log")
+    rewards = output.extra_fields.get("tool_rewards")
+    if isinstance(rewards, str) or not hasattr([] if rewards is None else rewards, "__len__"):
+        raise DataError(f"extra_fields['tool_rewards']={rewards!r:.80} must be a list with one number per tool call")
     if isinstance(output.num_turns, bool) or not isinstance(output.num_turns, int) or output.num_turns < 0:
         raise DataError(f"num_turns={output.num_turns!r:.80} must be a whole number from 0")
 

@@ -25,7 +25,7 @@ async def single_turn(
             row=row.index,
             policy_version=completion.policy_version,
             stop_reason=completion.stop_reason,
-            extra={"num_turns": 2},
+            num_turns=2,
         )
         for completion in completions
     ]

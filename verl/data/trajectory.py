@@ -1,5 +1,6 @@
 """One sampled sequence: what a rollout produces, a reward scores and `Batch.pack` packs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,13 @@ class Trajectory:
     reward: float | None = None  # None: not scored yet, or the scorer failed or abstained
     policy_version: tuple[int, int] = (0, 0)  # oldest and newest weights that sampled a token of it
     stop_reason: str = "stop"  # "stop", "length" or "aborted"
-    extra: dict[str, Any] = field(default_factory=dict)  # data_source, reward parts, turn counts: for logs and rewards
+    data_source: str = ""  # of the prompt's row
+    response_text: str = ""  # what follows the prompt, decoded
+    num_turns: int = 2  # messages, the prompt's included
+    score_parts: dict[str, object] = field(default_factory=dict)  # what the reward function returned besides the score
+    tool_rewards: Sequence[float] | None = None  # one per tool call; None: its agent loop counts none
+    loop_timings: dict[str, float] | None = None  # seconds per activity of its agent loop; None: it had none
+    loop_fields: dict[str, object] = field(default_factory=dict)  # what an agent loop of others tells rewards and logs
 
     def __post_init__(self) -> None:
         length = self.tokens.shape[0]
@@ -65,8 +72,17 @@ class Trajectory:
         """Token ids from the first sampled one to the end."""
         return self.tokens.tolist()[self.prompt_length :]
 
-    def with_reward(self, reward: float | None, /, **extra: Any) -> "Trajectory":
-        """The same trajectory with a reward (None: the scorer failed or abstained) and with `extra` added."""
+    def told(self) -> dict[str, object]:
+        """What reward functions and dumps are told about its conversation, under public names."""
+        counted = {"agent_loop": self.loop_timings, "tool_rewards": self.tool_rewards}
+        present = {name: value for name, value in counted.items() if value is not None}
+        return {"num_turns": self.num_turns, **present, **self.loop_fields}
+
+    def with_reward(
+        self, reward: float | None, score_parts: dict[str, object], data_source: str = "", response_text: str = ""
+    ) -> "Trajectory":
+        """The same trajectory with what its scoring found; a reward of None: the scorer failed or abstained."""
+        found = {"score_parts": score_parts, "data_source": data_source, "response_text": response_text}
         scored = object.__new__(Trajectory)  # its tensors were checked already, and a step scores hundreds
-        scored.__dict__.update(self.__dict__, reward=reward, extra={**self.extra, **extra})
+        scored.__dict__.update(self.__dict__, reward=reward, **found)
         return scored

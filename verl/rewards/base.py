@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from verl.data.prompts import PromptRow
+    from verl.data.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,16 @@ class RewardInput:
     where: str = ""  # file and row of the prompt, for messages
 
     @classmethod
-    def from_row(cls, row: PromptRow, solution_str: str, response_length: int, extra: Mapping[str, Any]) -> RewardInput:
-        """The answer `solution_str` to a prompt row; `extra` (num_turns, columns of agent loops) joins `extra_info`."""
+    def from_row(cls, row: PromptRow, solution_str: str, answer: Trajectory) -> RewardInput:
+        """The answer to a prompt row, as text and as tokens; what `answer` tells of itself joins `extra_info`."""
         return cls(
             data_source=row.data_source,
             solution_str=solution_str,
             ground_truth=row.ground_truth,
-            extra_info={**row.extra_info, **extra},
+            extra_info={**row.extra_info, **answer.told()},
             prompt_str=row.text,
-            num_turns=extra["num_turns"],
-            response_length=response_length,
+            num_turns=answer.num_turns,
+            response_length=answer.num_sampled,
             where=row.location,
         )
 

@@ -94,10 +94,10 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """{num_turns, tool_call_counts, timing_s/agent_loop/…}/{min,max,mean}; the last two for agent loops only."""
-    turns = [float(t.extra.get("num_turns", 2)) for t in trajectories]
-    calls = [float(len(t.extra["tool_rewards"])) for t in trajectories if "tool_rewards" in t.extra]
+    turns = [float(t.num_turns) for t in trajectories]
+    calls = [float(len(t.tool_rewards)) for t in trajectories if t.tool_rewards is not None]
     out = mean_max_min("num_turns", torch.tensor(turns)) | mean_max_min("tool_call_counts", torch.tensor(calls))
-    seconds = [t.extra["agent_loop"] for t in trajectories if "agent_loop" in t.extra]
+    seconds = [t.loop_timings for t in trajectories if t.loop_timings is not None]
     for name in dict.fromkeys(name for timings in seconds for name in timings):
         values = torch.tensor([float(timings[name]) for timings in seconds if name in timings])
         out |= mean_max_min(f"timing_s/agent_loop/{name}", values)

@@ -97,6 +97,7 @@ RETURNS: dict[str, tuple[Any, str]] = {
     "no fields": (setting(extra_fields=None), "extra_fields=None must be a dictionary"),
     "numbered fields": (setting(extra_fields={1: 2}), "extra_fields={1: 2} must be a dictionary with names"),
     "listed fields": (setting(extra_fields={"reward_extra_info": [1]}), r"extra_fields\['reward_extra_info'\] must be"),
+    "a number of tool rewards": (setting(extra_fields={"tool_rewards": 2}), r"\['tool_rewards'\]=2 must be a list"),
     "metrics of text": (setting(metrics="fast"), "metrics='fast' must be a dictionary"),
     "turns of text": (setting(num_turns="two"), "num_turns='two' must be a whole number"),
     "pictures": (setting(multi_modal_data={"images": [b"x"]}), "only text is supported so far"),

@@ -76,9 +76,7 @@ def test_logprobs_and_versions_of_a_loop_that_gives_none_are_those_of_its_answer
 ):
     t = ask(tokenizer, tmp_path, spoil)
     assert (t.rollout_logprobs[t.loss_mask] == -0.5).all() and (t.rollout_logprobs[~t.loss_mask] == 0).all()
-    assert (
-        t.policy_version == (0, 1) and t.stop_reason == "stop" and t.extra["num_turns"] == 4 and t.extra["doubts"] == 1
-    )
+    assert t.policy_version == (0, 1) and t.stop_reason == "stop" and t.num_turns == 4 and t.loop_fields["doubts"] == 1
     assert t.num_sampled == (3 if spoil else 6)
 
 

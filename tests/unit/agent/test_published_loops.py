@@ -151,7 +151,7 @@ def test_a_published_tool_agent_may_be_derived_from(tokenizer: Any, tool_file: P
     )
     turns = [tool_call_text("add", a=2, b=3), "5<|im_end|>"]
     [t] = run_conversations(made, ScriptedEngine(tokenizer, turns), agent_name="counted")
-    assert t.extra["agent_loop"]["num_preempted"] == 2
+    assert t.loop_timings["num_preempted"] == 2
     [t] = run_conversations(made, ScriptedEngine(tokenizer, ["five<|im_end|>"]), agent_name="one")
     assert tokenizer.decode(t.tokens[t.loss_mask]) == "five<|im_end|>"
 

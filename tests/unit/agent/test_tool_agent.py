@@ -34,7 +34,7 @@ def test_a_conversation_keeps_sampled_ids_and_masks_only_them(tokenizer: Any, to
     )
     assert between == ("\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert (t.rollout_logprobs[t.loss_mask] == -0.5).all() and (t.rollout_logprobs[~t.loss_mask] == 0).all()
-    assert t.extra["num_turns"] == 4 and t.policy_version == (0, 1)
+    assert t.num_turns == 4 and t.policy_version == (0, 1)
     metrics = turn_metrics([t])
     assert metrics["tool_call_counts/mean"] == 1 and metrics["num_turns/max"] == 4
     assert 0 < metrics["timing_s/agent_loop/generate_sequences/max"] < 60

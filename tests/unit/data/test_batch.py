@@ -59,8 +59,8 @@ def test_a_trajectory_must_start_with_a_prompt_token_and_have_columns_of_one_len
 
 
 def test_judging_keeps_the_tokens_and_adds_columns(parts):
-    scored = parts[1].with_reward(0.5, acc=True)
-    assert scored.reward == 0.5 and scored.extra == {"acc": True} and parts[1].reward is None
+    scored = parts[1].with_reward(0.5, {"acc": True})
+    assert scored.reward == 0.5 and scored.score_parts == {"acc": True} and parts[1].reward is None
 
 
 def test_packing_lays_sequences_end_to_end_without_padding(batch):

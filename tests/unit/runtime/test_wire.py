@@ -9,6 +9,7 @@ import torch
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
+from verl.data.trajectory import Trajectory
 from verl.runtime.wire import NotSerializableError, deserialize, serialize
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 
@@ -50,6 +51,15 @@ def test_tensors_arrive_bit_for_bit(dtype):
     for got, sent in zip(deserialize(serialize({"t": tensors}))["t"], tensors, strict=True):
         assert got.dtype == sent.dtype and got.shape == sent.shape and torch.equal(got, sent)
         got.flatten()[:1] = 0  # ours to write to
+
+
+def test_a_scored_trajectory_arrives_with_all_its_fields():
+    sent = Trajectory(torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), group_id=3, tool_rewards=[0.5])
+    sent = sent.with_reward(1.0, {"acc": True, "why": "right"}, "toy", "4")
+    got = deserialize(serialize(sent))
+    tensors = ("tokens", "loss_mask", "rollout_logprobs")
+    assert all(torch.equal(got.__dict__.pop(name), sent.__dict__.pop(name)) for name in tensors)
+    assert got.__dict__ == sent.__dict__ and got.score_parts == {"acc": True, "why": "right"}
 
 
 def test_batches_and_metrics_arrive():

@@ -1,5 +1,7 @@
 """Validation metrics: names of the headline figures, and values against naive loops and closed forms."""
 
+import dataclasses
+import json
 import math
 import random
 import time
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
-from verl.trainer.ppo.training_run import validation_metrics
+from verl.trainer.ppo.training_run import dump_rollout_batch, validation_metrics
 from verl.trainer.ppo.trajectory_source import RolloutBatch
 from verl.trainer.validation_metrics import process_validation_metrics, subset_sizes
 
@@ -123,7 +126,7 @@ def test_a_large_validation_takes_seconds():
 
 def answer(group: int, reward: float | None, source: str = "toy", **extra) -> Trajectory:
     mask = torch.tensor([False, True])
-    fields = {"group_id": group, "reward": reward, "extra": {"data_source": source, **extra}}
+    fields = {"group_id": group, "reward": reward, "data_source": source, "score_parts": extra}
     return Trajectory(torch.tensor([1, 2]), mask, torch.zeros(2), **fields)
 
 
@@ -140,3 +143,18 @@ def test_a_source_without_any_scored_answer_still_shows():
     assert found["val-aux/other/reward/unscored"] == 2.0 and "val-aux/toy/reward/unscored" not in found
     nothing = validation_metrics(RolloutBatch([answer(0, None)]))
     assert nothing["val-aux/toy/reward/unscored"] == 1.0
+
+
+def test_a_dump_tells_what_scoring_and_the_agent_loop_left(tmp_path):
+    said = {"response_text": "4", "num_turns": 4, "loop_fields": {"doubts": 1}, "loop_timings": {"tool_calls": 0.5}}
+    answers = [
+        dataclasses.replace(answer(0, 1.0, acc=True, why="right"), row=7, tool_rewards=[0.1], **said),
+        dataclasses.replace(answer(0, None), row=7),
+    ]
+    row = PromptRow(7, "rows.jsonl line 8", [], "2+2", [1], False, "toy", "4")
+    dump_rollout_batch(str(tmp_path), 3, RolloutBatch(answers, [row]))
+    first, second = map(json.loads, (tmp_path / "3.jsonl").read_text().splitlines())
+    scoring = {"input": "2+2", "output": "4", "gts": "4", "score": 1.0, "step": 3, "acc": True, "why": "right"}
+    loop = {"agent_loop": {"tool_calls": 0.5}, "doubts": 1, "num_turns": 4, "tool_rewards": [0.1]}
+    assert first == {**scoring, **loop, "data_source": "toy"}
+    assert list(second) == list(first) and second["num_turns"] == 2 and second["acc"] is None

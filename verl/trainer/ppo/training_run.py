@@ -57,12 +57,12 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Metrics of all answers; those without a reward are counted as unscored, not scored as zero."""
     answers = rollouts.trajectories
     scored = [t for t in answers if t.reward is not None]
-    parts = set.intersection(*(numeric_score_parts(t.extra) for t in scored)) if scored else set()
+    parts = set.intersection(*(set(numeric_parts(t)) for t in scored)) if scored else set()
     infos: dict[str, list[Any]] = {"reward": [t.reward for t in answers]}
-    infos.update({n: [None if t.reward is None else t.extra[n] for t in answers] for n in sorted(parts)})
-    sources = [t.extra["data_source"] for t in answers]
+    infos.update({n: [None if t.reward is None else numeric_parts(t)[n] for t in answers] for n in sorted(parts)})
+    sources = [t.data_source for t in answers]
     out = process_validation_metrics(sources, [str(t.group_id) for t in answers], infos)
-    turns = [t.extra.get("num_turns", 2) for t in answers]
+    turns = [t.num_turns for t in answers]
     out.update({"val-aux/num_turns/min": min(turns), "val-aux/num_turns/max": max(turns)})
     out["val-aux/num_turns/mean"] = sum(turns) / len(turns)
     if rollouts.num_reward_errors:
@@ -70,11 +70,11 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     return out
 
 
-def numeric_score_parts(extra: dict[str, Any]) -> set[str]:
-    """Parts of a score that can be averaged, and the prediction that maj@k votes on."""
+def numeric_parts(answer: Trajectory) -> dict[str, object]:
+    """Parts of a score, and fields of an agent loop, that can be averaged; and `pred`, on which maj@k votes."""
     return {
-        name
-        for name, value in extra.items()
+        name: value
+        for name, value in {**answer.loop_fields, **answer.score_parts}.items()
         if name not in ("num_turns", "data_source") and (isinstance(value, int | float) or name == "pred")
     }
 
@@ -240,8 +240,10 @@ def is_due(step: int, frequency: int, last: bool) -> bool:
 
 def format_answer(step: int, trajectory: Trajectory) -> str:
     """One validation answer as text for the console."""
-    text, source = trajectory.extra.get("response_text", ""), trajectory.extra["data_source"]
-    return f"validation at step {step}, {source} row {trajectory.row}, reward {trajectory.reward}:\n  {text!r}"
+    return (
+        f"validation at step {step}, {trajectory.data_source} row {trajectory.row}, reward {trajectory.reward}:\n"
+        f"  {trajectory.response_text!r}"
+    )
 
 
 def scored_only(rollouts: RolloutBatch) -> list[Trajectory]:
@@ -260,14 +262,14 @@ def dump_rollout_batch(folder: str, step: int, rollouts: RolloutBatch) -> None:
     """Prompts, answers, ground truths, scores and the parts of the scores, as JSONL."""
     by_row = {row.index: row for row in rollouts.rows}
     rows = [by_row[t.row] for t in rollouts.trajectories]
-    texts = [t.extra.get("response_text", "") for t in rollouts.trajectories]
-    names = sorted({name for t in rollouts.trajectories for name in t.extra} - {"response_text"})
+    columns = [{**t.told(), **t.score_parts, "data_source": t.data_source} for t in rollouts.trajectories]
+    names = sorted({name for column in columns for name in column} - {"response_text"})
     dump_rollouts(
         folder,
         step,
         inputs=[row.text for row in rows],
-        outputs=texts,
+        outputs=[t.response_text for t in rollouts.trajectories],
         ground_truths=[row.ground_truth for row in rows],
         scores=[t.reward for t in rollouts.trajectories],
-        extras={name: [t.extra.get(name) for t in rollouts.trajectories] for name in names},
+        extras={name: [column.get(name) for column in columns] for name in names},
     )

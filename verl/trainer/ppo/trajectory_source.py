@@ -60,14 +60,14 @@ class RolloutCollector:
             out.generate_s = time.perf_counter() - start
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
-                RewardInput.from_row(row, text, t.num_sampled, t.extra)
+                RewardInput.from_row(row, text, t)
                 for t, text in zip(trajectories, texts, strict=True)
                 if t.reward is None  # the others were scored by their agent loop
             ]
             new_scores = iter(await self.reward.score(inputs) if inputs else [])
             scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
             return [
-                (t.with_reward(s.value, **{**s.extra, "data_source": row.data_source, "response_text": text}), s)
+                (t.with_reward(s.value, s.extra, row.data_source, text), s)
                 for t, s, text in zip(trajectories, scores, texts, strict=True)
             ]
 
