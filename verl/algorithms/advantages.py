@@ -18,6 +18,7 @@ from verl.utils.registry import Registry
 AdvantageEstimator = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
+_CHECKS: dict[str, Callable[[AlgorithmConfig], None]] = {}
 PLANNED = (
     "grpo_passk",
     "gdpo",
@@ -34,9 +35,28 @@ PLANNED = (
 STD_EPSILON = 1e-6  # makes the advantages of a group of (nearly) equal scores (nearly) 0
 
 
-def register_advantage(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Decorator that makes an estimator selectable as `algorithm.adv_estimator=<name>`."""
-    return ADVANTAGES.register(name)
+def register_advantage(
+    name: str, check: Callable[[AlgorithmConfig], None] | None = None
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Decorator that makes an estimator selectable as `algorithm.adv_estimator=<name>`.
+
+    `check` raises ConfigError, before the first step, for a configuration that it cannot use.
+    """
+
+    def add(function: AdvantageEstimator) -> AdvantageEstimator:
+        ADVANTAGES.register(name)(function)
+        if check is not None:
+            _CHECKS[name] = check
+        return function
+
+    return add
+
+
+def check_advantage(config: AlgorithmConfig) -> None:
+    """ConfigError where `config.adv_estimator` is unknown, or cannot be used with this configuration."""
+    get_advantage(config.adv_estimator)
+    if config.adv_estimator in _CHECKS:
+        _CHECKS[config.adv_estimator](config)
 
 
 def get_advantage(name: str) -> AdvantageEstimator:

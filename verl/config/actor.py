@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.algorithm import KL_CHOICES, LOSS_AGG_MODES
 from verl.config.base import LARGEST_SEED, Section, accepts_keywords, key, section
@@ -32,6 +33,7 @@ class PolicyLossConfig(Section):
     kl_cov_ratio: float = key(0.0002, "kl_cov: share of tokens penalised.")
     ppo_kl_coef: float = key(0.1, "kl_cov: coefficient.")
     dro_beta: float | None = key(None, "dro: penalty, > 0.")
+    extra: dict[str, Any] = key({}, "Any keys of your own, for a policy loss that you registered.")
 
 
 @dataclass(frozen=True, kw_only=True)

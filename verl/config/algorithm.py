@@ -102,3 +102,4 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    extra: dict[str, Any] = key({}, "Any keys of your own, for an advantage estimator that you registered.")

@@ -6,8 +6,9 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
+from verl.config.extra import EXTRA, Extra
 from verl.utils.errors import ConfigError
 
 S = TypeVar("S", bound="type[Section]")
@@ -71,6 +72,20 @@ class Section:
             if source and self.__dict__[item.name] is None:
                 value = self.__dict__[source]
                 object.__setattr__(self, item.name, value.copy() if isinstance(value, list | dict) else value)
+        own = self.__dict__.get(EXTRA)
+        if isinstance(own, dict) and not isinstance(own, Extra):
+            object.__setattr__(self, EXTRA, Extra(own, f"?{type(self).__name__}.{EXTRA}"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A key of `extra`, for published code that reads its own keys from the section itself."""
+            own = self.__dict__.get(EXTRA)
+            if isinstance(own, Extra) and name in own:
+                return own[name]
+            where = self.__dict__.get(PATH)
+            hint = f"; set {where}.{EXTRA}.{name} for a key of your own" if where and own is not None else ""
+            raise AttributeError(f"{type(self).__name__!r} has no key {name!r}{hint}")
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
@@ -78,7 +93,7 @@ class Section:
         return getattr(self, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.__dataclass_fields__  # type: ignore[attr-defined]
+        return name in self.__dataclass_fields__ or name in self.__dict__.get(EXTRA, ())  # type: ignore[attr-defined]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of key `name`, or `default` where the section has no such key."""
@@ -130,8 +145,10 @@ def record_reads(on: bool) -> None:
     """Start an empty record of the keys that are read, or stop recording. No cost while stopped."""
     if on:
         _reads.clear()
+        Extra.record = _reads
         Section.__getattribute__ = _recording_getattribute  # type: ignore[method-assign, assignment]
     elif "__getattribute__" in Section.__dict__:
+        Extra.record = None
         del Section.__getattribute__
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from verl.config import schema
+from verl.config.extra import EXTRA
 from verl.config.run_config import RunConfig
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import closest
@@ -166,15 +167,30 @@ def not_yet_supported_message(what: str, feature: str) -> str:
     return f"{what} is not supported yet: {feature} is still to come"
 
 
+def key_in_extra(path: str, root: type) -> str | None:
+    """`a.extra.x` for an unknown key `a.x` of a section with an open one; None for every other key."""
+    if classify(path, root).kind != "unknown":
+        return None
+    homes = [key.removesuffix("." + EXTRA) for key in schema.keys(root) if key.endswith("." + EXTRA)]
+    home = next((home for home in homes if path.startswith(home + ".")), None)
+    rest = path[len(home) + 1 :] if home else ""
+    if home is None or f"{home}.{rest.split('.')[0]}" in {*schema.keys(root), *schema.sections(root)}:
+        return None
+    return f"{home}.{EXTRA}.{rest}"
+
+
 def unknown_key_message(path: str, root: type) -> str:
     """Error text for an unknown key, with the nearest keys by last name and by whole path."""
-    table_of_root, leaf = schema.keys(root), path.rsplit(".", 1)[-1]
+    leaf = path.rsplit(".", 1)[-1]
+    table_of_root = [key for key in schema.keys(root) if not key.endswith("." + EXTRA)]
     same_leaf = [p for p in table_of_root if p.rsplit(".", 1)[-1] == leaf]
-    near = closest(path, {**table_of_root, **load_foreign_keys(root).exact})
+    near = closest(path, [*table_of_root, *load_foreign_keys(root).exact])
     ranked = list(dict.fromkeys([*closest(path, same_leaf, count=2), *same_leaf[:2], *near]))[:3]
+    own = key_in_extra(path, root)
+    hint = f" A key of your own is {own}" if own else ""
     if not ranked:
-        return f"unknown key {path!r}; `verl config print` lists all keys"
-    return f"unknown key {path!r}; did you mean " + " or ".join(repr(p) for p in ranked) + "?"
+        return f"unknown key {path!r}; `verl config print` lists all keys.{hint}".removesuffix(".")
+    return f"unknown key {path!r}; did you mean " + " or ".join(repr(p) for p in ranked) + "?" + hint
 
 
 def check_key(path: str, root: type) -> KeyRule:

@@ -13,8 +13,11 @@ from verl.config import schema
 from verl.config.base import record_reads, recorded_reads
 from verl.config.check import check
 from verl.config.evaluation import EvalConfig
+from verl.config.extra import EXTRA
+from verl.config.foreign_keys import key_in_extra
 from verl.config.no_effect import keys_without_effect
 from verl.config.overrides import MAX_DEPTH, parse_override
+from verl.config.own_keys import added_key_line, own_values
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
@@ -78,8 +81,11 @@ def load_config(
         origin = f"override {override.source!r}"
         if override.mode == "~":
             builder.remove(override.path, origin)
-        else:
-            builder.put(override.path, override.value, origin, override.text)
+            continue
+        target = key_in_extra(override.path, root) if override.mode else None
+        if target is not None:
+            builder.warnings.append(added_key_line(override.path, target, root))
+        builder.put(target or override.path, override.value, origin, override.text)
     record_reads(False)
     config = builder.build(_resolve_with_omegaconf)
     check(config)
@@ -107,7 +113,9 @@ def unread_keys(config: Any) -> list[str]:
 
     checkpoint_keys = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
     excepted = ("model_engine", *checkpoint_keys)  # read before the recording, or only at the last training step
-    return [path for path in config._set if path.rpartition(".")[2] not in excepted and not is_read(path)]
+    unread = [path for path in config._set if path.rpartition(".")[2] not in (*excepted, EXTRA) and not is_read(path)]
+    own = [path for path in config._set if path.endswith("." + EXTRA)]
+    return unread + [f"{path}.{name}" for path in own for name in own_values(config, path) if (path, name) not in reads]
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class AgentLoopConfig(Section):
     timeout_s: float | None = key(
         1800.0, "Seconds a conversation may take besides generation; null is no limit.", greater_than=0
     )
+    extra: dict[str, Any] = key({}, "Any keys of your own, for an agent loop that you registered.")
 
 
 @dataclass(frozen=True, kw_only=True)

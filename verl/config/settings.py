@@ -4,6 +4,7 @@ from typing import Any
 
 from verl.config import derived_defaults, foreign_keys, schema
 from verl.config.base import PATH, Section
+from verl.config.extra import EXTRA, Extra
 from verl.config.interpolation import Resolver, has_interpolation, interpolate, reference
 from verl.config.overrides import parse_value
 from verl.config.run_config import RunConfig
@@ -232,6 +233,8 @@ def _build(cls: type, prefix: str, flat: dict[str, Any]) -> Section:
         arguments[name] = _build(inner, path + ".", flat) if inner else flat[path]
     result: Section = cls(**arguments)
     object.__setattr__(result, PATH, prefix[:-1] or "<root>")
+    if isinstance(own := result.__dict__.get(EXTRA), Extra):
+        own._path = prefix + EXTRA
     return result
 
 

@@ -91,17 +91,20 @@ class AdvantageEstimator(StrEnum):
     TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
 
 
-def register_adv_est(name_or_enum: str | Enum) -> Callable[[PaddedFunction], PaddedFunction]:
+def register_adv_est(name_or_enum: str | Enum, extra: type | None = None) -> Callable[[PaddedFunction], PaddedFunction]:
     """Decorator: `fn(token_level_rewards, response_mask, config, index, ...) -> (advantages, returns)`, (bs, T) each.
 
     Arguments are passed by name. Always: token_level_rewards, response_mask, config. When the batch has them: index
     (group ids) and reward_baselines. Only to a function that names them: values, old_log_probs, gamma, lam.
+    Keys of its own are `algorithm.extra.*`, read as `config.extra["x"]` or `config.extra.x`; a dataclass `extra` gives
+    their types and defaults, and any other key is refused.
     """
     name = _registered_name(name_or_enum)
 
     def add(function: PaddedFunction) -> PaddedFunction:
         if ADV_ESTIMATOR_REGISTRY.get(name) is not function:
-            our_advantages.register_advantage(name)(AdvantageAdapter(name, function))
+            adapter = AdvantageAdapter(name, function, extra)
+            our_advantages.register_advantage(name, check=adapter.check)(adapter)
             ADV_ESTIMATOR_REGISTRY[name] = function
         return function
 
@@ -115,15 +118,16 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> PaddedFunction:
     return _padded_function(name, ADV_ESTIMATOR_REGISTRY, "advantage estimator")
 
 
-def register_policy_loss(name: str) -> Callable[[PaddedFunction], PaddedFunction]:
+def register_policy_loss(name: str, extra: type | None = None) -> Callable[[PaddedFunction], PaddedFunction]:
     """Decorator: `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`.
 
-    It returns (loss, metrics); the top of this file says how the loss must be computed.
+    It returns (loss, metrics); the top of this file says how the loss must be computed. Keys of its own are
+    `actor_rollout_ref.actor.policy_loss.extra.*`, read as `config.extra["x"]`; `extra` as in `register_adv_est`.
     """
 
     def add(function: PaddedFunction) -> PaddedFunction:
         if POLICY_LOSS_REGISTRY.get(name) is not function:
-            adapter = PolicyLossAdapter(name, function)
+            adapter = PolicyLossAdapter(name, function, extra)
             our_losses.register_policy_loss(name, per_token=False, check=adapter.check)(adapter)
             POLICY_LOSS_REGISTRY[name] = function
         return function

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from verl.algorithms.losses import TokenMetrics
 from verl.config import ActorConfig, AlgorithmConfig
+from verl.config.extra import Extra
+from verl.config.own_keys import check_types, with_typed_extra, with_value
 from verl.data.batch import Batch
 from verl.utils.errors import ConfigError
 
@@ -57,28 +59,38 @@ class PaddedView:
 
 
 class ActorView(ActorConfig):
-    """The actor's section plus `global_batch_info`, which outside losses pass on to `agg_loss`."""
+    """The actor's section plus `extra`, that of its policy loss, and `global_batch_info`, for `agg_loss`."""
 
-    global_batch_info: ClassVar[dict[str, Any]]  # set per instance; no key of the configuration
+    global_batch_info: ClassVar[dict[str, Any]]  # set per instance; no keys of the configuration
+    extra: ClassVar[Extra]
 
     def __init__(self, section: ActorConfig):
         # the loss weights contain the mini-batch's counts; agg_loss does not need them
         counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
         info = {**counts, "loss_scale_factor": section.loss_scale_factor}
-        self.__dict__.update(section.__dict__, global_batch_info=info)
+        self.__dict__.update(section.__dict__, global_batch_info=info, extra=section.policy_loss.extra)
 
     def __contains__(self, name: object) -> bool:
-        return name == "global_batch_info" or super().__contains__(name)
+        return name in ("global_batch_info", "extra") or super().__contains__(name)
 
 
 class AdvantageAdapter:
-    """Runs a padded estimator on a packed batch."""
+    """Runs a padded estimator on a packed batch. `extra` is the dataclass of its own keys, if it has one."""
 
-    def __init__(self, name: str, function: PaddedFunction):
-        self.name, self.function = name, function
+    def __init__(self, name: str, function: PaddedFunction, extra: type | None = None):
+        self.name, self.function, self.extra = name, function, extra
+        check_types(extra, f"advantage estimator {name!r}")
+
+    def typed(self, config: AlgorithmConfig) -> AlgorithmConfig:
+        """`config` with the types and defaults of the estimator's own keys; ConfigError where they do not fit."""
+        return with_typed_extra(config, self.extra, "algorithm", f"advantage estimator {self.name!r}")
+
+    def check(self, config: AlgorithmConfig) -> None:
+        """ConfigError, before the first step, for keys of its own that do not fit."""
+        self.typed(config)
 
     def __call__(self, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-        padded = PaddedView(batch)
+        config, padded = self.typed(config), PaddedView(batch)
         mask = padded.response_mask
         with torch.no_grad():
             result = self.function(**self.arguments(batch, padded, config))
@@ -170,10 +182,17 @@ _ACTIVE_CAPTURE: ContextVar[AggLossCapture | None] = ContextVar("capture", defau
 
 
 class PolicyLossAdapter:
-    """Runs a padded loss on a packed micro-batch and returns its per-token losses."""
+    """Runs a padded loss on a packed micro-batch and returns its per-token losses; `extra` as above."""
 
-    def __init__(self, name: str, function: PaddedFunction):
-        self.name, self.function = name, function
+    def __init__(self, name: str, function: PaddedFunction, extra: type | None = None):
+        self.name, self.function, self.extra = name, function, extra
+        check_types(extra, f"policy loss {name!r}")
+
+    def typed(self, config: ActorConfig) -> ActorConfig:
+        """`config` with the types and defaults of the loss's own keys; ConfigError where they do not fit."""
+        path = "actor_rollout_ref.actor.policy_loss"
+        section = with_typed_extra(config.policy_loss, self.extra, path, f"policy loss {self.name!r}")
+        return with_value(config, "policy_loss", section)
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
@@ -206,7 +225,7 @@ class PolicyLossAdapter:
                 advantages=advantages,
                 response_mask=mask,
                 loss_agg_mode=config.loss_agg_mode,
-                config=ActorView(config),
+                config=ActorView(self.typed(config)),
                 rollout_is_weights=None,
             )
             return loss, metrics
@@ -239,6 +258,7 @@ class PolicyLossAdapter:
     def check(self, config: ActorConfig) -> None:
         """Refuses, before the first step, a loss whose gradient depends on the split; tries it on random numbers."""
         self.check_signature()
+        self.typed(config)
         with self.explain_errors():
             whole, with_other_means = (
                 self.trial_gradient(config, slice(0, 4), trial_means)

@@ -7,7 +7,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent.agent_runner import AgentRunner
-from verl.algorithms.advantages import get_advantage
+from verl.algorithms.advantages import check_advantage
 from verl.algorithms.kl import get_kl_controller
 from verl.config import RunConfig
 from verl.config.check import check_ranks, check_supported, uses_critic, uses_reference
@@ -56,7 +56,7 @@ def build_run(config: RunConfig) -> TrainingRun:
     choose_platform(config.trainer.device)
     seed_generators(config.actor_rollout_ref.actor.fsdp_config.seed)  # of the driver, where rewards and agents run
     import_external(config.actor_rollout_ref.model.external_lib)
-    get_advantage(config.algorithm.adv_estimator)  # after external_lib, which may register one
+    check_advantage(config.algorithm)  # after external_lib, which may register one
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     check_model(config, tokenizer)
     agent_runner = AgentRunner(config, tokenizer)
