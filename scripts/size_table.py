@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3100,
+    "config": 3115,
     "plugin": 1350,
     "data": 2400,
     "algorithms": 650,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1300,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 9970, 36400, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10000, 36400, 400
 
 
 def package_of(path: Path) -> str:

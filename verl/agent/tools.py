@@ -10,14 +10,15 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from verl.agent.tool_schemas import OpenAIFunctionToolSchema
+from verl.config.bounded_yaml import BoundedYAMLLoader
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.external_code import load_module, load_object, user_traceback
+from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
 POLL_S = 0.5  # how often a running call is looked at
@@ -203,10 +204,12 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
 def read_yaml(path: str, key: str) -> Any:
     """Content of the YAML file `path`, which is the value of config key `key`."""
     try:
-        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        loader = BoundedYAMLLoader(expand_home(path, key).read_text(encoding="utf-8"))
+        loader.name = f"{key}={path}"
+        return loader.get_single_data()
     except OSError as error:
         raise ConfigError(f"{key}={path}: {error.strerror}; give a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
         raise ConfigError(f"{key}={path} is not YAML: {error}") from error
 
 

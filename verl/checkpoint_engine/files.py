@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from verl.checkpoint_engine.base import Bucket, BucketTransport
 from verl.utils.errors import ConfigError, TransportError
+from verl.utils.paths import expand_home
 
 
 class FileTransport(BucketTransport):
@@ -30,7 +31,7 @@ class FileTransport(BucketTransport):
                 "checkpoint_engine.backend=file needs the folder that trainer and rollout both see; set "
                 "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.file.folder=DIR"
             )
-        self.shared_folder, self.folder = Path(folder).expanduser(), Path()
+        self.shared_folder, self.folder = expand_home(folder, "file.folder"), Path()
         self.num_publishes = 0  # every endpoint counts them
 
     def prepare(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +22,7 @@ from verl.config import HFModelConfig
 from verl.data.chat import Message
 from verl.models.load import load_tokenizer
 from verl.utils.errors import ConfigError
+from verl.utils.paths import expand_home
 
 TOOL = {
     "type": "function",
@@ -224,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.conversations < 1:
         raise ConfigError(f"--conversations {options.conversations}: give at least 1")
     try:
-        template = Path(options.chat_template).read_text(encoding="utf-8") if options.chat_template else None
+        template = None
+        if options.chat_template:
+            template = expand_home(options.chat_template, "--chat-template").read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--chat-template {options.chat_template}: {error.strerror}; give a file") from error
     tokenizer = load_tokenizer(HFModelConfig(path=options.path, custom_chat_template=template))

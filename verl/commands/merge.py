@@ -18,7 +18,7 @@ from verl.models import export
 from verl.models.load import read_config
 from verl.models.tensor_file import write_tensors
 from verl.utils.errors import CheckpointError, ConfigError
-from verl.utils.paths import model_name, publish_directory
+from verl.utils.paths import expand_home, model_name, publish_directory
 from verl.workers.engine.manifest import MANIFEST, export_damage, read_manifest
 from verl.workers.engine.shard_folders import ShardFolder, open_shard_folder
 
@@ -35,15 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--backend {options.backend} is still to come; --backend fsdp reads FSDP shards")
     if options.trust_remote_code:
         raise ConfigError("--trust-remote-code is refused: code from a checkpoint is never run; leave it out")
-    folder = Path(options.local_dir)
+    given = {"target_dir": None, "test_hf_dir": None, **vars(options)}
+    folder, target, other = (expand_home(given[n] or "", f"--{n}") for n in ("local_dir", "target_dir", "test_hf_dir"))
     source = open_shard_folder(folder)
     report_export_damage(folder)
     model = _meta_model(folder / "huggingface", options.is_value_model, options.tie_word_embedding)
     if options.operation == "test":
-        count = compare(source, model, Path(options.test_hf_dir))
+        count = compare(source, model, other)
         print(f"{folder} and {options.test_hf_dir} hold the same {count} tensors")
         return 0
-    target = Path(options.target_dir or model_name(folder))
+    target = target if options.target_dir else Path(model_name(folder))
     written = merge(source, model, folder, target)
     print(f"wrote and verified {written} tensors in {target}")
     if (target / ADAPTER).is_dir():

@@ -12,6 +12,7 @@ from verl.observe.html_report import AnswerHistory, RunData, write_page
 from verl.observe.run_record import VALIDATION_SAMPLES, RunRecord, find_run
 from verl.observe.trackers import format_number, read_metrics
 from verl.utils.errors import DataError, VerlError
+from verl.utils.paths import expand_home
 
 SCORES = ("critic/score/mean", "train/loss")
 EPILOG = """RUN is the folder of a run (trainer.default_local_dir), its metrics file, or <project>/<experiment>.
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(names: Sequence[str], out: Path | None, refresh_s: int) -> int:
     """Write the page once, or every `refresh_s` seconds until all runs have done their last step."""
     records = [find_run(name) for name in names]
-    path = out or default_path(records[0])
+    path = expand_home(out, "--out") if out else default_path(records[0])
     while True:
         data = [read_run(record) for record in records]
         ended = all(last_step(run) >= record.total_steps for run, record in zip(data, records, strict=True))

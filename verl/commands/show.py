@@ -13,6 +13,7 @@ from verl.data.batch import Batch
 from verl.observe.ledger import LedgerStep, ledger_steps, read_ledger
 from verl.observe.run_record import RunRecord, find_run
 from verl.utils.errors import DataError, VerlError
+from verl.utils.paths import expand_home
 
 COLOUR_COLUMNS = {"advantage": "advantages", "logprob": "old_logprobs"}
 EPILOG = """RUN is the folder of a run, or <project>/<experiment>.
@@ -79,7 +80,7 @@ def load_run_tokenizer(record: RunRecord, folder: Path | None) -> Any:
     from verl.utils.errors import ConfigError
 
     if folder is not None:
-        return load_tokenizer(HFModelConfig(path=str(folder)))
+        return load_tokenizer(HFModelConfig(path=str(expand_home(folder, "--tokenizer"))))
     model = dict(record.config.get("actor_rollout_ref", {})).get("model", {})
     try:
         return load_tokenizer(HFModelConfig(path=model.get("path"), tokenizer_path=model.get("tokenizer_path")))

@@ -11,6 +11,7 @@ import yaml
 
 from verl.config import schema
 from verl.config.base import record_reads, recorded_reads
+from verl.config.bounded_yaml import BoundedYAMLLoader
 from verl.config.check import check
 from verl.config.evaluation import EvalConfig
 from verl.config.extra import EXTRA
@@ -21,8 +22,8 @@ from verl.config.own_keys import added_key_line, own_values
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
-from verl.config.value_rules import check_home_folder
 from verl.utils.errors import ConfigError
+from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
 PRESETS = Path(__file__).parent.parent / "trainer" / "config"
@@ -38,20 +39,10 @@ class ConfigWarning(UserWarning):
     """An old spelling, or a key without effect."""
 
 
-class _ConfigYAMLLoader(yaml.SafeLoader):
+class _ConfigYAMLLoader(BoundedYAMLLoader):
     """YAML in which 1e-6 is a number, as users of OmegaConf expect."""
 
     yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # noqa: RUF012
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node; ConfigError below MAX_DEPTH levels, where Python's own stack would end."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ConfigError(f"{self.name}: its lists and dictionaries are more than {MAX_DEPTH} levels deep")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
 
 
 _FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -151,9 +142,8 @@ def parse_command_line(
 
 def _find_preset(name: str, folder: str | None) -> Path:
     file_name = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
-    check_home_folder("--config-dir", folder)
-    check_home_folder("--config-name", file_name)
-    folders = [Path(folder).expanduser()] if folder else []
+    file_name = str(expand_home(file_name, "--config-name"))
+    folders = [expand_home(folder, "--config-dir")] if folder else []
     for place in (*folders, PRESETS, Path()):
         if (place / file_name).is_file():
             return (place / file_name).resolve()

@@ -8,6 +8,7 @@ from verl.config.extra import EXTRA, Extra
 from verl.config.interpolation import Resolver, has_interpolation, interpolate, reference
 from verl.config.overrides import parse_value
 from verl.config.run_config import RunConfig
+from verl.config.value_rules import expand_home_folders
 from verl.utils.errors import ConfigError
 
 _HYDRA_GROUPS = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model", "profiler": "profiler"}
@@ -188,6 +189,7 @@ class ConfigBuilder:
             if has_interpolation(value):
                 resolved = interpolate(value, flat, path, resolve)
                 flat[path] = schema.convert(resolved, schema.keys(self.root)[path])
+            flat[path] = expand_home_folders(path, flat[path])
         config = _build(self.root, "", flat)
         object.__setattr__(config, "_origins", {p: self.origins.get(p, "default") for p in flat})
         object.__setattr__(config, "_set", explicit)

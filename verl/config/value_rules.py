@@ -1,11 +1,11 @@
 """Checks of one value by the name of its key, beyond its type and bounds."""
 
 import math
-import os
 from typing import Any
 
 from verl.config.overrides import is_number
 from verl.utils.errors import ConfigError
+from verl.utils.paths import expand_home
 
 _CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half", "fp64", "float64", "auto")
@@ -32,9 +32,6 @@ def check_value(path: str, name: str, value: Any) -> None:
         raise ConfigError(f"{path}={value!r} must be a number of steps or after_each_epoch")
     if name in ("project_name", "experiment_name"):
         _check_folder_name(path, value)
-    if name.endswith(_PATH_ENDINGS) or name in _PATH_NAMES:
-        for one in value if isinstance(value, list) else [value]:
-            check_home_folder(path, one)
     _check_rollout_correction(path, name, value)
 
 
@@ -47,11 +44,13 @@ def _check_folder_name(path: str, value: str) -> None:
         )
 
 
-def check_home_folder(path: str, value: Any) -> None:
-    """ConfigError for `~name/...` where there is no such user."""
-    if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
-        user = value[1:].split("/")[0]
-        raise ConfigError(f"{path}={value}: there is no user {user!r} with a home folder; write the path in full")
+def expand_home_folders(path: str, value: Any) -> Any:
+    """The value of key `path`; where it names files or folders, `~` and `~name` are home folders."""
+    name = path.rsplit(".", 1)[-1]
+    if isinstance(value, list):
+        return [expand_home_folders(path, one) for one in value]
+    is_path = isinstance(value, str) and (name.endswith(_PATH_ENDINGS) or name in _PATH_NAMES)
+    return str(expand_home(value, path)) if is_path and value.startswith("~") else value
 
 
 def _check_rollout_correction(path: str, name: str, value: Any) -> None:

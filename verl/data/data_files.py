@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError
+from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate: half of a pair, or part of a pair
@@ -101,7 +102,7 @@ def data_paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
 def _existing_file(raw_path: str | Path) -> Path:
     if "://" in str(raw_path):
         raise DataError(f"{raw_path}: remote files are not supported; copy the file to a local disk and give that path")
-    path = Path(raw_path).expanduser()
+    path = expand_home(raw_path, "data file")
     if path.is_dir():
         data_files = sorted(p.name for p in path.iterdir() if p.suffix in _FILE_CLASSES)
         listing = ", ".join(data_files[:5]) if data_files else "none"

@@ -25,6 +25,7 @@ from verl.models.attention.packed import PACKED_ATTENTION
 from verl.models.folder_checks import check_config, check_weight_files, check_weights
 from verl.models.registry import check_router, family_of, make_packed
 from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.paths import expand_home
 
 DTYPES = {
     "fp32": torch.float32,
@@ -136,7 +137,7 @@ def model_folder(path: str | Path | None) -> Path:
 def _existing_folder(path: str | Path | None, key: str) -> Path:
     if path is None:
         raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
-    folder = Path(path).expanduser()
+    folder = expand_home(path, f"model.{key}")
     if not folder.is_dir():
         raise ConfigError(
             f"model.{key}={path} is not a folder; models are read from disk only: download it first, for example "

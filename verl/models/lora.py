@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from verl.config import HFModelConfig
 from verl.plugin.platform.cpu import PlatformCPU
 from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
         import peft
     except ImportError as error:
         raise ConfigError(f"model.lora_rank needs peft ({error}); install verl[lora]") from error
-    folder = None if settings.lora_adapter_path is None else Path(settings.lora_adapter_path).expanduser()
+    path = settings.lora_adapter_path
+    folder = None if path is None else expand_home(path, "model.lora_adapter_path")
     _check_names(model, settings)
     config = _new_lora_config(model, settings) if folder is None else _saved_lora_config(folder, settings)
     _check_adapters_fit(model, config)

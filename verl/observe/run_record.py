@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.observe.tracking import metrics_path
 from verl.utils.errors import DataError
-from verl.utils.paths import atomic_write_text
+from verl.utils.paths import atomic_write_text, expand_home
 
 RUN_FILE = "run.json"
 VALIDATION_SAMPLES = "validation_samples"  # folder: answers to the first held-out prompts, <step>.jsonl
@@ -42,7 +42,7 @@ def write_run_record(folder: Path, config: Any, total_steps: int) -> None:
 
 def find_run(text: str) -> RunRecord:
     """The run that `text` names: its folder, its metrics file, or <project>/<experiment>. DataError: none of them."""
-    given = Path(text).expanduser()
+    given = expand_home(text, "run")
     if given.is_file():
         return RunRecord(given.stem, given)
     for folder in (given, Path("checkpoints") / text):

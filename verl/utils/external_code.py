@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.utils.errors import ConfigError
+from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
 
@@ -35,7 +36,7 @@ def load_module(path: str, key: str) -> ModuleType:
     if path.startswith("pkg://"):
         name = path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", ".")
         return _import(name, f"{key}.path={path!r}")
-    file = Path(path.removeprefix("file://")).expanduser().absolute()
+    file = expand_home(path.removeprefix("file://"), f"{key}.path").absolute()
     if not file.is_file():
         siblings = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
         hint = did_you_mean(file.name, siblings) if siblings else "give the path of a Python file, or pkg://module"

@@ -1,4 +1,4 @@
-"""Atomic, durable writes: temporary name, fsync, rename, fsync of the folder."""
+"""Paths as users write them; atomic, durable writes: temporary name, fsync, rename, fsync of the folder."""
 
 import os
 import re
@@ -9,6 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.utils.errors import ConfigError
+
+
+def expand_home(path: str | Path, key: str) -> Path:
+    """`path` with its `~` or `~name` as a home folder; ConfigError where there is no such user. `key`: what set it."""
+    text = os.fspath(path)
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        user = text[1:].split("/")[0]
+        raise ConfigError(f"{key}={text}: there is no user {user!r} with a home folder; write the path in full")
+    return Path(text).expanduser()
 
 
 def fsync_dir(path: Path) -> None:
@@ -81,7 +90,7 @@ def model_name(folder: Path) -> str:
 
     `checkpoints/project/experiment/global_step_5/actor/huggingface` is `experiment-step-5`.
     """
-    path = Path(folder).expanduser().absolute()
+    path = expand_home(folder, "model.path").absolute()
     while path.name in ("huggingface", "actor", "critic") and path.parent != path:
         path = path.parent
     if step := re.fullmatch(r"global_step_(\d+)", path.name):

@@ -146,3 +146,25 @@ def test_a_wrong_file_of_loops_says_what_is_wrong(tmp_path: Path, text: str, say
     (tmp_path / "loops.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_agent_loops(str(tmp_path / "loops.yaml"))
+
+
+ALIASES = "a: &l0 [x, x]\n" + "".join(f"b{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
+@pytest.mark.parametrize("read", [lambda path: load_tools(path, None), load_agent_loops], ids=["tools", "loops"])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tools: " + "[" * 1000 + "]" * 1000, "more than 64 levels deep"),
+        ("tools: " + "{a: " * 1000 + "1" + "}" * 1000, "more than 64 levels deep"),
+        ("tools: &x [*x]", "an alias stands for a list or dictionary that holds it"),
+        (ALIASES, "with its aliases written out it has more than 100000 values"),
+        ("tools: 2026-99-99", "is not YAML: month must be in"),
+    ],
+    ids=["lists", "dictionaries", "list of itself", "aliases of aliases", "date"],
+)
+def test_a_yaml_file_beyond_reading_is_one_sentence(tmp_path: Path, read: Any, text: str, says: str):
+    (tmp_path / "deep.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read(str(tmp_path / "deep.yaml"))
+    assert "deep.yaml" in str(caught.value) and "\n" not in str(caught.value)

@@ -1,5 +1,6 @@
 """Every key of the reference set to its own default loads, alone and all together; any other value of it does not."""
 
+import os
 import re
 
 import pytest
@@ -84,7 +85,8 @@ def test_a_saved_full_configuration_of_the_reference_loads(name, form, tmp_path)
         root = ROOTS[name]
         config = load_config(config_name="saved", config_dir=saved_file(values, tmp_path), root=root)
     model = config.actor_rollout_ref.model if name == "ppo" else config.model
-    assert model.path == "~/models/deepseek-llm-7b-chat" and config.trainer.logger == ["console", "wandb"]
+    assert model.path == os.path.expanduser("~/models/deepseek-llm-7b-chat")
+    assert config.trainer.logger == ["console", "wandb"]
     assert name == "sft" or config.actor_rollout_ref.ref.strategy == "fsdp"
 
 

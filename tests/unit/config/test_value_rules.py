@@ -7,6 +7,7 @@ import pytest
 
 from verl.config import ConfigError, load_config
 from verl.config.check import check_supported
+from verl.config.no_effect import value_at
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
@@ -107,8 +108,8 @@ def test_another_tokenizer_is_the_run_s_own_and_must_be_there(tmp_path):
         (b"data: {seed: 1}\x00", "is not valid YAML"),
         (b"data: " + b"[" * 1000 + b"]" * 1000, "64 levels deep"),
         (b"data: " + b"{a: " * 1000 + b"1" + b"}" * 1000, "64 levels deep"),
-        (b"data: &x\n  seed: *x\n", "64 levels deep"),
-        (b"data:\n  apply_chat_template_kwargs: {a: &x [*x]}\n", "is not valid YAML"),
+        (b"data: &x\n  seed: *x\n", "a list or dictionary that holds it"),
+        (b"data:\n  apply_chat_template_kwargs: {a: &x [*x]}\n", "a list or dictionary that holds it"),
         (b"data: {seed: 2026-99-99}", "holds a value that cannot be read"),
     ],
     ids=["binary", "null byte", "lists", "dictionaries", "alias of itself", "list of itself", "date"],
@@ -134,6 +135,13 @@ def test_an_override_nested_too_deep_is_one_short_error(override):
     with pytest.raises(ConfigError, match="64 levels deep") as caught:
         load_config([override])
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "data.train_files", "reward.custom_reward_function.path"])
+def test_a_path_below_the_home_folder_is_expanded_as_a_shell_does(key, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    config = load_config([f"{key}=~/things"])
+    assert value_at(config, key) in ("/home/ann/things", ["/home/ann/things"])
 
 
 def test_a_preset_folder_of_an_unknown_user_is_one_error():

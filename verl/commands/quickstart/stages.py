@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config import load_config
 from verl.utils.errors import VerlError
-from verl.utils.paths import atomic_write_text
+from verl.utils.paths import atomic_write_text, expand_home
 
 NUM_HELD_OUT = 200
 NUM_SHOWN = 10
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train and report. 0: the reward rose; 1: it did not; 2: a mistake the message explains."""
     options = parse(argv)
     try:
-        return quickstart(Path(options.out), options.seed, options.steps, options.overrides)
+        return quickstart(expand_home(options.out, "--out"), options.seed, options.steps, options.overrides)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
