@@ -20,7 +20,18 @@ from verl.utils.suggest import did_you_mean
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "sliding_window", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "v_head_dim",
+)  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one family's name each
+# What a number is that ends like this: (endings, low, high, whether they are allowed, how a message says so).
+RANGES = (
+    (("_eps", "_epsilon"), 0.0, 1.0, False, "a small number above 0, often 1e-6 or 1e-5"),
+    (("initializer_range",), 0.0, math.inf, True, "a standard deviation of at least 0"),
+    (("_softcapping", "query_pre_attn_scalar", "logit_scale", "logits_scaling", "attention_multiplier"), 0.0, math.inf,
+     False, "a number above 0"),
+)  # fmt: skip
 NOT_FLOATING = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
 Headers = dict[str, tuple[Path, str]]  # tensor name -> its file, its type as safetensors writes it
 
@@ -28,13 +39,16 @@ Headers = dict[str, tuple[Path, str]]  # tensor name -> its file, its type as sa
 def check_config(config: PreTrainedConfig, source: str) -> None:
     """ConfigError if the values of a configuration cannot be those of a model; `source` names its file."""
     text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
     for name in SIZES:
         size = getattr(text, name, None)
-        if isinstance(size, int) and size < 1:
+        unused = name == "sliding_window" and "sliding_attention" not in (kinds or ["sliding_attention"])
+        if isinstance(size, int) and size < 1 and not unused:
             raise ConfigError(
                 f"{source}: {name}={size}, but a model has at least one; take the model's own config.json"
             )
-    kinds = getattr(text, "layer_types", None)
+    _check_ranges(text, source)
+    _check_experts(text, source)
     if kinds is not None and len(kinds) != text.num_hidden_layers:
         raise ConfigError(
             f"{source}: layer_types names {len(kinds)} layers, but num_hidden_layers={text.num_hidden_layers}; "
@@ -49,6 +63,27 @@ def check_config(config: PreTrainedConfig, source: str) -> None:
     _check_rope(getattr(text, "rope_parameters", None) or {}, source)
 
 
+def _check_ranges(text: PreTrainedConfig, source: str) -> None:
+    for name, value in text.to_dict().items():
+        if type(value) not in (int, float):
+            continue
+        for endings, low, high, included, says in RANGES:
+            inside = low <= value <= high if included else low < value < high
+            if name.endswith(endings) and not inside:
+                raise ConfigError(f"{source}: {name}={value}, but it is {says}; take the model's own config.json")
+
+
+def _check_experts(text: PreTrainedConfig, source: str) -> None:
+    named = {name: n for name in EXPERTS if isinstance(n := getattr(text, name, None), int)}
+    chosen = getattr(text, "num_experts_per_tok", None)
+    for name, count in named.items():
+        if count < 0 or (count and isinstance(chosen, int) and not 1 <= chosen <= count):
+            raise ConfigError(
+                f"{source}: {name}={count} with num_experts_per_tok={chosen}: each token goes to at least one expert "
+                "and at most all; take the model's own config.json"
+            )
+
+
 def _check_rope(parameters: dict[str, Any], source: str) -> None:
     for part in (part for part in (parameters, *parameters.values()) if isinstance(part, dict)):
         kind, theta = part.get("rope_type", "default"), part.get("rope_theta", 1.0)
@@ -59,6 +94,14 @@ def _check_rope(parameters: dict[str, Any], source: str) -> None:
                 f"{source}: rope_theta={theta!r}, but the base of the rotary frequencies is a number above 0; take "
                 "the model's own (often 10000 or 1000000)"
             )
+        for name in ("factor", "attention_factor", "partial_rotary_factor", "original_max_position_embeddings"):
+            value = part.get(name)
+            if type(value) in (int, float) and not 0 < value < math.inf:
+                raise ConfigError(
+                    f"{source}: {name}={value} of rope_parameters, but it is above 0; take the model's own"
+                )
+        if part.get("partial_rotary_factor", 1.0) > 1:
+            raise ConfigError(f"{source}: partial_rotary_factor={part['partial_rotary_factor']}, but it is at most 1")
 
 
 def check_model_for_run(

@@ -11,8 +11,9 @@ from transformers import AutoConfig
 from tests.e2e import jobs
 from tests.engine_cases import SHAPE, save_tiny_model, tiny_qwen3
 from verl.config import HFModelConfig, load_config
-from verl.models.folder_checks import check_model_for_run
+from verl.models.folder_checks import check_config, check_model_for_run
 from verl.models.load import build_config, load_causal_lm, load_tokenizer
+from verl.models.registry import FAMILIES
 from verl.trainer.ppo.run_setup import build_run
 from verl.trainer.sft import build_sft
 from verl.utils.errors import CheckpointError, ConfigError
@@ -47,8 +48,39 @@ CONFIGS = {
     "activation": ({"hidden_act": "gleu"}, "hidden_act='gleu' is no activation; did you mean 'gelu'"),
     "dtype": ({"dtype": "float31"}, "float31"),
     "rope theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0, but"),
+    "eps": ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0, but it is a small number above 0"),
+    "window": (
+        {"sliding_window": 0, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+        "sliding_window=0",
+    ),
+    "positions": ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+    "initialisation": ({"initializer_range": -0.02}, "initializer_range=-0.02"),
+    "odd heads": ({"head_dim": 7}, "config.json cannot be used: .* even rotary dimension, but got `head_dim`=7"),
+    "rope factor": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}},
+        "factor=0.0 of rope_parameters",
+    ),
+    "rope share": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5}},
+        "partial_rotary_factor=1.5, but it is at most 1",
+    ),
     "rope kind": ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type='spiral' is unknown"),
 }
+
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize("changes", [{"num_experts_per_tok": 0}, {"num_experts_per_tok": 5}], ids=["none", "too many"])
+def test_a_token_goes_to_at_least_one_expert_and_at_most_all(changes):
+    config = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **EXPERTS, **changes})
+    with pytest.raises(ConfigError, match=f"experts=4 with num_experts_per_tok={changes['num_experts_per_tok']}"):
+        check_config(config, "config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_configuration_of_every_family_passes(family):
+    check_config(AutoConfig.for_model(family), "config.json")
 
 
 @pytest.mark.parametrize("case", CONFIGS)

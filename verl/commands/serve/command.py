@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.config import load_config
+from verl.config import RunConfig, load_config
 from verl.config.load import unread_keys
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.paths import model_name
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from verl.commands.serve.server import OpenAIServer
 
 MODEL_PATH_KEY = "actor_rollout_ref.model.path"
@@ -94,6 +96,7 @@ def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAISe
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     max_length = rollout.max_model_len or _max_length(rollout.prompt_length + rollout.response_length, path)
+    _check_model(config, tokenizer, max_length)
     api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = ServerLimits(api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout)
     server = OpenAIServer(
@@ -115,10 +118,26 @@ def _max_length(requested: int, path: str | None) -> int:
     """Tokens of a conversation: `requested`, or the positions of a local model if those are fewer."""
     from verl.models.load import load_config as load_model_config
 
-    # without config.json the folder is only a tokenizer, and another server runs the model
-    if not (Path(str(path)).expanduser() / "config.json").is_file():
+    if not _is_model(path):
         return requested
     return min(requested, getattr(load_model_config(str(path)), "max_position_embeddings", None) or requested)
+
+
+def _is_model(path: str | None) -> bool:
+    """Whether the folder has a configuration; without one it is only a tokenizer, and another server runs the model."""
+    return (Path(str(path)) / "config.json").is_file()
+
+
+def _check_model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:
+    """ConfigError, or a warning on stderr, where the model and its tokenizer do not go together, as before training."""
+    from verl.models.folder_checks import check_model_for_run
+    from verl.models.load import build_config, model_folder
+
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.rollout.max_model_len"
+    if _is_model(model.path):
+        folder = model_folder(model.path)
+        for line in check_model_for_run(build_config(model)[0], folder, tokenizer, max_length, key):
+            print(f"warning: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":
