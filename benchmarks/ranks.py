@@ -72,7 +72,7 @@ def random_batch(count: int = 16) -> Batch:
 
 def launch(config: RunConfig, ranks: int, threads: int) -> Actor:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # what the ranks inherit
-    return Actor(config, ProcessGroup(partial(build_actor_worker, config, 100), Layout(dp=ranks)))
+    return Actor(config, ProcessGroup(partial(build_actor_worker, config, 100), Layout.data_parallel(ranks)))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Worker groups: the two verbs, in every runtime there is."""
+"""Worker groups: what a group promises, in every runtime there is."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from verl.data.batch import Batch
-from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.group import Layout, RankPlace, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup, _Call
 from verl.runtime.wire import NotSerializableError
@@ -38,6 +38,13 @@ class Counter:
     def reset(self) -> None:
         self.total = self.at_gate = 0
         self.gate_is_open = False
+        self.numbers: list[int] = []
+
+    def remember(self, number: int, batch: Batch) -> None:
+        self.numbers.append(number)
+
+    def remembered(self) -> list[int]:
+        return self.numbers
 
     def fail(self) -> None:
         raise LookupError("broken on purpose")
@@ -88,8 +95,27 @@ class Counter:
             await asyncio.sleep(0.001)
         return self.at_gate
 
+    def number_at_gate(self) -> int:
+        return self.at_gate
+
     def open_gate(self) -> None:
         self.gate_is_open = True
+
+
+class Placed(Counter):
+    """Part of a worker: its ranks are one data-parallel group, whose last rank returns the outputs."""
+
+    def place(self) -> RankPlace:
+        is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        return RankPlace(0, returns_outputs=is_last)
+
+    def rank_and_shard(self, shard: int) -> tuple[int, int]:
+        return (dist.get_rank() if dist.is_initialized() else 0, shard)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.counter = Placed()
 
 
 class Broken:
@@ -99,7 +125,7 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessGroup]:
-    group = ProcessGroup(Counter, Layout(dp=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(2))
     yield group
     group.close()
 
@@ -143,13 +169,47 @@ def test_columns_travel_unchanged(group: WorkerGroup):
         assert out["half"].dtype == torch.bfloat16 and out["half"].tolist() == [1.0, -2.0]
 
 
-def test_a_part_of_a_worker_is_a_group_too(group: WorkerGroup):
-    class Holder:
-        counter = Counter()
+@pytest.mark.parametrize("runtime", ["inline", "processes"])
+def test_a_part_of_a_worker_is_a_group_in_the_layout_that_it_gives(runtime: str):
+    whole = InlineGroup(Holder()) if runtime == "inline" else ProcessGroup(Holder, Layout.data_parallel(2))
+    part = whole.for_role("counter")
+    last = whole.layout.world_size - 1
+    assert part.layout.dp == 1 and part.layout.output_ranks == (last,)
+    assert part.scatter("rank_and_shard", [7]) == [(last, 7)]
+    assert part.broadcast("add", 4) == [4] * (last + 1)
+    assert [call.result(timeout=60) for call in part.post(last, "add", [(1,), (1,)])] == [5, 6]
+    assert (part.local_worker is None) == (runtime == "processes")
+    whole.close()
 
-    part = InlineGroup(Holder()).for_role("counter")
-    assert part.broadcast("add", 4) == [4] and part.scatter("add", [1], 2) == [6]
-    assert part.layout == Layout()
+
+def test_posted_coroutines_run_beside_each_other_and_calls_between_them(group: WorkerGroup):
+    waiting = group.post(0, "pass_gate", [(), (), ()])
+    assert group.broadcast("add", 1) == [1] * group.layout.world_size
+    assert not any(call.done() for call in waiting)
+    while group.broadcast("number_at_gate")[0] < 3:
+        time.sleep(0.001)
+    group.broadcast("open_gate")
+    assert [call.result(timeout=60) for call in waiting] == [3, 3, 3]
+
+
+def test_a_coroutine_method_is_waited_for(group: WorkerGroup):
+    group.broadcast("open_gate")
+    assert group.broadcast("pass_gate") == [1] * group.layout.world_size
+
+
+def test_a_posted_failure_is_that_of_its_call(group: WorkerGroup):
+    broken, fine = group.post(0, "fail", [()])[0], group.post(0, "add", [(2,)])[0]
+    assert fine.result(timeout=60) == 2
+    assert "broken on purpose" in str(broken.exception(timeout=60))
+
+
+def test_every_rank_receives_the_calls_of_concurrent_threads_in_one_order(group: WorkerGroup):
+    """Calls with long arguments: parts of two messages would mix, and ranks in a collective would wait forever."""
+    batch = Batch(torch.tensor([0, 1 << 20]), {"tokens": torch.zeros(1 << 20, dtype=torch.int64)}, {})
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: group.broadcast("remember", number, batch), range(40)))
+    orders = group.broadcast("remembered")
+    assert sorted(orders[0]) == list(range(40)) and all(order == orders[0] for order in orders)
 
 
 def test_an_inline_failure_keeps_its_own_traceback():
@@ -157,8 +217,13 @@ def test_an_inline_failure_keeps_its_own_traceback():
         InlineGroup(Counter()).broadcast("fail")
 
 
-def test_layout_counts_ranks():
-    assert Layout(dp=3, ranks_per_replica=2).world_size == 6
+def test_a_layout_counts_ranks_and_needs_one_answer_per_group():
+    layout = Layout.data_parallel(3, 2)
+    assert (layout.world_size, layout.dp, layout.output_ranks) == (6, 3, (0, 2, 4))
+    assert Layout((RankPlace(1), RankPlace(0))).output_ranks == (1, 0)
+    for places in ((RankPlace(0), RankPlace(0)), (RankPlace(0, False),), (RankPlace(1),)):
+        with pytest.raises(ValueError, match="one rank that returns outputs"):
+            Layout(places)
     assert InlineGroup(Counter()).layout.world_size == 1
 
 
@@ -196,15 +261,6 @@ def test_an_argument_that_cannot_travel_reaches_no_rank(processes: ProcessGroup)
     assert len(processes.broadcast("rank")) == 2
 
 
-def test_coroutines_run_beside_each_other_and_calls_between_them(processes: ProcessGroup):
-    processes.broadcast("reset")
-    waiting = processes.post(0, "pass_gate", [(), (), ()])
-    assert processes.broadcast("rank") == [0, 1]
-    assert not any(call.done() for call in waiting)
-    processes.broadcast("open_gate")
-    assert [call.result(timeout=60) for call in waiting] == [3, 3, 3]
-
-
 def test_the_cores_are_shared_unless_the_user_said_otherwise(processes: ProcessGroup):
     wanted = os.environ.get("OMP_NUM_THREADS")
     each = int(wanted) if wanted else max(1, len(os.sched_getaffinity(0)) // 2)
@@ -212,7 +268,7 @@ def test_the_cores_are_shared_unless_the_user_said_otherwise(processes: ProcessG
 
 
 def test_replicas_get_the_same_shard_and_answer_once():
-    group = ProcessGroup(Counter, Layout(dp=1, ranks_per_replica=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(1, 2))
     try:
         assert group.scatter("add", [3]) == [3]
         assert group.broadcast("add", 1) == [4, 4]
@@ -224,7 +280,7 @@ def test_replicas_get_the_same_shard_and_answer_once():
 
 def test_one_rank_that_fails_while_others_wait_for_it_ends_the_group(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("verl.runtime.processes.GRACE_S", 0.5)
-    group = ProcessGroup(Counter, Layout(dp=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(2))
     with pytest.raises(WorkerError, match="only rank 1") as caught:
         group.broadcast("fail_on", 1)
     assert caught.value.rank == 1
@@ -236,7 +292,7 @@ def test_one_rank_that_fails_while_others_wait_for_it_ends_the_group(monkeypatch
 
 def test_a_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("verl.runtime.processes.GRACE_S", 60.0)
-    group = ProcessGroup(Counter, Layout(dp=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(2))
     start = time.perf_counter()
     with pytest.raises(WorkerError, match="SIGKILL") as caught:
         group.broadcast("die_on", 1)
@@ -247,7 +303,7 @@ def test_a_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_call_in_flight_hears_of_a_death_though_their_caller_gives_up_at_the_first():
-    group = ProcessGroup(Counter, Layout(dp=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(2))
     naps = group.post(0, "nap", [(600.0,), (600.0,), (600.0,)])
     naps[0].add_done_callback(lambda _: [nap.cancel() for nap in naps])  # as asyncio.gather does
     os.kill(group.broadcast("process")[1], signal.SIGKILL)
@@ -260,7 +316,7 @@ def test_every_call_in_flight_hears_of_a_death_though_their_caller_gives_up_at_t
 
 def test_a_call_of_another_thread_fails_when_the_group_is_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("verl.runtime.processes.GRACE_S", 0.2)
-    group = ProcessGroup(Counter, Layout(dp=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(2))
     [nap] = group.post(1, "nap", [(600.0,)])
     with ThreadPoolExecutor(1) as thread:
         sleep = thread.submit(group.broadcast, "sleep", 600.0)
@@ -273,7 +329,7 @@ def test_a_call_of_another_thread_fails_when_the_group_is_closed(monkeypatch: py
 
 
 def test_an_answer_that_comes_after_another_rank_died_is_dropped():
-    group = ProcessGroup(Counter, Layout(dp=2))
+    group = ProcessGroup(Counter, Layout.data_parallel(2))
     with pytest.raises(WorkerError, match="SIGKILL"):
         group.broadcast("die_on", 1)
     group._resolve(0, 1, True, None)
@@ -293,7 +349,7 @@ def test_an_answer_that_comes_while_the_group_is_being_given_up_stands():
 
 def test_a_rank_killed_between_calls_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch):
     """By the thread that watches it: of two that ask how it ended, one may learn nothing."""
-    group, died, asked = ProcessGroup(Counter, Layout(dp=1)), ProcessGroup._on_death, []
+    group, died, asked = ProcessGroup(Counter, Layout()), ProcessGroup._on_death, []
 
     def late(group: ProcessGroup, rank: int) -> None:
         asked.append(threading.current_thread())
@@ -326,7 +382,7 @@ class BrokenOnOne:
 def test_a_worker_that_only_one_rank_cannot_build_says_why_too(capfd: pytest.CaptureFixture[str]):
     """Its process stays until the driver has heard: an end of its own would hide what it said."""
     with pytest.raises(WorkerError, match="cannot be built here"):
-        ProcessGroup(BrokenOnOne, Layout(dp=2))
+        ProcessGroup(BrokenOnOne, Layout.data_parallel(2))
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -187,7 +187,7 @@ def test_a_replica_that_is_silent_is_given_up_and_may_come_back(backend: str, pu
 def test_a_trainer_that_fails_half_way_leaves_nobody_waiting(backend: str, publishing: Any):
     publisher = publishing(backend)
     publisher.publish(0)
-    weights, rank = list(publisher.model.named_parameters()), publisher.weight_transfer.trainer.worker
+    weights, rank = list(publisher.model.named_parameters()), publisher.weight_transfer.trainer.local_worker
 
     def half() -> Iterator[tuple[str, Tensor]]:
         yield from weights[: len(weights) // 2]
@@ -266,7 +266,7 @@ def sharded_trainer(folder: Path) -> ShardedTrainer:
 
 @pytest.fixture(scope="module")
 def shards(servers: Router) -> Iterator[ProcessGroup]:
-    group = ProcessGroup(partial(sharded_trainer, servers.engines[0].model_path), Layout(dp=2))
+    group = ProcessGroup(partial(sharded_trainer, servers.engines[0].model_path), Layout.data_parallel(2))
     yield group
     group.close()
 

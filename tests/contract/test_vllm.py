@@ -177,7 +177,7 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
     sync = by_transport(model, server)
     asyncio.run(sync.publish(5))
     step(model)
-    sync.weight_transfer.trainer.worker.engine.export_weights = lambda: [
+    sync.weight_transfer.trainer.local_worker.engine.export_weights = lambda: [
         *list(model.named_parameters())[:5],
         ("none", None),
     ]

@@ -45,8 +45,8 @@ class ProcessGroup(WorkerGroup):
     """`layout.world_size` local processes, each with a worker built by `factory()` in that process.
 
     `factory` must be importable, and the program's main module must guard its code (`if __name__ == "__main__":`).
-    Arguments and results have types that wire.py supports. Ranks of one replica are consecutive. Raises WorkerError
-    when a rank fails or dies; after a death the group is unusable and its processes have ended.
+    Arguments and results have types that wire.py supports. Raises WorkerError when a rank fails or dies; after a death
+    the group is unusable and its processes have ended.
     """
 
     def __init__(self, factory: Callable[[], Any], layout: Layout):
@@ -54,6 +54,7 @@ class ProcessGroup(WorkerGroup):
         self._numbers = itertools.count(rank_server.BUILD_CALL)
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # held for one message to all its ranks
         self._failure: WorkerError | None = None
         self._closing = False
         atexit.register(self.close)  # before multiprocessing sends SIGTERM, which ranks ignore, and waits
@@ -91,25 +92,16 @@ class ProcessGroup(WorkerGroup):
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def broadcast(self, method: str, *args: Any) -> list[Any]:
-        ranks = range(self.layout.world_size)
-        number, call = self._register_call(method, ranks)
-        self._send(ranks, [(number, method)], [args])
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        bodies = _serialize_equal_once(arguments)
+        number, call = self._register_call(method, range(self.layout.world_size))
+        self._send([(number, method)], dict(enumerate(bodies)))
         return self._wait_for_results(call)
 
-    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
-        dp, replica = self.layout.dp, self.layout.ranks_per_replica
-        if len(shards) != dp:
-            raise ValueError(f"{dp} data-parallel groups take one shard each, got {len(shards)}")
-        number, call = self._register_call(method, range(self.layout.world_size))
-        for group, shard in enumerate(shards):
-            self._send(range(group * replica, (group + 1) * replica), [(number, method)], [(shard, *args)])
-        return self._wait_for_results(call)[::replica]
-
     def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
-        """Start one call of `method` on `rank` per tuple; coroutines of one post start together."""
+        body = serialize(list(arguments))
         calls = [self._register_call(method, [rank]) for _ in arguments]
-        self._send([rank], [(number, method) for number, _ in calls], list(arguments))
+        self._send([(number, method) for number, _ in calls], {rank: body})
         return [call.futures[rank] for _, call in calls]
 
     def _register_call(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
@@ -125,13 +117,14 @@ class ProcessGroup(WorkerGroup):
             self._calls[number] = call
         return number, call
 
-    def _send(self, ranks: Sequence[int], calls: list[tuple[int, str]], arguments: list[tuple[Any, ...]]) -> None:
-        # both before anything is sent, so that an unsupported type raises here
-        header, body = serialize(calls), serialize(arguments)
-        for rank in ranks:
-            with contextlib.suppress(OSError):  # the rank has ended; the watching thread reports it
-                self._connections[rank].send_bytes(header)
-                self._connections[rank].send_bytes(body)
+    def _send(self, calls: list[tuple[int, str]], body_by_rank: dict[int, bytes]) -> None:
+        """Send the calls with their arguments; the messages of all threads reach every rank in the same order."""
+        header = serialize(calls)
+        with self._sending:
+            for rank, body in body_by_rank.items():
+                with contextlib.suppress(OSError):  # the rank has ended; the watching thread reports it
+                    self._connections[rank].send_bytes(header)
+                    self._connections[rank].send_bytes(body)
 
     def _wait_for_results(self, call: _Call) -> list[Any]:
         """Every rank's result. Raises the first error, and ends the group if ranks hang after it."""
@@ -237,14 +230,25 @@ class ProcessGroup(WorkerGroup):
             return
         self._closing = True
         atexit.unregister(self.close)
-        for pipe in self._connections:
-            with contextlib.suppress(OSError):
-                pipe.send_bytes(b"")
+        if self._sending.acquire(timeout=GRACE_S):  # else a stopped rank blocks another thread's message
+            for pipe in self._connections:
+                with contextlib.suppress(OSError):
+                    pipe.send_bytes(b"")
+            self._sending.release()
         for process in self._processes:
             process.join(GRACE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _serialize_equal_once(arguments: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """The arguments of one call of each rank; a tuple that several ranks get is serialized once."""
+    bodies: dict[int, bytes] = {}
+    for args in arguments:
+        if id(args) not in bodies:
+            bodies[id(args)] = serialize([args])
+    return [bodies[id(args)] for args in arguments]
 
 
 def describe_exit(code: int | None) -> str:

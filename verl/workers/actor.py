@@ -36,7 +36,7 @@ class Actor:
     @property
     def model(self) -> nn.Module:
         """The policy's module; only when the worker runs in this process."""
-        return self.group.worker.engine.model
+        return self.group.local_worker.engine.model
 
     @property
     def has_dropout(self) -> bool:
@@ -59,7 +59,7 @@ class Actor:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter, tied ones once; only when the worker runs in this process."""
-        return self.group.worker.engine.export_weights()
+        return self.group.local_worker.engine.export_weights()
 
     def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
         """Run all optimiser steps on one batch; return metrics, and (T,) log-probs of each token's first forward pass.

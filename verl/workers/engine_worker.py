@@ -19,6 +19,7 @@ from verl.models.flops import Speed
 from verl.models.performance import has_dropout
 from verl.observe.memory_metrics import memory_metrics
 from verl.plugin.platform import get_platform
+from verl.runtime.group import RankPlace
 from verl.utils.seeds import derive_seed
 from verl.workers.engine.base import BaseEngine
 
@@ -31,6 +32,10 @@ class EngineWorker:
     def __init__(self, engine: BaseEngine, loss: TokenLoss | None = None):
         self.engine, self.loss, self.endpoint = engine, loss, TransportEndpoint()
         engine.initialize()
+
+    def place(self) -> RankPlace:
+        """This rank's part of the data."""
+        return self.engine.place
 
     def model_facts(self) -> dict[str, Any]:
         """The facts about the model that the driver needs: has_dropout, attention_length and can_cast."""

@@ -5,7 +5,7 @@ import contextlib
 from concurrent.futures import Future
 from typing import Any
 
-from verl.runtime.processes import ProcessGroup
+from verl.runtime.group import WorkerGroup
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
 
@@ -18,7 +18,7 @@ class MultiRankRolloutEngine(RolloutEngine):
     Samples do not depend on the rank: their random numbers are a function of seed, request and position.
     """
 
-    def __init__(self, group: ProcessGroup):
+    def __init__(self, group: WorkerGroup):
         self.group = group
         self._version = -1
         self._open_samples = [0] * group.layout.world_size  # per rank
@@ -66,18 +66,22 @@ class MultiRankRolloutEngine(RolloutEngine):
 
     async def publish(self, version: int) -> int:
         """Make every rank sample from its engine's weights as policy `version`; bytes copied on all ranks."""
-        answers = self.group.broadcast(f"{ROLE}.publish", version)
+        answers = await self._on_all_ranks("publish", version)
         self._version = min(answer[0] for answer in answers)
         return sum(answer[1] for answer in answers)
 
     async def sleep(self) -> None:
-        self.group.broadcast(f"{ROLE}.sleep")
+        await self._on_all_ranks("sleep")
 
     async def wake(self) -> None:
-        self.group.broadcast(f"{ROLE}.wake")
+        await self._on_all_ranks("wake")
 
     async def abort(self, request_id: int | None = None) -> None:
-        self.group.broadcast(f"{ROLE}.abort", request_id)
+        await self._on_all_ranks("abort", request_id)
+
+    async def _on_all_ranks(self, method: str, *args: Any) -> list[Any]:
+        """The results of all ranks; the event loop goes on meanwhile."""
+        return await asyncio.to_thread(self.group.broadcast, f"{ROLE}.{method}", *args)
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds summed over the ranks; shares (occupancy, cache use) averaged."""

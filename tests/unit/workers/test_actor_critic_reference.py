@@ -36,7 +36,7 @@ def build_actor(folder, **actor) -> Actor:
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in actor.group.worker.engine.export_weights()}
+    return {name: tensor.clone() for name, tensor in actor.group.local_worker.engine.export_weights()}
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -107,7 +107,7 @@ def test_an_update_takes_every_optimiser_step_and_one_schedule_step(folder):
     batch = batch_with_advantages()
     batch = batch.with_columns(old_logprobs=actor.logprobs(batch))
     metrics, _ = actor.update(batch, step=0)
-    engine = actor.group.worker.engine
+    engine = actor.group.local_worker.engine
     steps = {int(state["step"]) for state in engine.optimizer.state.values()}
     assert steps == {6} and engine.lr_scheduler.steps_done == 1
     assert metrics.values()["lr"] == pytest.approx(1e-2 / 10)
@@ -140,7 +140,7 @@ def test_micro_batch_keys_do_not_change_the_update(folder, size):
 
 def test_a_clipped_ratio_is_measured_at_the_sampling_temperature(folder):
     actor, batch = build_actor(folder), batch_with_advantages()
-    plain = actor.group.worker.engine.forward(batch, ("logprobs",))["logprobs"]
+    plain = actor.group.local_worker.engine.forward(batch, ("logprobs",))["logprobs"]
     assert not torch.allclose(actor.logprobs(batch), plain, atol=1e-3)
     metrics, _ = actor.update(batch.with_columns(old_logprobs=actor.logprobs(batch)), step=0)
     assert metrics.values()["ppo_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -41,7 +41,7 @@ class RankGradients:
 
     def __init__(self, config: RunConfig | SFTConfig, size: int):
         self.config, self.size = config, size
-        self.group = ProcessGroup(RankWorker, Layout(size))
+        self.group = ProcessGroup(RankWorker, Layout.data_parallel(size))
 
     def build(self, subject: Subject) -> None:
         """Build an engine for `subject` on every rank; its model may differ from the configured one."""

@@ -101,8 +101,9 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
     """In-place sync for the native engine, copy sync with a receipt for every other."""
     rollout = config.actor_rollout_ref.rollout
     transport, weight_transfer = rollout.checkpoint_engine, None
-    is_in_process = getattr(actor.group, "worker", None) is not None
-    if is_in_process and not (isinstance(engine, CopyingEngine) and engine.receivers[0].out_of_process):
+    if actor.group.local_worker is not None and not (
+        isinstance(engine, CopyingEngine) and engine.receivers[0].out_of_process
+    ):
         if transport.backend != "naive":
             raise ConfigError(
                 f"actor_rollout_ref.rollout.checkpoint_engine.backend={transport.backend} has nothing to carry: with "

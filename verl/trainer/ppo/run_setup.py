@@ -35,7 +35,7 @@ from verl.workers.critic import Critic
 from verl.workers.engine.rng import seed_generators
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.ranks_engine import MultiRankRolloutEngine
-from verl.workers.reference import Reference, ranks_per_replica
+from verl.workers.reference import Reference
 from verl.workers.rollout.base import RolloutEngine
 
 logger = logging.getLogger(__name__)
@@ -90,16 +90,16 @@ def assemble_run(
 ) -> TrainingRun:
     """The driver's side of a run, on ranks that have started."""
     arr, tokenizer = config.actor_rollout_ref, agent_runner.tokenizer
-    actor = Actor(config, group.for_role("actor", arr.actor.fsdp_config.ulysses_sequence_parallel_size))
+    actor = Actor(config, group.for_role("actor"))
     engine, weight_sync = build_engine_and_weight_sync(config, group, actor, tokenizer)
     collector = RolloutCollector(
         engine, build_reward(config, tokenizer), tokenizer, agent_runner, arr.rollout.free_cache_engine
     )
     reference, critic = None, None
     if uses_reference(config):
-        reference = Reference(config, group.for_role("reference", ranks_per_replica(config)))
+        reference = Reference(config, group.for_role("reference"))
     if uses_critic(config):
-        critic = Critic(config, group.for_role("critic", config.critic.fsdp.ulysses_sequence_parallel_size))
+        critic = Critic(config, group.for_role("critic"))
     trainer = PPOTrainer(
         config,
         SyncSource(prompts, collector, training_sampling(arr.rollout)),
@@ -119,7 +119,7 @@ def build_group(config: RunConfig, total_steps: int) -> WorkerGroup:
     """The ranks with their engines: this process, or one process each."""
     ranks = count_ranks(config)
     if config.trainer.runtime == "processes" or ranks > 1:
-        return ProcessGroup(partial(build_rank_workers, config, total_steps), Layout(dp=ranks))
+        return ProcessGroup(partial(build_rank_workers, config, total_steps), Layout.data_parallel(ranks))
     return InlineGroup(RankWorkers(config, total_steps))
 
 
@@ -155,7 +155,7 @@ def build_engine_and_weight_sync(
     config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[RolloutEngine, WeightSync]:
     """The rollout engine and its weight sync; for `native` on several ranks, one engine per rank."""
-    if isinstance(group, ProcessGroup) and config.actor_rollout_ref.rollout.name in ("native", "hf"):
+    if group.local_worker is None and config.actor_rollout_ref.rollout.name in ("native", "hf"):
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)
     engine = build_rollout(config, actor, tokenizer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenLoss
@@ -20,6 +21,7 @@ from verl.data.micro_batches import MicroBatching
 from verl.models.flops import Speed
 from verl.plugin import load_plugins
 from verl.plugin.platform import get_platform
+from verl.runtime.group import RankPlace
 from verl.utils.errors import ConfigError, PluginError
 from verl.utils.suggest import did_you_mean
 
@@ -71,6 +73,7 @@ class BaseEngine(ABC):
     """
 
     model: nn.Module
+    place: RankPlace  # the data of this rank, and whether it returns outputs; every rank its own unless it is set
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class BaseEngine(ABC):
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config or CheckpointConfig()
+        self.place = RankPlace(dist.get_rank() if dist.is_initialized() else 0)
 
     @abstractmethod
     def initialize(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.config import FSDPEngineConfig
+from verl.runtime.group import RankPlace
 from verl.utils.errors import ConfigError
 
 
@@ -54,6 +55,11 @@ class RankMesh:
     def data_rank(self) -> int:
         """Which shard of the data this rank sees."""
         return self.rank // self.sequence_size
+
+    @property
+    def place(self) -> RankPlace:
+        """This rank's shard of the data; the first of the ranks that split its sequences returns the outputs."""
+        return RankPlace(self.data_rank, self.rank % self.sequence_size == 0)
 
     @property
     def shard_size(self) -> int:

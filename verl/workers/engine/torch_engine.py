@@ -70,6 +70,7 @@ class TorchEngine(BaseEngine):
         if self.device.type == "cpu":
             keep_freed_memory()
         self.rank_mesh = RankMesh.of(self.engine_config, self.device)
+        self.place = self.rank_mesh.place
         self.rank, self.world_size = self.rank_mesh.rank, self.rank_mesh.world_size
         self.data_group, self.sequence_group = self.rank_mesh.data_group, self.rank_mesh.sequence_group
         self.precision = Precision.of(self.engine_config, self.device, self.trains)
