@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1300,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10000, 36400, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10500, 37000, 400
 
 
 def package_of(path: Path) -> str:

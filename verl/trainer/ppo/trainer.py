@@ -18,7 +18,7 @@ from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
 from verl.runtime.group import WorkerGroup
 from verl.trainer.batch_metrics import balance_metrics, data_metrics, mean_max_min, mismatch_metrics, turn_metrics
-from verl.trainer.ppo.trajectory_source import RolloutBatch, SyncSource
+from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.actor import Actor
@@ -44,7 +44,7 @@ class PPOTrainer:
     def __init__(
         self,
         config: RunConfig,
-        source: SyncSource,
+        source: TrajectorySource,
         actor: Actor,
         weight_sync: WeightSync,
         kl_controller: KLController,
@@ -74,7 +74,7 @@ class PPOTrainer:
             receipt = self.publish()
         return StepRecord(
             self.global_step,
-            self.source.prompts.epoch,
+            self.source.epoch,
             rollouts,
             batch,
             self.step_metrics(batch, rollouts, metrics) | receipt.metrics(),
@@ -170,7 +170,7 @@ class PPOTrainer:
         versions = batch["policy_versions"].double()
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))
         out["reward/errors"], out["reward/abstained"] = rollouts.num_reward_errors, rollouts.num_abstained
-        out["training/global_step"], out["training/epoch"] = self.global_step, self.source.prompts.epoch
+        out["training/global_step"], out["training/epoch"] = self.global_step, self.source.epoch
         unhealthy = [
             name for name, value in out.items() if name.endswith("_loss") and not torch.isfinite(torch.tensor(value))
         ]
@@ -198,7 +198,7 @@ class PPOTrainer:
 
     def close(self) -> None:
         """Close the rollout engine, the event loop and the ranks."""
-        self.source.collector.engine.close()
+        self.source.close()
         self.runner.close()
         if self.group is not None:
             self.group.close()

@@ -1,10 +1,10 @@
-"""The synchronous source of scored trajectories. Asynchronous sources fill the same `RolloutBatch`."""
+"""Sources of scored trajectories: their interface, and the synchronous one."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,6 +96,26 @@ def first_failure(group: BaseExceptionGroup) -> BaseException:
     return failure
 
 
+class TrajectorySource(Protocol):
+    """Where the trainer's scored trajectories come from; all that the trainer asks of it."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the prompts last taken, from 0."""
+
+    async def take(self, num_prompts: int) -> RolloutBatch:
+        """The trajectories of `num_prompts` prompts, to train on next."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values from which `load_state_dict` goes on with the same prompts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after `state`."""
+
+    def close(self) -> None:
+        """Close the rollout engine."""
+
+
 class SyncSource:
     """Takes prompts in data order and waits for all answers of a batch. Staleness is 0."""
 
@@ -109,6 +129,13 @@ class SyncSource:
         request_ids = range(self._next_request, self._next_request + num_prompts)
         self._next_request += num_prompts
         return await self.collector.collect(rows, list(request_ids), self.sampling)
+
+    @property
+    def epoch(self) -> int:
+        return self.prompts.epoch
+
+    def close(self) -> None:
+        self.collector.engine.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state_dict(), "next_request": self._next_request}
