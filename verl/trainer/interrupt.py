@@ -16,6 +16,37 @@ class Stoppable(Protocol):
     note: Callable[[str], None]
 
 
+class BeforeFirstStep:
+    """While a run loads, checks and validates: Ctrl-C or SIGTERM end it at once, as Interrupted. Its ranks end with it.
+
+    Once `Interrupt` takes over, a signal outside of it comes after the last step.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.steps_began = 0, False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        try:
+            self.previous = {number: signal.signal(number, self.stop) for number in SIGNALS}
+        except ValueError:  # not the main thread: the caller handles signals
+            self.previous = {}
+
+    def stop(self, number: int, *_: object) -> None:
+        self.number = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if self.number and error is not None and not isinstance(error, Interrupted):  # whatever it was turned into
+            when = "after its last step, which is saved as far as its settings ask for it"
+            when = when if self.steps_began else "before the first step; nothing was saved"
+            raise Interrupted(f"stopped by {name_of(self.number)} {when}", 128 + self.number) from error
+
+
 class Interrupt:
     """First Ctrl-C or SIGTERM: finish the step, save, stop. Second Ctrl-C: KeyboardInterrupt at once."""
 
@@ -28,6 +59,9 @@ class Interrupt:
             self.previous = {number: signal.signal(number, self.request_stop) for number in SIGNALS}
         except ValueError:  # not the main thread: the caller handles signals
             self.previous = {}
+        for handler in self.previous.values():
+            if isinstance(before := getattr(handler, "__self__", None), BeforeFirstStep):
+                before.steps_began = True
 
     def request_stop(self, number: int, *_: object) -> None:
         self.run.stop_requested = self.run.stop_requested or number

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import RunConfig, load_config
+from verl.trainer.interrupt import BeforeFirstStep
 from verl.utils.command_line import run_command
 from verl.utils.folder_lock import one_run_in
 
@@ -22,7 +23,12 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains; 130, 143: interrupted."""
-    return run_command(argv, HELP, lambda words: run_ppo(load_config(words)))
+    return run_command(argv, HELP, _run)
+
+
+def _run(words: list[str]) -> None:
+    with BeforeFirstStep():
+        run_ppo(load_config(words))
 
 
 def run_ppo(config: RunConfig) -> dict[str, float]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.config import SFTConfig, load_config
+from verl.trainer.interrupt import BeforeFirstStep
 from verl.utils.command_line import run_command
 from verl.utils.errors import Interrupted, VerlError
 from verl.utils.folder_lock import one_run_in
@@ -34,18 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parent = os.getppid()  # read before the slow imports, during which the parent may end
+    with BeforeFirstStep():
+        import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_after_loss
     from verl.trainer.rank_launch import num_ranks_to_start, start_ranks
 
     is_one_of_many = False
     try:
-        config = load_config(arguments, config_name="sft_trainer")
-        if count := num_ranks_to_start(config):
-            return start_ranks(count, arguments, Path(config.trainer.default_local_dir))
-        if is_one_of_many := RankInfo.from_environment().world_size > 1:
-            end_with_parent(parent)
-        run_sft(config)
+        with BeforeFirstStep():
+            config = load_config(arguments, config_name="sft_trainer")
+            if count := num_ranks_to_start(config):
+                return start_ranks(count, arguments, Path(config.trainer.default_local_dir))
+            if is_one_of_many := RankInfo.from_environment().world_size > 1:
+                end_with_parent(parent)
+            run_sft(config)
     except Interrupted as stop:
         if not is_one_of_many:
             raise
