@@ -23,7 +23,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "workers": 850,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
-    "agent": 1960,
+    "agent": 2000,
     "rewards": 1000,
     "trainer": 3300,
     "commands": 4500,

@@ -98,11 +98,12 @@ class AgentRunner:
         async def run() -> Any:
             return await self._make_loop(factory, server).run(sampling_params, **columns)
 
+        what = f"agent loop {self.loop_name(row.agent_name)} on {row.location}"
         try:
-            outputs = checked_outputs(await bounded_run(run(), server, rollout.agent.timeout_s), server)
+            outputs = checked_outputs(await bounded_run(run(), server, rollout.agent.timeout_s, what), server)
             return [output.to_trajectory(request_id, row.index, server.answers) for output in outputs]
         except DataError as error:
-            raise DataError(f"agent loop {self.loop_name(row.agent_name)} on {row.location}: {error}") from error
+            raise DataError(f"{what}: {error}") from error
 
     def _make_loop(self, factory: Callable[..., AgentLoopBase], server: LLMServerClient) -> AgentLoopBase:
         return factory(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
+from verl.agent.blocked_loop import watched
 from verl.agent.loop import AgentLoopOutput, LLMServerClient
 from verl.utils.errors import DataError, VerlError
 from verl.utils.external_code import user_traceback
@@ -13,22 +14,24 @@ POLL_S = 1.0
 MAX_LOGPROB = 0.01  # a log-prob is at most 0, and rounding moves it a little
 
 
-async def bounded_run(run: Awaitable[Any], server: LLMServerClient, timeout_s: float | None) -> Any:
+async def bounded_run(run: Awaitable[Any], server: LLMServerClient, timeout_s: float | None, what: str) -> Any:
     """The result of a loop that gets `timeout_s` for itself: time inside `generate`, and time during which the process
-    is stopped, do not count. DataError for whatever else ends it."""
+    is stopped, do not count. DataError for whatever else ends it. `what` is named where it blocks the event loop."""
     task = asyncio.ensure_future(_explained(run, server))
     step = POLL_S if timeout_s is None else min(POLL_S, timeout_s / 4)
     used_s = 0.0
     try:
-        while not task.done():
-            generating = server.generating
-            await asyncio.wait({task}, timeout=step)
-            used_s += 0.0 if generating or server.generating else step  # poll intervals, not wall time
-            if timeout_s is not None and used_s >= timeout_s and not task.done():
-                raise DataError(
-                    f"it has taken {used_s:g} seconds besides generate(), more than actor_rollout_ref.rollout.agent."
-                    f"timeout_s={timeout_s:g}; raise the key, or bound what the loop waits for"
-                )
+        with watched(task, what, timeout_s) as watch:
+            while not task.done():
+                generating = server.generating
+                await asyncio.wait({task}, timeout=step)
+                watch.beat()
+                used_s += 0.0 if generating or server.generating else step  # poll intervals, not wall time
+                if timeout_s is not None and used_s >= timeout_s and not task.done():
+                    raise DataError(
+                        f"it has taken {used_s:g} seconds besides generate(), more than actor_rollout_ref.rollout."
+                        f"agent.timeout_s={timeout_s:g}; raise the key, or bound what the loop waits for"
+                    )
         return task.result()
     finally:
         task.cancel()

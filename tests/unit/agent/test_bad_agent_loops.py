@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -143,7 +145,7 @@ def run_case(tokenizer: Any, tmp_path: Path, case: str, engine: Any = None) -> A
     path = tmp_path / "loops.yaml"
     path.write_text(f"- name: bad\n  _target_: {__name__}.Bad\n  case: {case!r}\n")
     agent = "actor_rollout_ref.rollout.agent"
-    limit = 0.2 if case in ("waits for ever", "sleeps") else 60
+    limit = 0.2 if case in ("waits for ever", "sleeps", "blocks") else 60
     given = ["actor_rollout_ref.model.path=x", f"{agent}.agent_loop_config_path={path}", f"{agent}.timeout_s={limit}"]
     runner = AgentRunner(load_config(given), tokenizer)
     return run_conversations(runner, engine or ScriptedEngine(tokenizer, ["ab c<|im_end|>"]), agent_name="bad")
@@ -154,6 +156,34 @@ def test_a_bad_loop_is_refused_with_its_name_the_row_and_what_is_wrong(tokenizer
     says = (RETURNS | ENDS)[case][1]
     with pytest.raises(DataError, match=re.compile(f"^agent loop bad on file row 4: .*{says}", re.DOTALL)):
         run_case(tokenizer, tmp_path, case)
+
+
+async def blocking(loop: Any) -> None:
+    time.sleep(1000)
+
+
+def test_a_loop_that_blocks_the_event_loop_is_named_and_ctrl_c_ends_it(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setitem(ENDS, "blocks", (blocking, ""))
+
+    def press() -> None:
+        while "has blocked" not in caplog.text and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        for _ in range(2):  # the first asks for an orderly end, which a blocked loop cannot give
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.3)
+
+    deadline = time.perf_counter() + 20
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_case(tokenizer, tmp_path, "blocks")
+    assert re.search(
+        r"agent loop bad on file row 4 has blocked the event loop for .* seconds, at .*test_bad_agent_loops.py:\d+ in "
+        r"blocking: all other conversations wait for it",
+        caplog.text,
+    )
+    assert caplog.text.count("has blocked") == 1
 
 
 def test_arrays_and_tensors_are_lists_too(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
