@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     """The rollout engine and training-time sampling."""
 
     name: str = key("native", "Rollout engine: native, or one registered by name.")
-    temperature: float = key(1.0, "Softmax temperature; 0 is greedy.")
+    temperature: float = key(1.0, "Softmax temperature, above 0; for greedy answers set do_sample=False.")
     top_k: int = key(-1, "Number of tokens of top-k sampling; -1 is off.")
     top_p: float = key(1.0, "Probability mass of top-p sampling; 1 is off.", greater_than=0, maximum=1)
     n: int = key(1, "Answers per prompt.", minimum=1, maximum=65536)

@@ -53,7 +53,7 @@ class Actor:
 
         With `dtype`, the weights are cast to it and run in it (in a wider one if the trainer computes in it already).
         """
-        inputs = batch.select_columns(["rows"])
+        inputs = batch.select_columns(())
         temperature = self.temperature if temperature is None else temperature
         return self.dispatcher.forward(inputs, ("logprobs",), self.infer_micro, temperature, dtype)["logprobs"]
 

@@ -32,7 +32,7 @@ class Critic:
 
     def values(self, batch: Batch) -> Tensor:
         """(T,) value of the state before each sampled token, 0 elsewhere."""
-        inputs = batch.select_columns(["rows"])
+        inputs = batch.select_columns(())
         return self.dispatcher.forward(inputs, ("values",), self.infer_micro, 1.0)["values"]
 
     def update(self, batch: Batch, step: int) -> Metrics:

@@ -26,7 +26,7 @@ class Reference:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """(T,) log-probs of sampled tokens at the sampling temperature, 0 elsewhere."""
-        inputs = batch.select_columns(["rows"])
+        inputs = batch.select_columns(())
         return self.dispatcher.forward(inputs, ("logprobs",), self.micro, self.temperature)["logprobs"]
 
 
