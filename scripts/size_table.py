@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2400,
     "algorithms": 650,
-    "runtime": 750,
+    "runtime": 890,
     "observe": 1750,
     "models": 5670,
     "workers/engine": 3550,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2000,
     "rewards": 1000,
-    "trainer": 3300,
+    "trainer": 3720,
     "commands": 4500,
     "utils": 1300,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10500, 37000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10700, 37000, 400
 
 
 def package_of(path: Path) -> str:

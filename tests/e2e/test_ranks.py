@@ -14,6 +14,7 @@ STEPS = 3
 COMMON = [
     f"trainer.total_training_steps={STEPS}",
     f"trainer.save_freq={STEPS}",
+    "trainer.device=cpu",
     f"{ARR}.actor.fsdp_config.dtype=float32",
     f"{ARR}.actor.use_dynamic_bsz=True",
     f"{ARR}.actor.ppo_max_token_len_per_gpu=64",

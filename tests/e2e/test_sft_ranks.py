@@ -169,17 +169,22 @@ def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(
     extra = [*EXACT, "trainer.total_training_steps=2", "trainer.logger=[console,file]"]
     train(folder, "one", *extra)
     command = [sys.executable, "-m", "verl.trainer.sft_trainer", *test_sft.overrides(folder, "two", *extra)]
+    command += ["trainer.n_gpus_per_node=2", "trainer.device=cpu"]
     (folder / "tmp").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     environment.pop("MASTER_PORT")
     done = subprocess.run(
-        [*command, "trainer.n_gpus_per_node=2"], env=environment, capture_output=True, text=True, check=False
+        [*command, "trainer.n_gpus_per_node=2", "trainer.device=cpu"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not list((folder / "tmp").iterdir())
     assert done.stdout.count("step:1 ") == done.stdout.count("saved ") == 1
     assert_close(folder, "one", "two", 2)
-    wrong = [*command, "trainer.n_gpus_per_node=2", "trainer.resume_mode=resume_path"]
+    wrong = [*command, "trainer.resume_mode=resume_path"]
     done = subprocess.run(wrong, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode and done.stderr.count("error: trainer.resume_mode=resume_path needs") == 1
 
@@ -210,7 +215,7 @@ def run_that_loses_a_rank(folder: Path, *launcher: str, extra: tuple[str, ...] =
 
 
 def test_a_lost_rank_is_one_line_with_its_signal_and_call_and_the_tracebacks_are_in_a_file(folder: Path):
-    code, stderr = run_that_loses_a_rank(folder, extra=("trainer.n_gpus_per_node=2",))
+    code, stderr = run_that_loses_a_rank(folder, extra=("trainer.n_gpus_per_node=2", "trainer.device=cpu"))
     assert code == 1 and len(stderr.splitlines()) == 1, stderr
     assert stderr.startswith("error: rank 1 failed in update(): its process was killed by SIGKILL")
     report = folder / "run" / "lost_rank.txt"
@@ -246,7 +251,7 @@ def test_memory_is_that_of_the_rank_that_needs_most(folder: Path):
 
 def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def missing(*extra: str) -> int:
-        return rank_launch.num_ranks_to_start(config(folder, "run", *extra))
+        return rank_launch.num_ranks_to_start(config(folder, "run", "trainer.device=cpu", *extra))
 
     assert missing() == 0 and missing("trainer.n_gpus_per_node=3") == 3 and missing("trainer.runtime=processes") == 1
     with pytest.raises(ConfigError, match=r"torchrun --nnodes=2 --nproc-per-node"):

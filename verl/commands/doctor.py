@@ -9,14 +9,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from verl.config import RunConfig, load_config
 from verl.config.check import check_supported
 from verl.plugin.findings import Finding, Status
 from verl.plugin.installed import has_module, version_of
 from verl.plugin.loading import load_plugins
-from verl.plugin.platform import PlatformBase, choose_platform, get_platform
+from verl.plugin.platform import PlatformBase, get_platform
 from verl.plugin.platform.platform_manager import probe_platforms
 from verl.utils.errors import ConfigError, VerlError
 
@@ -39,7 +38,6 @@ FEATURES = {
     "multi-turn": "actor_rollout_ref.rollout.multi_turn.enable=True",
 }
 SCALES = {"several devices": "trainer.n_gpus_per_node=2", "several machines": "trainer.nnodes=2"}
-TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 1 << 30
 
@@ -149,7 +147,12 @@ def _engine(strategy: str) -> type:
 
 
 def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Finding]:
-    """One finding per requirement of this configuration on this machine."""
+    """One finding per requirement of this configuration on this machine, as a run finds them before it starts."""
+    from verl.trainer.ppo.preparation import prepare_run
+    from verl.trainer.preflight import Findings
+    from verl.trainer.rank_launch import num_ranks_to_start
+    from verl.trainer.sft_preparation import prepare_sft
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -157,78 +160,15 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
         rows = [Finding("configuration", Status.GOOD, "every key and value is known")]
     except ConfigError as error:
         return [Finding("configuration", Status.BAD, str(error))]
-    try:
-        check_supported(config)
-        rows.append(Finding("features", Status.GOOD, "every configured feature is supported"))
-    except ConfigError as error:
-        rows.append(Finding("features", Status.BAD, str(error)))
-    run = isinstance(config, RunConfig)
-    model = config.actor_rollout_ref.model if run else config.model
-    prefix = "actor_rollout_ref.model" if run else "model"
-    rows += [*_devices(config, platform), _model_folder(f"{prefix}.path", model.path), *_data_files(config)]
-    rows += _trackers(config)
-    if run:
-        rows += [*_engines(config), *_rollout(config, platform)]
+    found = Findings()
+    if isinstance(config, RunConfig):
+        prepare_run(config, found)
+        rows += [*found.rows, *_rollout(config, platform)]
+    else:
+        found.run("ranks", lambda: num_ranks_to_start(config) or 1)
+        prepare_sft(config, found)
+        rows += found.rows
     return rows
-
-
-def _devices(config: Any, platform: PlatformBase) -> list[Finding]:
-    trainer = config.trainer
-    rows = []
-    try:
-        platform = choose_platform(trainer.device)
-        rows.append(Finding("trainer.device", Status.GOOD, f"{trainer.device}: {platform.device_name}"))
-    except ConfigError as error:
-        rows.append(Finding("trainer.device", Status.BAD, str(error), "trainer.device=auto"))
-    configured, available = trainer.n_gpus_per_node, platform.device_count()
-    if configured is not None and configured > available and platform.device_name != "cpu":
-        detail = f"{configured} configured, {available} available"
-        rows.append(Finding("trainer.n_gpus_per_node", Status.BAD, detail, f"trainer.n_gpus_per_node={available}"))
-    return rows
-
-
-def _model_folder(key: str, path: str | None) -> Finding:
-    if not path:
-        return Finding(key, Status.BAD, "not set", f"{key}=DIR, the folder of a Hugging Face model")
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return Finding(key, Status.BAD, f"{folder} is not a folder here", "download the model, or mount its folder")
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
-        return Finding(key, Status.BAD, f"{folder} lacks {' and '.join(missing)}", "complete the download")
-    return Finding(key, Status.GOOD, str(folder))
-
-
-def _data_files(config: Any) -> list[Finding]:
-    rows = []
-    for key in ("train_files", "val_files"):
-        value = getattr(config.data, key)
-        for name in [value] if isinstance(value, str) else value or []:
-            path = Path(name).expanduser()
-            status = Status.GOOD if path.exists() else Status.BAD
-            move = "" if path.exists() else "write it with examples/data_preprocess, or correct the path"
-            rows.append(Finding(f"data.{key}", status, f"{path}{'' if path.exists() else ' does not exist'}", move))
-    return rows
-
-
-def _trackers(config: Any) -> list[Finding]:
-    loggers = config.trainer.logger
-    names = [loggers] if isinstance(loggers, str) else loggers
-    missing = [name for name in names if name in TRACKERS and not has_module(name)]
-    return [
-        Finding("trainer.logger", Status.BAD, f"{name} is not installed", f"pip install {name}") for name in missing
-    ]
-
-
-def _engines(config: RunConfig) -> list[Finding]:
-    strategy = config.actor_rollout_ref.actor.strategy
-    try:
-        engine = _engine(strategy)
-    except ConfigError as error:
-        return [Finding("engine", Status.BAD, str(error))]
-    return [Finding("engine", Status.GOOD, f"{strategy}: {engine.__module__}.{engine.__name__}")]
 
 
 def _rollout(config: RunConfig, platform: PlatformBase) -> list[Finding]:

@@ -56,19 +56,18 @@ def answer(words: list[str]) -> int:
 
 def generate(config: RunConfig) -> Path:
     """Answer the prompts of data.train_files; returns the file written."""
-    from verl.models.load import load_tokenizer
+    from verl.trainer.ppo.preparation import find_model_to_answer
     from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
-    from verl.trainer.ppo.run_setup import check_model, import_external
+    from verl.trainer.preflight import Findings
 
     if not config.data.output_path:
         raise ConfigError("data.output_path is not set; say where the answers go: data.output_path=answers.parquet")
     output = Path(config.data.output_path)
     if output.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"data.output_path={output} must end in .parquet or .jsonl")
-    import_external(config.actor_rollout_ref.model.external_lib)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    if config.actor_rollout_ref.rollout.name != "tgi":  # another server's model, of which only the tokenizer is here
-        check_model(config, tokenizer)
+    found = Findings()
+    tokenizer = find_model_to_answer(config, found)
+    found.refuse()
     agent_runner = AgentRunner(config, tokenizer)
     prompts = train_prompts(config.data, tokenizer, agent_runner.tool_prompt_tokens)
     rows = FileRows(config.data.train_files)

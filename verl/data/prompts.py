@@ -93,6 +93,7 @@ class PromptDataset:
         self._config = config
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
         self._extra_prompt_tokens = extra_prompt_tokens
+        self.data_sources: dict[str, str] = {}  # each source of the selected rows, and where its first row is
         selected = select_rows(len(rows), max_samples, config)
         overlong = self._find_overlong(selected)
         kept = selected
@@ -171,6 +172,7 @@ class PromptDataset:
             if index not in selected_set:
                 continue
             text, extra_tokens = self._render(index, self._read_messages(index, raw)), self._extra_tokens_of(index, raw)
+            self.data_sources.setdefault(raw[self._config.reward_fn_key], self._rows.location(index))
             # A token of an ASCII text has at least one character, so a short text need not be tokenised.
             if not (text.isascii() and len(text) + extra_tokens < limit):
                 pending.append((index, text, extra_tokens))

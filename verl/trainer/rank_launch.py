@@ -13,6 +13,7 @@ from verl.plugin.platform import choose_platform
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo, num_cores
 from verl.trainer.lost_ranks import REPORTS, say_which_was_lost
+from verl.trainer.preflight import check_devices_asked_for
 from verl.utils.errors import ConfigError
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -38,6 +39,7 @@ def num_ranks_to_start(config: SFTConfig) -> int:
                 f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={count}; drop one of them"
             )
         return 0
+    check_devices_asked_for(settings, platform)
     if count is None:
         count = 1 if platform.device_name == "cpu" else platform.device_count()
     return count if count > 1 or settings.runtime == "processes" else 0

@@ -16,16 +16,13 @@ import numpy as np
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
 from verl.config.actor import SFT_BATCHING_KEYS
-from verl.config.check import check_supported
 from verl.config.load import unread_keys
 from verl.data.balance import assign_shards
 from verl.data.batch import Batch
-from verl.data.conversations import Conversations, load_conversations
+from verl.data.conversations import Conversations
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
-from verl.models.folder_checks import check_model_for_run
-from verl.models.load import build_config, load_tokenizer, model_folder
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
 from verl.observe.timers import StageTimer
@@ -35,7 +32,9 @@ from verl.runtime.collectives import Collectives
 from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.lost_ranks import report_when_ended
+from verl.trainer.preflight import Findings
 from verl.trainer.resume import find_resume
+from verl.trainer.sft_preparation import prepare_sft
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import with_schedule_length
@@ -255,18 +254,15 @@ def build_sft(
     config: SFTConfig, note: Callable[[str], None] = print, collectives: Collectives | None = None
 ) -> SFTTrainer:
     """The trainer with its model, rows and trackers; only rank 0 prints notes."""
-    check_supported(config)
     collectives = collectives or Collectives()
     if not collectives.is_rank_zero:
         note = ignore_note
-    seed_generators(config.trainer.seed)
-    tokenizer = load_tokenizer(config.model)
-    data, settings = config.data, config.trainer
-    model_config, folder = build_config(config.model)[0], model_folder(config.model.path)
-    for line in check_model_for_run(model_config, folder, tokenizer, data.max_length, "data.max_length"):
-        note(f"warning: {line}")
-    train = load_conversations(data.train_files, tokenizer, data, data.train_max_samples)
-    held_out = load_conversations(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
+    settings, found = config.trainer, Findings()
+    seed_generators(settings.seed)
+    prepared = prepare_sft(config, found)
+    found.refuse(lambda line: note(f"warning: {line}"))
+    assert prepared is not None  # without a refusal, all of it is there
+    train, held_out = prepared.train, prepared.held_out
     for rows in (train, held_out):
         for line in rows.notes if rows else ():
             note(line)

@@ -39,13 +39,13 @@ def _run(arguments: list[str]) -> int:
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_after_loss
-    from verl.trainer.rank_launch import num_ranks_to_start, start_ranks
+    from verl.trainer.rank_launch import start_ranks
 
     is_one_of_many = False
     try:
         with BeforeFirstStep():
             config = load_config(arguments, config_name="sft_trainer")
-            if count := num_ranks_to_start(config):
+            if count := num_ranks(config):
                 return start_ranks(count, arguments, Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
@@ -67,6 +67,21 @@ def _run(arguments: list[str]) -> int:
     if is_one_of_many:
         end_rank()
     return 0
+
+
+def num_ranks(config: SFTConfig) -> int:
+    """How many ranks must be started, 0 for none; before they are, ConfigError with all that keeps them from work."""
+    from verl.trainer.preflight import Findings
+    from verl.trainer.rank_launch import num_ranks_to_start
+
+    found = Findings()
+    count = found.run("ranks", lambda: num_ranks_to_start(config))
+    if count != 0:
+        from verl.trainer.sft_preparation import check_sft
+
+        check_sft(config, found)
+        found.refuse(lambda line: None)  # the first rank says the doubts
+    return count or 0
 
 
 def run_sft(config: SFTConfig) -> dict[str, float]:

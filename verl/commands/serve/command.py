@@ -90,11 +90,15 @@ def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAISe
     """The server of a configuration, with its engine started."""
     from verl.commands.serve.server import OpenAIServer, ServerLimits
     from verl.models.load import load_tokenizer
-    from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
+    from verl.trainer.ppo.rollout_setup import check_engine_is_installed, load_rollout_engine, training_sampling
+    from verl.trainer.preflight import Findings
 
-    config = load_config(overrides)
+    config, found = load_config(overrides), Findings()
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    found.check("rollout", lambda: check_engine_is_installed(rollout))
+    tokenizer = found.run("tokenizer", lambda: load_tokenizer(config.actor_rollout_ref.model))
+    found.refuse()
+    assert tokenizer is not None
     max_length = rollout.max_model_len or _max_length(rollout.prompt_length + rollout.response_length, path)
     _check_model(config, tokenizer, max_length)
     api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None

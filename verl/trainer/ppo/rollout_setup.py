@@ -1,5 +1,7 @@
 """Builds the rollout engine, its sampling parameters and its weight sync."""
 
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config
 from verl.models.lora import add_adapters
+from verl.plugin.installed import has_module
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
@@ -43,6 +46,7 @@ def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenize
 def load_rollout_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine without a trainer, on the weights of `model.path`: generation, serving, evaluation."""
     rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    check_engine_is_installed(rollout)
     if rollout.name in ("native", "hf"):
         dtype = rollout_dtype(rollout.dtype) or torch.float32
         device = get_platform().device_name
@@ -69,6 +73,31 @@ def eos_token_ids(model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizer
     return eos_ids(SimpleNamespace(config=model_config), tokenizer)  # type: ignore[arg-type]
 
 
+def check_rollout_engine(rollout: RolloutConfig) -> None:
+    """ConfigError where the engine of `rollout.name` cannot train, or what it needs is not installed."""
+    if rollout.name == "tgi":
+        raise ConfigError(CANNOT_TRAIN)
+    check_engine_is_installed(rollout)
+
+
+def check_engine_is_installed(rollout: RolloutConfig) -> None:
+    """ConfigError where `rollout.name` is unknown, or its library or server program is not on this machine."""
+    where, name = "actor_rollout_ref.rollout", rollout.name
+    if name not in ("native", "hf", "vllm", "sglang", "tgi"):
+        raise ConfigError(f"{where}.name={name} is not one of native, vllm, sglang, tgi")
+    if name not in ("vllm", "sglang") or (name == "sglang" and rollout.server.url):
+        return
+    if (python := rollout.server.python) is not None:
+        if shutil.which(os.path.expanduser(python)) is None:
+            raise ConfigError(f"{where}.server.python={python} is no program here; give the Python that has {name}")
+    elif not has_module(name):
+        way = "pip install 'verl[vllm]'" if name == "vllm" else "scripts/install_sglang_server_env.sh makes one"
+        raise ConfigError(
+            f"{where}.name={name} needs {name}, which is not installed here ({way}, named by {where}.server.python "
+            f"where it is an environment of its own); {where}.name=native needs nothing more"
+        )
+
+
 def start_replicas(
     rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]
 ) -> CopyingEngine:
@@ -85,8 +114,6 @@ def start_replicas(
         for server in servers:  # they start in parallel
             server.ready()
         return servers[0] if len(servers) == 1 else Router(servers)
-    if rollout.name != "vllm":
-        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} is not one of native, vllm, sglang, tgi")
     if rollout.data_parallel_size == 1 and rollout.tensor_model_parallel_size == 1 and rollout.server.python is None:
         from verl.workers.rollout.vllm_engine import VLLMEngine
 

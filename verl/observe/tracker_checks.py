@@ -1,0 +1,43 @@
+"""Whether the trackers of a run can start, without starting them."""
+
+import netrc
+import os
+import sys
+from collections.abc import Iterable
+
+from verl.observe.tracking import check_backend_names
+from verl.plugin.installed import has_module
+from verl.utils.errors import ConfigError
+
+_WANDB_SIGNED_IN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_WANDB_WITHOUT_ACCOUNT = ("offline", "disabled", "dryrun")
+_WITHOUT_A_MODULE = ("console", "file")
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """ConfigError for a tracker that is unknown, whose package is not installed, or that would ask for an account."""
+    check_backend_names(names)
+    for name in names:
+        if name not in _WITHOUT_A_MODULE and not has_module(name):
+            raise ConfigError(
+                f"trainer.logger={name!r}: {name} is not installed; pip install 'verl[trackers]', or take it out of "
+                "trainer.logger"
+            )
+        if name == "wandb" and not _wandb_can_start():
+            raise ConfigError(
+                "trainer.logger='wandb' has no account here: set WANDB_API_KEY, or run `wandb login` once, or set "
+                "WANDB_MODE=offline, or take it out of trainer.logger"
+            )
+
+
+def _wandb_can_start() -> bool:
+    """Whether an account is known, none is needed, or somebody is there to be asked."""
+    if any(os.environ.get(name) for name in _WANDB_SIGNED_IN) or sys.stdin.isatty():
+        return True
+    if os.environ.get("WANDB_MODE", "").lower() in _WANDB_WITHOUT_ACCOUNT:
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0].split(":")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,211 @@
+"""Everything of a run that can be read and checked before its ranks start."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.agent import single_turn
+from verl.agent.agent_runner import AgentRunner
+from verl.agent.tool_agent import TOOL_AGENT
+from verl.algorithms.advantages import check_advantage
+from verl.algorithms.losses import get_policy_loss
+from verl.config import RunConfig
+from verl.config.check import check_ranks, check_supported, uses_critic
+from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
+from verl.models.load import load_tokenizer
+from verl.plugin.platform import get_platform
+from verl.rewards.base import NoScorerError, Reward
+from verl.rewards.reward_setup import build_reward
+from verl.rewards.scorer_lookup import find_scorer
+from verl.trainer.ppo.rollout_setup import check_engine_is_installed, check_rollout_engine
+from verl.trainer.preflight import (
+    Findings,
+    TrainedModel,
+    check_devices_asked_for,
+    check_logging,
+    check_room,
+    find_device,
+    find_files,
+    find_tokenizer,
+)
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.external_code import import_external
+from verl.utils.paths import make_writable_folder
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.rng import seed_generators
+
+LENGTH_KEYS = "data.max_prompt_length + data.max_response_length"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The driver's side of a run without its ranks: tokenizer, rows, reward. The rows are read once, here."""
+
+    agent_runner: AgentRunner
+    prompts: PromptDataset
+    validation: PromptDataset | None
+    reward: Reward
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.agent_runner.tokenizer
+
+
+def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
+    """The preparation of a run; None where `found` holds a refusal. Each check runs whose needs are met."""
+    arr, data = config.actor_rollout_ref, config.data
+    found.check("features", lambda: check_supported(config), "every configured feature is supported")
+    _check_machine(config, found)
+    seed_generators(arr.actor.fsdp_config.seed)  # of the driver, where rewards and agents run
+    if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
+        _check_functions(config, found)
+    found.check("rollout", lambda: check_rollout_engine(arr.rollout), arr.rollout.name)
+    longest = data.max_prompt_length + data.max_response_length
+    tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
+    files = _files_there(config, found)
+    if tokenizer is None:
+        return None
+    reward = found.run("reward", lambda: build_reward(config, tokenizer), lambda _: config.reward.reward_manager.name)
+    runner = found.run("agent loops", lambda: AgentRunner(config, tokenizer), lambda r: r.loop_name(None))
+    if runner is None:
+        return None
+    prompts, validation = _read_rows(config, runner, files, found)
+    _check_room(config, found)
+    if found.errors or reward is None or prompts is None:
+        return None
+    return Preparation(runner, prompts, validation, reward)
+
+
+def _check_machine(config: RunConfig, found: Findings) -> None:
+    """Devices, folders and trackers."""
+    settings = config.trainer
+    found.check("processes", _check_started_once, "one process, which starts its ranks")
+    if find_device(settings.device, found) is not None:
+        found.run("trainer.n_gpus_per_node", lambda: count_ranks(config), lambda count: f"{count} ranks")
+    for name, folder in (("rollout", settings.rollout_data_dir), ("validation", settings.validation_data_dir)):
+        if folder:
+            key = f"trainer.{name}_data_dir"
+            found.run(key, _writable(folder, key))
+    check_logging(settings.logger, found)
+
+
+def _writable(folder: str, key: str) -> Callable[[], Any]:
+    return lambda: make_writable_folder(folder, key)
+
+
+def _check_started_once() -> None:
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"torchrun started this program {os.environ['WORLD_SIZE']} times, and each would be a run of its own in "
+            "the same folder: main_ppo starts its ranks itself; start it once, with trainer.n_gpus_per_node=N"
+        )
+
+
+def _check_functions(config: RunConfig, found: Findings) -> None:
+    """What is chosen by name, after external_lib, which may register it."""
+    actor = config.actor_rollout_ref.actor
+    found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor))
+    name = config.algorithm.adv_estimator
+    found.check("advantage estimator", lambda: check_advantage(config.algorithm), name)
+    loss = actor.policy_loss.loss_mode
+    found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss)
+
+
+def _engine_text(actor: Any) -> Callable[[type], str]:
+    return lambda engine: f"{actor.strategy}: {engine.__module__}.{engine.__name__}"
+
+
+def _files_there(config: RunConfig, found: Findings) -> set[str]:
+    """The keys of the files that the run reads and that can be read; a class of the user knows what its files are."""
+    data = config.data
+    wanted = {"data.train_files": data.train_files}
+    if validates(config) and data.val_files is not None:
+        wanted["data.val_files"] = data.val_files
+    return {key for key, files in wanted.items() if data.custom_cls.path or find_files(key, files, found)}
+
+
+def _read_rows(
+    config: RunConfig, runner: AgentRunner, files: set[str], found: Findings
+) -> tuple[PromptDataset | None, PromptDataset | None]:
+    """The rows of training and of validation in `files`, whose scorers are looked up."""
+    data, count = config.data, runner.tool_prompt_tokens
+    prompts = validation = None
+    if "data.train_files" in files:
+        prompts = found.run("training rows", lambda: train_prompts(data, runner.tokenizer, count), _rows_text)
+    if "data.val_files" in files:
+        validation = found.run("validation rows", lambda: validation_prompts(data, runner.tokenizer, count), _rows_text)
+    for rows in (prompts, validation):
+        if rows is not None and config.reward.custom_reward_function.path is None:
+            _look_up_scorers(config, runner, rows, found)
+    return prompts, validation
+
+
+def _look_up_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset, found: Findings) -> None:
+    """A refusal for each `data_source` that has no scorer; a doubt where a loop or manager of the user may score."""
+    reward = config.reward
+    scores_here = runner.loop_name(None) in (single_turn.NAME, TOOL_AGENT) and not runner.configured_loops
+    is_needed = scores_here and reward.reward_manager.name in ("naive", "dapo") and reward.on_error == "stop"
+    for source, location in rows.data_sources.items():
+        try:
+            find_scorer(source)
+        except NoScorerError as error:
+            text = f"{location}: {error}"
+            if is_needed:
+                found.refusal("scorers", DataError(text))
+            else:
+                found.warn("scorers", text)
+
+
+def _rows_text(rows: PromptDataset) -> str:
+    return rows.summary.line()
+
+
+def validates(config: RunConfig) -> bool:
+    """Whether the run ever validates."""
+    settings = config.trainer
+    return bool(config.data.val_files) and (settings.val_before_train or settings.val_only or settings.test_freq > 0)
+
+
+def _check_room(config: RunConfig, found: Findings) -> None:
+    arr, settings = config.actor_rollout_ref, config.trainer
+    trained = [TrainedModel(arr.model, arr.actor.fsdp_config, arr.actor.checkpoint)]
+    if uses_critic(config):
+        trained.append(TrainedModel(config.critic.model, config.critic.fsdp, config.critic.checkpoint))
+    if settings.save_freq > 0:
+        check_room(settings.default_local_dir, trained, settings.max_actor_ckpt_to_keep, found)
+
+
+def find_model_to_answer(config: RunConfig, found: Findings) -> Any:
+    """The tokenizer of a command that samples without training; `found` says whether engine and model are there."""
+    arr, data = config.actor_rollout_ref, config.data
+    found.check("rollout", lambda: check_engine_is_installed(arr.rollout), arr.rollout.name)
+    found.check("external_lib", lambda: import_external(arr.model.external_lib))
+    if arr.rollout.name == "tgi":  # another server's model, of which the tokenizer is here
+        return found.run("tokenizer", lambda: load_tokenizer(arr.model), lambda t: f"{len(t)} tokens")
+    longest = data.max_prompt_length + data.max_response_length
+    return find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
+
+
+def count_ranks(config: RunConfig) -> int:
+    """One per device: as many as `trainer.n_gpus_per_node` says, or as are available; one on a CPU."""
+    platform, configured = get_platform(), config.trainer.n_gpus_per_node
+    available = 1 if platform.device_name == "cpu" else max(platform.device_count(), 1)
+    if config.trainer.runtime == "inline":
+        if (configured or 1) > 1:
+            raise ConfigError(
+                f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={configured}; use "
+                "trainer.runtime=processes, or one device"
+            )
+        return 1
+    check_devices_asked_for(config.trainer, platform)
+    if configured is not None and configured > available and platform.device_name != "cpu":
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={configured}, but {available} {platform.device_name} devices are visible; "
+            f"lower it to at most {available}"
+        )
+    ranks = configured or available
+    check_ranks(config, ranks)
+    return ranks

@@ -1,0 +1,190 @@
+"""What is checked before a run starts: all reasons against it at once, and the checks that every kind of run shares."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.config.checkpoint import CheckpointConfig
+from verl.data.data_files import data_paths
+from verl.models.folder_checks import check_model_for_run
+from verl.models.load import build_config, dtype_of, load_tokenizer, model_folder
+from verl.observe.tracker_checks import check_trackers
+from verl.plugin.findings import Finding, Status
+from verl.plugin.platform import PlatformBase, choose_platform
+from verl.runtime.rank import num_cores
+from verl.utils.errors import ConfigError, VerlError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Findings:
+    """What was found about a run, good and bad, in the order of the checks."""
+
+    rows: list[Finding] = field(default_factory=list)
+    errors: list[VerlError] = field(default_factory=list)
+
+    def run(self, name: str, check: Callable[[], T], say: Callable[[T], str] = str) -> T | None:
+        """The result of `check`, which `say` puts into words; None where it raised, which is kept as a refusal."""
+        try:
+            result = check()
+        except VerlError as error:
+            self.refusal(name, error)
+            return None
+        self.rows.append(Finding(name, Status.GOOD, say(result)))
+        return result
+
+    def refusal(self, name: str, error: VerlError) -> None:
+        """Keep a reason against the run, once."""
+        if str(error) not in map(str, self.errors):
+            self.errors.append(error)
+            self.rows.append(Finding(name, Status.BAD, str(error)))
+
+    def check(self, name: str, check: Callable[[], object], text: str = "") -> bool:
+        """Whether `check` did not raise; `text` is what is then shown."""
+        return self.run(name, lambda: (check(), True), lambda _: text) is not None
+
+    def attempt(self, look: Callable[[], int]) -> int:
+        """The number that `look` finds; 0 where it cannot look, which another check says."""
+        try:
+            return look()
+        except (VerlError, SafetensorError):
+            return 0
+
+    def warn(self, name: str, text: str) -> None:
+        """A doubt that does not keep the run from starting."""
+        self.rows.append(Finding(name, Status.WARN, text))
+
+    def refuse(self, say: Callable[[str], None] = logger.warning) -> None:
+        """Say the doubts. Raise the refusal, or all of them in one ConfigError."""
+        for row in self.rows:
+            if row.status is Status.WARN:
+                say(row.detail)
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(self.errors, start=1))
+            raise ConfigError(f"{len(self.errors)} things keep this run from starting:{lines}")
+
+
+def find_device(device: str, found: Findings) -> PlatformBase | None:
+    """The platform of `trainer.device`, where this machine has it."""
+    return found.run("trainer.device", lambda: choose_platform(device), lambda p: f"{device}: {p.device_name}")
+
+
+def check_devices_asked_for(settings: Any, platform: PlatformBase) -> None:
+    """ConfigError where several devices are asked for by number and the CPU is only what is left."""
+    count = settings.n_gpus_per_node or 1
+    if platform.device_name == "cpu" and settings.device == "auto" and count > 1 and not _platform_is_chosen():
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={count} asks for {count} GPUs, but this machine has none; trainer.device=cpu "
+            f"starts {count} ranks on its {num_cores()} CPU cores, trainer.n_gpus_per_node=1 starts one"
+        )
+
+
+def _platform_is_chosen() -> bool:
+    return bool(os.environ.get("VERL_PLATFORM", "").strip())
+
+
+def check_logging(names: list[str], found: Findings) -> None:
+    """The trackers of `trainer.logger`."""
+    found.check("trainer.logger", lambda: check_trackers(names), ", ".join(names))
+
+
+def find_files(key: str, files: str | list[str], found: Findings) -> bool:
+    """Whether the data files of `key` are there."""
+    return found.check(key, lambda: data_paths(files), files if isinstance(files, str) else ", ".join(files))
+
+
+def check_weights_are_there(model: HFModelConfig) -> Path:
+    """The folder of the model; ConfigError where it lacks its configuration or its weights."""
+    folder = model_folder(model.path)
+    if not model.override_config.get("init_random") and not any(folder.glob("*.safetensors")):
+        listing = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+        raise ConfigError(
+            f"{folder} holds no *.safetensors, only {listing}; complete the download, convert the weights to "
+            "safetensors, or set +model.override_config.init_random=true to start from random ones"
+        )
+    return folder
+
+
+def find_tokenizer(key: str, model: HFModelConfig, longest: int, length_keys: str, found: Findings) -> Any:
+    """The tokenizer of the model at `key`; also what does not go together in model, tokenizer and lengths."""
+    folder = found.run(key, lambda: check_weights_are_there(model))
+    if folder is None and model.tokenizer_path is None:
+        return None
+    tokenizer = found.run("tokenizer", lambda: load_tokenizer(model), lambda t: f"{len(t)} tokens")
+    if folder is not None and tokenizer is not None:
+        config = found.run("model", lambda: build_config(model)[0], lambda c: str(c.model_type))
+        if config is not None:
+            fits = found.run(
+                "lengths",
+                lambda: check_model_for_run(config, folder, tokenizer, longest, length_keys),
+                lambda _: f"{longest} tokens ({length_keys})",
+            )
+            for line in fits or ():
+                found.warn("lengths", line)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One model that a run saves."""
+
+    model: HFModelConfig
+    engine: FSDPEngineConfig
+    checkpoint: CheckpointConfig
+
+    def checkpoint_bytes(self) -> int:
+        """About the size of one checkpoint; 0 where the weights are not counted (random ones, adapters)."""
+        if self.model.override_config.get("init_random") or self.model.lora_rank or self.model.lora_adapter_path:
+            return 0
+        contents = self.checkpoint.save_contents
+        copies = ("model" in contents) + 2 * ("optimizer" in contents) + ("hf_model" in contents)
+        size = dtype_of(self.engine.model_dtype.removeprefix("torch."), "model_dtype").itemsize
+        return copies * size * count_parameters(model_folder(self.model.path))
+
+
+def count_parameters(folder: Path) -> int:
+    """Numbers in the safetensors of a folder, from the heads of the files."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def check_room(folder: str, trained: list[TrainedModel], keep: int | None, found: Findings) -> None:
+    """Whether a checkpoint of the `trained` fits on the disk of `folder`; a doubt where `keep` of them may not."""
+    place = Path(folder).expanduser().absolute()
+    place = next(parent for parent in (place, *place.parents) if parent.is_dir())
+    free, needed = (
+        shutil.disk_usage(place).free,
+        found.attempt(lambda: sum(map(TrainedModel.checkpoint_bytes, trained))),
+    )
+    if not needed:
+        return
+    text = f"a checkpoint needs about {gigabytes(needed)}, {gigabytes(free)} are free at {place}"
+    move = "make room, name another trainer.default_local_dir, or save less (checkpoint.save_contents)"
+
+    def fits() -> str:
+        if needed > free:
+            raise ConfigError(f"{text}; {move}")
+        return text
+
+    if found.run("disk", fits) and keep and needed * (keep + 1) > free:
+        found.warn("disk", f"{text}, but {keep} are kept while the next is written; {move}")
+
+
+def gigabytes(size: int) -> str:
+    """A size in bytes as text, in GB (MB below one)."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

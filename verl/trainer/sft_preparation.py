@@ -1,0 +1,66 @@
+"""Everything of a fine-tuning run that can be read and checked before its ranks start."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.config import SFTConfig
+from verl.config.check import check_supported
+from verl.data.conversations import Conversations, load_conversations
+from verl.trainer.preflight import (
+    Findings,
+    TrainedModel,
+    check_logging,
+    check_room,
+    find_device,
+    find_files,
+    find_tokenizer,
+)
+from verl.utils.external_code import import_external
+from verl.workers.engine.base import EngineRegistry
+
+
+@dataclass(frozen=True)
+class SFTPreparation:
+    """The tokenizer and the rows of a fine-tuning run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Conversations
+    held_out: Conversations | None
+
+
+def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, and what `found` says about everything but the rows, which each rank reads."""
+    settings, strategy = config.trainer, config.engine.strategy
+    found.check("features", lambda: check_supported(config), "every configured feature is supported")
+    find_device(settings.device, found)
+    check_logging(settings.logger, found)
+    if found.check("external_lib", lambda: import_external(config.model.external_lib)):
+        found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", strategy), lambda e: e.__name__)
+    length = config.data.max_length
+    find_files("data.train_files", config.data.train_files, found)
+    if config.data.val_files:
+        find_files("data.val_files", config.data.val_files, found)
+    tokenizer = find_tokenizer("model.path", config.model, length, "data.max_length", found)
+    trained = [TrainedModel(config.model, config.engine, config.checkpoint)]
+    check_room(settings.default_local_dir, trained, settings.max_ckpt_to_keep, found)
+    return tokenizer
+
+
+def prepare_sft(config: SFTConfig, found: Findings) -> SFTPreparation | None:
+    """The preparation of a run; None where `found` holds a refusal."""
+    tokenizer, data = check_sft(config, found), config.data
+    if tokenizer is None or found.errors:
+        return None
+
+    def read(files: str | list[str], count: int) -> Conversations:
+        return load_conversations(files, tokenizer, data, count)
+
+    def size(rows: Conversations) -> str:
+        return f"{len(rows)} conversations"
+
+    train = found.run("training rows", lambda: read(data.train_files, data.train_max_samples), size)
+    held_out = None
+    if val_files := data.val_files:
+        held_out = found.run("validation rows", lambda: read(val_files, data.val_max_samples), size)
+    return None if train is None or found.errors else SFTPreparation(tokenizer, train, held_out)
