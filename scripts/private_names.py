@@ -1,0 +1,215 @@
+"""The private names of torch, transformers, peft and Python that `verl/` uses: each may change without notice.
+
+python -m scripts.private_names        prints the list
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+OOM = "workers/engine/oom_rescue.py"
+FSDP1 = "workers/engine/fsdp1.py"
+ONEDNN = "models/decoder/onednn_weights.py"
+SHARED = "workers/engine/shared_memory_collectives.py"
+
+# (file below verl/, name): (what it is for, the public way that was looked at)
+PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
+    ("checkpoint_engine/broadcast.py", "_DistributedBackendOptions"): (
+        "a gloo group between programs that share no default group",
+        "init_process_group: one world per process",
+    ),
+    ("checkpoint_engine/broadcast.py", "_Options"): (
+        "gloo's device and timeout",
+        "new_group: only inside one default group",
+    ),
+    ("checkpoint_engine/broadcast.py", "_timeout"): ("the timeout inside these options", "none"),
+    ("checkpoint_engine/shared_memory.py", "_new_shared_cuda"): (
+        "open device memory of another process",
+        "torch.multiprocessing: pickles, and needs a parent process",
+    ),
+    ("checkpoint_engine/shared_memory.py", "_share_cuda_"): (
+        "name device memory for another process",
+        "torch.multiprocessing: pickles, and needs a parent process",
+    ),
+    ("models/attention/prefix_sharing.py", "_flash_attention_forward"): (
+        "flash attention that also returns the log-sum-exp",
+        "scaled_dot_product_attention returns none",
+    ),
+    ("models/attention/prefix_sharing.py", "_flash_attention_backward"): ("its gradient", "none"),
+    ("models/attention/prefix_sharing.py", "_scaled_dot_product_flash_attention_for_cpu"): (
+        "the same on a CPU",
+        "scaled_dot_product_attention returns no log-sum-exp",
+    ),
+    ("models/attention/prefix_sharing.py", "_scaled_dot_product_flash_attention_for_cpu_backward"): (
+        "its gradient",
+        "none",
+    ),
+    ("models/decoder/prompt_cache.py", "_scaled_dot_product_flash_attention_for_cpu"): (
+        "attention to a shared prompt, joined by log-sum-exp",
+        "scaled_dot_product_attention returns no log-sum-exp",
+    ),
+    (ONEDNN, "_is_mkldnn_bf16_supported"): ("whether oneDNN computes in bfloat16 here", "none"),
+    (ONEDNN, "_linear_pointwise"): (
+        "a product with reordered weights and its pointwise tail",
+        "torch.compile: compiles every shape at the start",
+    ),
+    (ONEDNN, "_reorder_linear_weight"): (
+        "the weight in oneDNN's own order",
+        "torch.compile: compiles every shape at the start",
+    ),
+    ("models/device_moves.py", "_has_compatible_shallow_copy_type"): (
+        "whether `.data =` keeps the parameter, as nn.Module.to asks",
+        "none",
+    ),
+    ("models/performance.py", "_cdata"): ("the identity of a storage", "data_ptr: freed memory is given out again"),
+    ("models/export.py", "_weight_conversions"): ("conversions that only rank 0 has", "none in transformers"),
+    ("models/float64.py", "_experts_implementation"): ("experts in float64", "none in transformers after loading"),
+    ("models/load.py", "_model_mapping"): (
+        "whether a family has a model class",
+        "from_config raises for other reasons too",
+    ),
+    ("models/lora.py", "_disable_adapters"): (
+        "adapters off for one pass",
+        "enable_adapters(False): freezes them, and the optimiser loses them",
+    ),
+    ("commands/merge.py", "_from_config"): ("a model class without from_config", "none in transformers"),
+    ("plugin/platform/accelerator.py", "_set_allocator_settings"): (
+        "allocator settings after the start",
+        "the environment variable: read once, at the start",
+    ),
+    ("runtime/rank.py", "_run_exitfuncs"): ("exit functions before os._exit", "sys.exit: waits for threads"),
+    ("config/base.py", "_getframe"): (
+        "the caller of a configuration read",
+        "inspect.stack: reads the source of every frame",
+    ),
+    ("config/extra.py", "_getframe"): (
+        "the caller of a configuration read",
+        "inspect.stack: reads the source of every frame",
+    ),
+    ("utils/process_end.py", "_getframe"): ("where a process ended", "inspect.stack: reads the source of every frame"),
+    ("agent/blocked_loop.py", "_current_frames"): ("where a thread stands", "faulthandler: writes text only"),
+    (FSDP1, "torch.distributed.fsdp._runtime_utils:_reshard"): (
+        "free a unit after its parameters were read",
+        "none in FSDP1",
+    ),
+    (FSDP1, "_HYBRID_SHARD_ZERO2"): ("hybrid sharding without resharding after forward", "none in FSDP1"),
+    (FSDP1, "_handle"): ("the flat parameter of a unit", "summon_full_params: gathers, and here the shard is wanted"),
+    (FSDP1, "_local_shard"): ("its shard after weights were loaded", "none in FSDP1"),
+    (FSDP1, "_use_sharded_views"): ("its shard after weights were loaded", "none in FSDP1"),
+    ("workers/engine/checkpoint_tensors.py", "_non_persistent_buffers_set"): (
+        "buffers that state_dict leaves out",
+        "state_dict: collective under FSDP",
+    ),
+    ("workers/engine/optimizer.py", "_foreach_mul_"): (
+        "clipping in one kernel",
+        "clip_grad_norm_: its norm is not ours",
+    ),
+    ("workers/engine/precision.py", "_foreach_copy_"): ("masters to weights in one kernel", "a loop: a kernel each"),
+    ("workers/engine/precision.py", "_post_accumulate_grad_hooks"): (
+        "remove the hooks of an earlier model",
+        "handles are lost with it",
+    ),
+    ("workers/engine/shard_folders.py", "_local_tensor"): (
+        "a shard without its process group",
+        "to_local: needs the group",
+    ),
+    ("workers/engine/shard_folders.py", "torch.distributed.tensor._dtensor_spec:DTensorSpec"): (
+        "the only classes that a reference's shard may name",
+        "none",
+    ),
+    ("workers/engine/shard_folders.py", "torch.distributed.tensor._dtensor_spec:TensorMeta"): (
+        "the only classes that a reference's shard may name",
+        "none",
+    ),
+    (SHARED, "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather"): (
+        "the types of set_custom_all_gather",
+        "the method is public, its types are not",
+    ),
+    (SHARED, "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter"): (
+        "the types of set_custom_reduce_scatter",
+        "the method is public, its types are not",
+    ),
+    (SHARED, "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllocMixin"): (
+        "FSDP2's own allocation",
+        "none",
+    ),
+    (OOM, "torch.utils._pytree:tree_leaves"): ("tensors among arguments", "none"),
+    (OOM, "torch.distributed.fsdp:_runtime_utils"): ("FSDP1's hooks, run for layers that were not reached", "none"),
+    (OOM, "torch.distributed.fsdp._flat_param:HandleTrainingState"): ("the state in which FSDP1 runs them", "none"),
+    **{
+        (OOM, name): ("FSDP's hooks, run for layers that were not reached", "none")
+        for name in (
+            "_all_handles",
+            "_backward_prefetch",
+            "_fsdp_param_group",
+            "_fsdp_param_groups",
+            "_get_fsdp_state",
+            "_handle",
+            "_needs_pre_backward_unshard",
+            "_post_backward_callback_queued",
+            "_post_backward_final_callback",
+            "_post_backward_hook",
+            "_post_forward_indices",
+            "_pre_backward_hook",
+            "_ran_pre_backward_hook",
+            "_reset_flat_param_grad_info_if_needed",
+            "_root_post_backward_final_callback",
+            "_sync_gradients",
+            "_training_state",
+        )
+    },
+}
+
+
+def private_uses(root: Path = ROOT) -> dict[tuple[str, str], int]:
+    """(file below verl/, name): how often a private name that the package does not define itself is used there."""
+    trees = {
+        str(path.relative_to(root / "verl")): ast.parse(path.read_text()) for path in (root / "verl").rglob("*.py")
+    }
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    uses: dict[tuple[str, str], int] = defaultdict(int)
+    for path, tree in trees.items():
+        for name in _used(tree):
+            if name not in own:
+                uses[path, name] += 1
+    return dict(uses)
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "out"):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and node.value in ("_origins",):  # set through object.__setattr__
+            yield node.value
+
+
+def _used(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("verl"):
+            for alias in node.names:
+                if any(map(_is_private, [alias.name, *(node.module or "").split(".")])):
+                    yield f"{node.module}:{alias.name}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def main() -> None:
+    for (path, name), count in sorted(private_uses().items()):
+        reason, public = PRIVATE_NAMES.get((path, name), ("NOT LISTED", ""))
+        print(f"{path}: {name} ({count}): {reason}; public: {public}")
+
+
+if __name__ == "__main__":
+    main()
