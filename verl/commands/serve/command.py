@@ -1,7 +1,8 @@
 """`verl serve model=DIR`: an OpenAI-compatible server over a rollout engine, on loopback by default.
 
-POST /v1/chat/completions and /v1/completions, GET /v1/models, /v1/models/ID and /health. Missing request fields default
-to rollout.*. A client that disconnects ends its request. docs/rollout/serving.md lists the fields.
+POST /v1/chat/completions, /v1/responses and /v1/completions, GET /v1/models, /v1/models/ID and /health.
+Missing request fields default to rollout.*. A client that disconnects ends its request. docs/rollout/serving.md lists
+the fields.
 """
 
 import argparse

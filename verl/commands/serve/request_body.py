@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     accepts: Callable[[Any], bool]
 
 
-def _whole(low: int, high: int) -> Kind:
+def whole(low: int, high: int) -> Kind:
     return Kind(f"a whole number of at most {high} (and at least {low})", lambda v: type(v) is int and low <= v <= high)
 
 
@@ -52,20 +52,20 @@ STOP = Kind(
 )
 LIST = Kind("a list", lambda v: isinstance(v, list))
 FIELDS = {
-    "model": TEXT, "n": _whole(1, MAX_ANSWERS), "max_tokens": _whole(1, _INT32), "min_tokens": _whole(0, _INT32),
-    "max_completion_tokens": _whole(1, _INT32), "temperature": NUMBER, "top_p": NUMBER, "top_k": _whole(-1, _INT32),
-    "seed": _whole(-(2**63), 2**64), "stop": STOP, "stop_token_ids": TOKEN_IDS, "ignore_eos": FLAG, "stream": FLAG,
+    "model": TEXT, "n": whole(1, MAX_ANSWERS), "max_tokens": whole(1, _INT32), "min_tokens": whole(0, _INT32),
+    "max_completion_tokens": whole(1, _INT32), "temperature": NUMBER, "top_p": NUMBER, "top_k": whole(-1, _INT32),
+    "seed": whole(-(2**63), 2**64), "stop": STOP, "stop_token_ids": TOKEN_IDS, "ignore_eos": FLAG, "stream": FLAG,
     "stream_options": OBJECT, "return_token_ids": FLAG, "frequency_penalty": NUMBER, "presence_penalty": NUMBER,
     "repetition_penalty": NUMBER, "response_format": OBJECT,
     "user": TEXT, "metadata": OBJECT, "store": FLAG,  # these have no effect
 }  # fmt: skip
 CHAT_FIELDS = {
-    "messages": LIST, "logprobs": FLAG, "top_logprobs": _whole(0, MAX_TOP_LOGPROBS), "chat_template_kwargs": OBJECT,
+    "messages": LIST, "logprobs": FLAG, "top_logprobs": whole(0, MAX_TOP_LOGPROBS), "chat_template_kwargs": OBJECT,
     "tools": LIST, "tool_choice": Kind('"auto" or "none": calls cannot be forced', lambda v: v in ("auto", "none")),
     "parallel_tool_calls": FLAG,
 }  # fmt: skip
 PROMPT = Kind("a text, token ids, or a list of either", lambda v: isinstance(v, str | list))
-TEXT_FIELDS = {"prompt": PROMPT, "logprobs": _whole(0, MAX_TOP_LOGPROBS)}
+TEXT_FIELDS = {"prompt": PROMPT, "logprobs": whole(0, MAX_TOP_LOGPROBS)}
 NEUTRAL: dict[str, Any] = {  # unsupported fields with the value that has no effect; other values are refused
     "functions": [], "function_call": "none", "min_p": 0, "logit_bias": {}, "echo": False, "suffix": "", "best_of": 1,
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "top_logprobs": 0, "modalities": ["text"],

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from verl.commands.serve.request_body import (
     read_tools,
     stop_strings,
 )
+from verl.commands.serve.responses import ResponseWriter, as_chat, read_response_request
 from verl.utils.errors import VerlError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, check_request
 
@@ -94,6 +95,7 @@ class OpenAIServer:
                 web.get("/v1/models/{id:.+}", self._model),
                 web.post("/v1/chat/completions", chat),
                 web.post("/v1/completions", completions),
+                web.post("/v1/responses", self._respond),
             ]
         )
         return app
@@ -151,7 +153,9 @@ class OpenAIServer:
                 status=401, code="invalid_api_key",
             )  # fmt: skip
 
-    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Counts a request inside the block; RequestError where as many run as may."""
         if self.num_running >= self.limits.max_concurrent:
             raise RequestError(
                 f"{self.num_running} requests are running, as many as --max-concurrent allows; try again later",
@@ -159,16 +163,36 @@ class OpenAIServer:
             )  # fmt: skip
         self.num_running += 1
         try:
+            yield
+        finally:
+            self.num_running -= 1
+
+    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        with self._admitted():
             data = await read_limited(request, self.limits.client_timeout_s, self.limits.max_body_bytes)
             job = await self._in_thread(self.read_job, data, chat)
             if job.body.get("stream"):
-                return await self._send_stream(request, job)
-            answers = await _gather_or_cancel([self.engine.generate(r) for r in job.requests])
-            reply = await self._in_thread(_reply_bytes, job, [c for group in answers for c in group])
-            TOKENS.set(_note(job, sum(len(c.token_ids) for group in answers for c in group)))
-            return web.Response(body=reply, content_type="application/json")
-        finally:
-            self.num_running -= 1
+                return await self._send_stream(request, _chunk_events(self._chunks(job)), _event_of_error)
+            return await self._send(job, job.reply)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        with self._admitted():
+            data = await read_limited(request, self.limits.client_timeout_s, self.limits.max_body_bytes)
+            body = read_response_request(data)
+            job = await self._in_thread(self.read_job, json.dumps(as_chat(body)).encode(), True)
+            writer = ResponseWriter(body, job)
+            if job.body.get("stream"):
+                return await self._send_stream(request, writer.events(self._chunks(job)), writer.event_of_error)
+            return await self._send(job, writer.whole)
+
+    async def _send(
+        self, job: Job, write: Callable[[Sequence[Completion]], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> web.Response:
+        answers = await _gather_or_cancel([self.engine.generate(r) for r in job.requests])
+        completions = [completion for group in answers for completion in group]
+        reply = await self._in_thread(lambda: json.dumps(asyncio.run(write(completions))).encode())
+        TOKENS.set(_note(job, sum(len(c.token_ids) for c in completions)))
+        return web.Response(body=reply, content_type="application/json")
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
@@ -222,19 +246,20 @@ class OpenAIServer:
         check_request(request, self.max_length, (), has_tokenizer=True)  # check all before any starts
         return request
 
-    async def _send_stream(self, request: web.Request, job: Job) -> web.StreamResponse:
+    async def _send_stream(
+        self, request: web.Request, events: AsyncGenerator[bytes], failed: Callable[[VerlError], bytes]
+    ) -> web.StreamResponse:
         """Send server-sent events. A failure before the first token is an ordinary error response."""
-        async with contextlib.aclosing(self._chunks(job)) as chunks:
-            chunk = await anext(chunks)
+        async with contextlib.aclosing(events):
+            event = await anext(events)
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await stream.prepare(request)
             try:
-                await stream.write(_event(chunk))
-                async for chunk in chunks:
-                    await stream.write(_event(chunk))
-                await stream.write(b"data: [DONE]\n\n")
+                await stream.write(event)
+                async for event in events:
+                    await stream.write(event)
             except VerlError as error:
-                await stream.write(_event(_error_body(error)))
+                await stream.write(failed(error))
             except ConnectionResetError:
                 pass  # the client has disconnected
         return stream
@@ -270,10 +295,6 @@ class OpenAIServer:
             all_requests.cancel()
 
 
-def _reply_bytes(job: Job, completions: Sequence[Completion]) -> bytes:
-    return json.dumps(asyncio.run(job.reply(completions))).encode()
-
-
 def _note(job: Job, num_generated: int) -> str:
     usage = job.usage(num_generated)
     return f", {usage['prompt_tokens']} prompt + {num_generated} answer tokens"
@@ -289,8 +310,19 @@ async def _gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> lis
             task.cancel()
 
 
+async def _chunk_events(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield _event(chunk)
+    yield b"data: [DONE]\n\n"
+
+
 def _event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data)}\n\n".encode()
+
+
+def _event_of_error(error: VerlError) -> bytes:
+    return _event(_error_body(error))
 
 
 def _error_body(error: Exception) -> dict[str, Any]:
