@@ -227,8 +227,12 @@ def test_ranks_of_a_users_torchrun_name_the_call_in_which_they_lost_one(folder: 
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     code, stderr = run_that_loses_a_rank(folder, *launcher)
     [line] = [line for line in stderr.splitlines() if line.startswith("error: rank 0")]
-    assert code == 1 and "lost another rank in update()" in line and "[rank0]" not in stderr
-    assert "Traceback" in (folder / "run" / "rank_0_lost_rank.txt").read_text()
+    report = folder / "run" / "rank_0_lost_rank.txt"
+    assert line == f"error: rank 0 lost another rank in update(): {report}"
+    assert code == 1 and "[rank0]" not in stderr and "Traceback" in report.read_text()
+    root_cause = stderr[stderr.index("Root Cause") :]
+    assert "Signal 9 (SIGKILL)" in root_cause and "rank      : 1" in root_cause
+    assert f"traceback : {line.removeprefix('error: ')}" in stderr
 
 
 def test_a_mistake_that_only_one_rank_meets_is_not_swallowed(

@@ -2,10 +2,12 @@
 
 import contextlib
 import faulthandler
+import json
 import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +48,8 @@ def report_when_ended(rank: int) -> Iterator[None]:
 def end_after_loss(error: Exception, rank: int, root: Path) -> None:
     """End this process with status 1 if `error` says that another rank is gone; return otherwise.
 
-    The traceback goes to the launcher's folder, which then says what happened; without one it goes to a file in
-    `root`, and one line names it.
+    The traceback goes to the launcher's folder, which then says what happened. Under a user's own torchrun it goes to
+    a file in `root`; torchrun's report repeats the one line, and names the rank that was lost as its root cause.
     """
     if not (isinstance(error, RuntimeError) and _LOST.search(str(error))):
         return
@@ -58,14 +60,21 @@ def end_after_loss(error: Exception, rank: int, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         file = root / f"rank_{rank}_{FILE_NAME}"
         file.write_text(text)
-        print(
-            f"error: rank {rank} lost another rank in {_call_in(text)}(); torchrun's report names it and its signal; "
-            f"the traceback is in {file}. Resume from the last checkpoint",
-            file=sys.stderr,
-        )
+        line = f"rank {rank} lost another rank in {_call_in(text)}(): {file}"
+        print(f"error: {line}", file=sys.stderr)
+        _tell_torchrun(line)
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(1)  # the interpreter's shutdown would wait for the lost rank
+
+
+def _tell_torchrun(line: str) -> None:
+    """Write the file from which torchrun reads why this rank failed; it takes the earliest failure for the cause."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        after_the_lost_rank_s = int(time.time()) + 2  # torchrun has seen that one by now, and counts in whole seconds
+        content = {"message": line, "timestamp": after_the_lost_rank_s}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(content))
 
 
 def say_which_was_lost(exit_codes: dict[int, int], folder: Path, root: Path) -> str | None:

@@ -1,8 +1,11 @@
 """A command's end is always said: user code that ends or kills the process cannot do so without a word.
 
 `os._exit` called inside the process is named and never gives status 0. Whatever else ends the process at once (a crash
-in native code, a kill) gives a status of its own; a small process beside it reads a pipe, outlives it and says so. The
-command keeps its process id, terminal, signals and debugger, as it would not under a supervising parent.
+in native code, a kill) gives a status of its own; a small process beside it reads a pipe, outlives it and says so. One
+end keeps status 0: native code that calls C's `_exit(0)`, which is said on stderr, but only the process itself has the
+status that a shell or a scheduler sees. A parent that runs the command as its child could change it. It would pass
+signals on, and a Ctrl-C or a scheduler's signal to the whole group would then arrive twice, which means "stop at once";
+the command also keeps its process id, terminal and debugger without one.
 """
 
 import contextlib
@@ -93,7 +96,9 @@ def how_it_ended(process: int) -> str:
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/stat", encoding="utf-8") as file:
         status = int(file.read().rpartition(")")[2].split()[49])  # field 52 of proc(5): exit_code
         if not os.WIFSIGNALED(status):
-            return f"ended with status {os.waitstatus_to_exitcode(status)}: native code called exit; {ADVICE}"
+            code = os.waitstatus_to_exitcode(status)
+            though = " (which is that of a success, but this run has failed)" if code == 0 else ""
+            return f"ended with status {code}{though}: native code called exit; {ADVICE}"
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
         if number == signal.SIGKILL:
