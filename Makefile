@@ -17,7 +17,7 @@ help:
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
 	@echo "make test-vllm    the tests that need vLLM (CPU build), in an environment of their own"
 	@echo "make lint         ruff and mypy        make format   let ruff repair what it can"
-	@echo "make size         lines per package    make docs     regenerate the config reference and the pictures"
+	@echo "make size         lines per package    make docs     regenerate the config reference, the metrics page and the pictures"
 	@echo "make bench        benchmarks (BENCH=name runs one)"
 	@echo "make soak         long runs that must stay quiet (PART=name runs one); goes on where it stopped"
 
@@ -65,6 +65,7 @@ size:
 
 docs: $(BASE)
 	$(BIN)/verl config markdown > docs/reference/config.md.tmp && mv docs/reference/config.md.tmp docs/reference/config.md
+	$(BIN)/python -m scripts.metrics_page > docs/metrics.md.tmp && mv docs/metrics.md.tmp docs/metrics.md
 	$(BIN)/python -m scripts.draw_architecture
 
 BENCH ?= $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))
