@@ -129,7 +129,8 @@ def sampled_logprobs(
             raise DataError(
                 f"an agent loop marks response tokens {position} to {end - 1} as sampled, but the policy did not "
                 f"sample them: {span[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again "
-                "gives other ids), and mark everything else with 0 in response_mask"
+                "gives other ids), and mark everything else with 0 in response_mask "
+                "(docs/own_environment.md)"
             )
         answer = unused.pop(index)
         logprobs[position : position + size] = (answer.log_probs or [0.0] * len(answer.token_ids))[start : start + size]

@@ -164,7 +164,7 @@ def waiting_for(path: str, root: type) -> WaitingKeys | None:
 
 def not_yet_supported_message(what: str, feature: str) -> str:
     """Error text for a feature that does not exist yet."""
-    return f"{what} is not supported yet: {feature} is still to come"
+    return f"{what} is not supported yet: {feature} is still to come (docs/coming_from_verl.md)"
 
 
 def key_in_extra(path: str, root: type) -> str | None:

@@ -258,7 +258,7 @@ def _missing_column(column: str, key: str, raw: Mapping[str, Any]) -> str:
     if column in raw:
         return f"column {column!r} is null"
     where = f" ({key} names it)" if key else ""
-    return f"there is no column {column!r}{where}; {did_you_mean(column, raw)}"
+    return f"there is no column {column!r}{where}; {did_you_mean(column, raw)} (docs/rows.md has a whole row)"
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

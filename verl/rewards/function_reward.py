@@ -90,7 +90,8 @@ class FunctionReward:
         message = f"reward function {self.name} failed on {location}: {details}"
         if self._on_error == "stop":
             raise RewardError(
-                f"{message}\nRepair the function, or set reward.on_error=count to leave such answers out and count them"
+                f"{message}\nRepair the function, or set reward.on_error=count to leave such answers out and count "
+                "them (docs/own_reward.md)"
             ) from error
         if summary not in self._reported and len(self._reported) < 20:
             self._reported.add(summary)

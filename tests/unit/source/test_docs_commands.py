@@ -1,45 +1,86 @@
-"""Commands that README and docs print can be typed, links lead somewhere, and the index names every page."""
+"""Every command that README and docs print is run here or says what it needs; links lead somewhere.
 
+A fenced block of commands is `bash`. One of two marks says how far it is tested:
+    ```bash run           runs here, in order of the page, in a folder as `make quickstart` leaves it (a tiny model);
+                          commands that train are cut to TRAINING_STEPS
+    # needs: WHAT         the first line of a block that cannot run here; its commands of ours must load
+A ```python FILE block is a file that the reader saves; where a file of that name is in the repository, both are equal.
+"""
+
+import contextlib
+import os
 import re
+import runpy
 import shlex
+import shutil
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from verl import cli
 from verl.cli import VERBS
+from verl.commands.quickstart.addition_task import CHARACTERS, make_split, write_split
+from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
 from verl.utils.external_code import load_object
 
 PRESETS = {"sft": "sft_trainer", "sft_trainer": "sft_trainer", "eval": "evaluation", "main_eval": "evaluation"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OURS = re.compile(r"^(verl |torchrun .*-m verl\.|python3? -m verl\.)")
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", flags=re.M | re.S)
+TRAINING_STEPS = 3
+TRAINING = ("train", "main_ppo", "sft", "sft_trainer")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(what stands behind the three backquotes, text) of every fenced block."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def lines_of(text: str) -> list[str]:
+    """Commands of a block, with continued lines joined."""
+    return [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def commands(page: Path) -> list[list[str]]:
     """The words of every command of ours in a fenced block."""
-    blocks = re.split(r"^```.*$", page.read_text(encoding="utf-8"), flags=re.M)[1::2]
-    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    ours = re.compile(r"^(verl |torchrun .*-m verl\.|python3? -m verl\.)")
-    return [shlex.split(line, comments=True) for line in lines if ours.match(line)]
+    lines = [line for _, text in blocks(page) for line in lines_of(text)]
+    return [shlex.split(line, comments=True) for line in lines if OURS.match(line)]
+
+
+def is_marked(kind: str, text: str) -> bool:
+    """Whether a block of commands is run, or says what it needs."""
+    return kind == "bash run" or text.startswith("# needs: ")
 
 
 ALL = [(page.relative_to(ROOT), words) for page in PAGES for words in commands(page)]
+RUN_PAGES = [page for page in PAGES if any(kind == "bash run" for kind, _ in blocks(page))]
 
 
 def test_the_pages_hold_commands():
-    assert len(ALL) > 20
+    assert len(ALL) > 20 and len(RUN_PAGES) > 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_commands_is_run_or_says_what_it_needs(page: Path):
+    for kind, text in blocks(page):
+        language = kind.partition(" ")[0]
+        if language in ("bash", "sh", "shell", "console") or any(map(OURS.match, lines_of(text))):
+            assert is_marked(kind, text), f"{page.name}: write ```bash run, or begin with '# needs: ...':\n{text}"
 
 
 @pytest.mark.parametrize(
     ("page", "words"), ALL, ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else str(value)
 )
 def test_a_printed_command_can_be_typed(page: Path, words: list[str]):
+    verb = verb_of(words)
     if words[0] == "verl":
-        assert words[1] in VERBS, page
-        verb = words[1]
+        assert verb in VERBS, page
     else:
-        verb = words[words.index("-m") + 1].rpartition(".")[2]
         assert (ROOT / "verl" / "trainer" / verb).with_suffix(".py").exists() or (
             ROOT / "verl" / "trainer" / verb
         ).is_dir()
@@ -49,6 +90,93 @@ def test_a_printed_command_can_be_typed(page: Path, words: list[str]):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         load_config(overrides, config_name=PRESETS.get(verb, "ppo_trainer"))
+
+
+def verb_of(words: list[str]) -> str:
+    """The verb of `verl VERB`, or the last part of the module of `python3 -m MODULE`."""
+    return words[1] if words[0] == "verl" else words[words.index("-m") + 1].rpartition(".")[2]
+
+
+@pytest.fixture(scope="module")
+def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with quickstart_out/ (a tiny random model in warm/), the examples, and the run tutorial/mine."""
+    folder = tmp_path_factory.mktemp("docs")
+    out = folder / "quickstart_out"
+    make_model(out / "warm", CHARACTERS, 0, hidden=32, layers=1)
+    write_split(make_split(0, 4, 8), out / "data")
+    rows = (out / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    (out / "data" / "train.jsonl").write_text("".join(rows[:96]))
+    (folder / "examples").symlink_to(ROOT / "examples")
+    run_page(ROOT / "README.md", folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_marked_run_do_run(page: Path, after_quickstart: Path, tmp_path: Path):
+    if page.name == "README.md":
+        return  # the fixture ran it
+    folder = shutil.copytree(after_quickstart, tmp_path / "work", symlinks=True)
+    run_page(page, folder)
+
+
+def run_page(page: Path, folder: Path) -> None:
+    """Run the page's blocks in `folder`, after saving its Python files there."""
+    for kind, text in blocks(page):
+        language, _, name = kind.partition(" ")
+        if language == "python" and name and not (ROOT / name).exists():
+            (folder / name).write_text(text)
+    with in_folder(folder):
+        for kind, text in blocks(page):
+            if kind == "bash run":
+                for line in lines_of(text):
+                    run_line(line)
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    """Commands run in `folder`; environment, search path and arguments are as before afterwards."""
+    before, path, argv = dict(os.environ), list(sys.path), list(sys.argv)
+    for name in ("VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT"):
+        os.environ.pop(name, None)
+    try:
+        with contextlib.chdir(folder), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        sys.path[:], sys.argv[:] = path, argv
+
+
+def run_line(line: str) -> None:
+    """One command in this process (starting Python anew for each would take minutes); it must end with status 0."""
+    words = shlex.split(line, comments=True)
+    if not words or words[0] == ".":
+        return
+    if words[0] == "export":
+        name, _, value = words[1].partition("=")
+        os.environ[name] = value
+        if name == "PYTHONPATH":
+            sys.path.insert(0, str(Path(value).absolute()))
+        return
+    if OURS.match(line):
+        verb = verb_of(words)
+        arguments = words[2:] if words[0] == "verl" else words[words.index("-m") + 2 :]
+        names = {module.partition(":")[0].rpartition(".")[2]: verb for verb, (module, _) in VERBS.items()}
+        cut = [f"trainer.total_training_steps={TRAINING_STEPS}"] if verb in TRAINING else []
+        assert cli.main([names.get(verb, verb), *arguments, *cut]) == 0, line
+        return
+    assert words[0] == "python3", f"{line!r}: commands of docs are verl, python3, export"
+    sys.argv[:] = words[1:]
+    runpy.run_path(words[1], run_name="__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_prints_is_the_one_in_the_repository(page: Path):
+    for kind, text in blocks(page):
+        language, _, name = kind.partition(" ")
+        if language == "python" and "/" in name:
+            assert (ROOT / name).read_text(encoding="utf-8") == text, f"{page.name} prints another {name}"
 
 
 def links(page: Path) -> list[Path]:
@@ -70,7 +198,7 @@ def test_the_index_names_every_page():
 
 def test_the_reward_of_the_tutorial_tells_wrong_answers_apart_by_nothing(tmp_path: Path):
     """Where length alone tells them apart, a group without a right answer learns to say nothing."""
-    code = re.search(r"^```python\n(# my_reward\.py\n.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    code = re.search(r"^```python my_reward\.py\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     assert code
     (tmp_path / "my_reward.py").write_text(code[1])
     reward = load_object(str(tmp_path / "my_reward.py"), "compute_score", "reward.custom_reward_function.path")

@@ -241,7 +241,7 @@ class PolicyLossAdapter:
             raise ConfigError(
                 f"policy loss {self.name!r} cannot be used: {e}. Build one loss per token, (bs, T), and reduce it with "
                 f"verl.trainer.ppo.core_algos.agg_loss (several results may be added up); otherwise the gradient "
-                f"would change with the micro-batch size"
+                f"would change with the micro-batch size (docs/own_algorithm.md)"
             ) from e
 
     def check_signature(self) -> None:
