@@ -25,6 +25,7 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "gloo's device and timeout",
         "new_group: only inside one default group",
     ),
+    ("checkpoint_engine/broadcast.py", "_devices"): ("the network device inside these options", "none"),
     ("checkpoint_engine/broadcast.py", "_timeout"): ("the timeout inside these options", "none"),
     ("checkpoint_engine/shared_memory.py", "_new_shared_cuda"): (
         "open device memory of another process",
