@@ -209,7 +209,14 @@ STAGES = (
         "record",
         ("metrics,", "ledger on disk"),
         105,
-        ("PPOTrainer.step_metrics", "data_metrics", "mismatch_metrics", "Ledger.append", "trajectory_columns"),
+        (
+            "PPOTrainer.step_metrics",
+            "data_metrics",
+            "entropy_metrics",
+            "mismatch_metrics",
+            "Ledger.append",
+            "trajectory_columns",
+        ),
     ),
 )
 OUTSIDE_THE_STEP = {"LikelihoodLoss.__call__"}  # fine-tuning

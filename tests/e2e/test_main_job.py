@@ -41,6 +41,7 @@ def test_metrics_have_their_names_and_are_finite(folder: Path, extra: list[str])
     rows = jobs.metrics(folder, "run")
     assert sorted(rows) == list(range(7))
     wanted = {
+        "actor/entropy",
         "actor/pg_loss",
         "actor/ppo_kl",
         "actor/pg_clipfrac",
@@ -92,6 +93,8 @@ def test_leaving_out_the_old_log_prob_pass_changes_nothing(folder: Path, monkeyp
     )
     for name in lean:
         torch.testing.assert_close(lean[name], full[name], rtol=2e-4, atol=2e-5)
+    entropies = [[row["actor/entropy"] for s, row in jobs.metrics(folder, r).items() if s] for r in ("lean", "full")]
+    assert entropies[0] == pytest.approx(entropies[1], rel=1e-3) and min(entropies[0]) > 0
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path):

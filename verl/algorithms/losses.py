@@ -129,13 +129,14 @@ def vanilla(
 class ActorLoss:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference), per token."""
 
-    def __init__(self, config: ActorConfig):
+    def __init__(self, config: ActorConfig, observe_entropy: bool = False):
         self.config = config
         self.policy_loss = get_policy_loss(config.policy_loss.loss_mode)
         self.policy_loss.check(config)
         self.per_token = self.policy_loss.per_token
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-        self.outputs: tuple[str, ...] = ("logprobs", "entropy") if self.with_entropy else ("logprobs",)
+        with_output = self.with_entropy or observe_entropy
+        self.outputs: tuple[str, ...] = ("logprobs", "entropy") if with_output else ("logprobs",)
         self.columns: tuple[str, ...] = ("advantages", "loss_mask", "loss_weights")
         self.optional_columns: tuple[str, ...] = ("old_logprobs",)
         if config.use_kl_loss:
@@ -152,9 +153,8 @@ class ActorLoss:
         losses, metrics = self.policy_loss(logprobs, old, columns["advantages"], batch, config)
         metrics["pg_loss"] = losses
         if self.with_entropy:
-            metrics["entropy"] = outputs["entropy"]
-        if config.entropy_coeff != 0:
             metrics["entropy_loss"] = outputs["entropy"]
+        if config.entropy_coeff != 0:
             losses = losses - config.entropy_coeff * outputs["entropy"]
         if config.use_kl_loss:
             kl = kl_penalty(logprobs, columns["ref_logprobs"], config.kl_loss_type)
@@ -190,9 +190,12 @@ class ValueLoss:
         return losses * columns["loss_weights"], detach_metrics(metrics)
 
 
-def make_actor_loss(config: ActorConfig) -> TokenLoss:
-    """The loss of `actor.*`; ConfigError, before the first step, for a configuration that cannot be used."""
-    return ActorLoss(config)
+def make_actor_loss(config: ActorConfig, observe_entropy: bool = False) -> TokenLoss:
+    """The loss of `actor.*`; ConfigError, before the first step, for a configuration that cannot be used.
+
+    With `observe_entropy` the entropy is an output also where the loss does not contain it.
+    """
+    return ActorLoss(config, observe_entropy)
 
 
 def make_value_loss(config: CriticConfig) -> TokenLoss:

@@ -72,7 +72,11 @@ class ActorConfig(Section):
         None, "Divisor of seq-mean-token-sum-norm; null is data.max_response_length.", greater_than=0
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.", minimum=-1e6, maximum=1e6)
-    calculate_entropy: bool = key(False, "Report the entropy even when its weight is 0.")
+    calculate_entropy: bool = key(
+        False,
+        "Report actor/entropy_loss, the entropy in the mini-batches of the update, even when its weight is 0; "
+        "actor/entropy, before the update, is always reported.",
+    )
     use_kl_loss: bool = key(False, "Add kl_loss_coef x KL(policy, reference) to the loss.")
     kl_loss_coef: float = key(0.001, "Weight of the KL loss.", minimum=0, maximum=1e6)
     kl_loss_type: str = key("low_var_kl", "KL estimator of the loss.", choices=KL_CHOICES)

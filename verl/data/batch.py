@@ -70,6 +70,14 @@ COLUMNS: dict[str, Column] = {
         read_by=("apply_kl_in_reward", "ActorLoss.__call__", "PPOTrainer.step_metrics", "Ledger.append"),
         masked=0,
     ),
+    "entropy": Column(
+        "(T,)",
+        "float32",
+        "entropy of the policy's distribution before this step's update, from which the token was sampled, nats",
+        written_by=("PPOTrainer.evaluate", "PPOTrainer.update"),
+        read_by=("entropy_metrics",),
+        masked=0,
+    ),
     "ref_logprobs": Column(
         "(T,)",
         "float32",

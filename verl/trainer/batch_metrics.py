@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from verl.algorithms.aggregation import loss_weights
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 
@@ -51,6 +52,17 @@ def reward_metrics(batch: Batch) -> dict[str, float]:
         "reward/std": float(rewards.std(unbiased=False)),
         "reward/groups_without_spread": float((low == high).double().mean()),
     }
+
+
+def entropy_metrics(batch: Batch, loss_agg_mode: str, loss_scale_factor: float) -> dict[str, float]:
+    """actor/entropy: nats per sampled token of the policy before this step's update, aggregated as the loss is.
+
+    Empty for a step in which the policy ran no forward pass (critic_warmup with bypass_mode).
+    """
+    if "entropy" not in batch:
+        return {}
+    weights = loss_weights(batch, loss_agg_mode, loss_scale_factor, torch.float64)
+    return {"actor/entropy": float((weights * batch["entropy"].double()).sum())}
 
 
 def balance_metrics(lengths: Sequence[int], tokens_per_rank: Sequence[float]) -> dict[str, float]:

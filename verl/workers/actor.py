@@ -57,17 +57,24 @@ class Actor:
         temperature = self.temperature if temperature is None else temperature
         return self.dispatcher.forward(inputs, ("logprobs",), self.infer_micro, temperature, dtype)["logprobs"]
 
+    def logprobs_and_entropy(self, batch: Batch) -> dict[str, Tensor]:
+        """`logprobs` and `entropy` (T,) of sampled tokens, at the sampling temperature, 0 elsewhere."""
+        inputs, names = batch.select_columns(["rows"]), ("logprobs", "entropy")
+        return self.dispatcher.forward(inputs, names, self.infer_micro, self.temperature)
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter, tied ones once; only when the worker runs in this process."""
         return self.group.local_worker.engine.export_weights()
 
-    def update(self, batch: Batch, step: int) -> tuple[Metrics, Tensor]:
-        """Run all optimiser steps on one batch; return metrics, and (T,) log-probs of each token's first forward pass.
+    def update(self, batch: Batch, step: int) -> tuple[Metrics, dict[str, Tensor]]:
+        """Run all optimiser steps on one batch; return metrics, and (T,) outputs of each token's first forward pass.
 
-        Without a column `old_logprobs` the loss treats the current policy as the sampling policy.
+        The outputs are `logprobs`, and `entropy` where the loss names it. Without a column `old_logprobs` the loss
+        treats the current policy as the sampling policy.
         """
         actor, metrics = self.config.actor_rollout_ref.actor, Metrics()
-        first_logprobs = torch.zeros(batch.num_tokens)
+        first: dict[str, Tensor] = {}
+        tokens_seen = 0
         indexed = batch.with_columns(token_indices=torch.arange(batch.num_tokens))
         self.dispatcher.tokens_per_rank[:] = 0
         for _, mini in self.mini_batches.split(indexed, step):
@@ -76,9 +83,11 @@ class Actor:
             )
             update_metrics, outputs = self.dispatcher.update(mini, self.train_micro, self.temperature)
             metrics.merge(update_metrics)
-            first_logprobs[mini["token_indices"]] = outputs["logprobs"].to(first_logprobs)
+            for name, column in outputs.items() if tokens_seen < batch.num_tokens else ():  # the first epoch
+                first.setdefault(name, torch.zeros(batch.num_tokens))[mini["token_indices"]] = column.float()
+            tokens_seen += mini.num_tokens
         self.group.broadcast("advance_schedule")
-        return metrics, first_logprobs
+        return metrics, first
 
     def save(self, folder: Path) -> None:
         """Write the contents listed in `checkpoint.save_contents`."""
@@ -100,8 +109,19 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
     engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
     worker = EngineWorker(engine)
-    worker.loss = make_actor_loss(arr.actor)  # after the import of external_lib, which may register a loss
+    # no other pass of the policy may give the entropy; after the import of external_lib, which may register a loss
+    alone = config.algorithm.rollout_correction.bypass_mode or update_gives_old_logprobs(config)
+    worker.loss = make_actor_loss(arr.actor, observe_entropy=alone)
     return worker
+
+
+def update_gives_old_logprobs(config: RunConfig) -> bool:
+    """Whether the update's own forward pass can give the log-probs that it needs: they are used by one optimiser step,
+    on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    corrected = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
+    one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    return one_step and not algorithm.use_kl_in_reward and not corrected
 
 
 def with_schedule_length(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:

@@ -105,6 +105,14 @@ def test_entropy_bonus_and_kl_loss_are_added_per_token(batch, logprobs, kl_loss_
 def test_entropy_is_asked_for_only_when_it_is_used():
     assert make_actor_loss(ActorConfig()).outputs == ("logprobs",)
     assert make_actor_loss(ActorConfig(calculate_entropy=True)).outputs == ("logprobs", "entropy")
+    assert make_actor_loss(ActorConfig(), observe_entropy=True).outputs == ("logprobs", "entropy")
+
+
+def test_an_observed_entropy_is_reported_and_changes_no_loss(batch, logprobs):
+    outputs = {"logprobs": logprobs, "entropy": torch.rand(batch.num_tokens, dtype=torch.float64)}
+    plain, _ = make_actor_loss(CLIPS)(outputs, batch.token_columns, None)
+    loss, metrics = make_actor_loss(dataclasses.replace(CLIPS, calculate_entropy=True))(outputs, batch.token_columns)
+    assert torch.equal(loss, plain) and torch.equal(metrics["entropy_loss"], outputs["entropy"])
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -1,5 +1,7 @@
 """Actor, critic and reference as the driver sees them: mini-batches, micro-batches, one schedule step per update."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,12 +9,14 @@ from tests.engine_cases import build_engine, random_batch, save_tiny_model
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
+from verl.config.algorithm import LOSS_AGG_MODES
 from verl.config.load import unread_keys
 from verl.config.run_config import ActorRolloutRefConfig
 from verl.data.micro_batches import MicroBatching
 from verl.runtime.inline import InlineGroup
+from verl.trainer.batch_metrics import entropy_metrics
 from verl.utils.errors import ConfigError
-from verl.workers.actor import Actor
+from verl.workers.actor import Actor, build_actor_worker
 from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching
 
 
@@ -32,7 +36,7 @@ def build_actor(folder, **actor) -> Actor:
     rollout = RolloutConfig(temperature=0.8, log_prob_use_dynamic_bsz=True)
     config = RunConfig(actor_rollout_ref=ActorRolloutRefConfig(actor=actor, rollout=rollout))
     engine = build_engine(folder, optim={"lr_warmup_steps": 10, "zero_indexed_step": False})
-    return Actor(config, InlineGroup(EngineWorker(engine, make_actor_loss(actor))))
+    return Actor(config, InlineGroup(EngineWorker(engine, make_actor_loss(actor, observe_entropy=True))))
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
@@ -118,9 +122,9 @@ def test_without_old_log_probs_the_update_is_that_of_the_policy_itself(folder):
     batch = batch_with_advantages()
     implied, given = build_actor(folder), build_actor(folder)
     old = given.logprobs(batch)
-    _, logprobs = implied.update(batch, step=0)
+    _, outputs = implied.update(batch, step=0)
     given.update(batch.with_columns(old_logprobs=old), step=0)
-    torch.testing.assert_close(logprobs.double(), old.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs["logprobs"].double(), old.double(), rtol=1e-6, atol=1e-6)
     for name, tensor in weights(given).items():
         torch.testing.assert_close(weights(implied)[name], tensor, rtol=1e-6, atol=1e-8)
 
@@ -136,6 +140,65 @@ def test_micro_batch_keys_do_not_change_the_update(folder, size):
         actor.update(batch.with_columns(old_logprobs=old), step=0)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-6, atol=1e-9)
+
+
+def entropy_by_definition(model, batch, mode: str) -> float:
+    """From all logits in float64 at temperature 0.8, aggregated over sampled tokens by `mode`; norm length 10."""
+    sums, counts = [], []
+    bounds = batch.cu_seqlens.tolist()
+    for start, stop in itertools.pairwise(bounds):
+        with torch.no_grad():
+            log_p = (model(batch["tokens"][None, start:stop]).logits[0].double() / 0.8).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)[:-1][batch["loss_mask"][start + 1 : stop]]
+        sums.append(float(entropy.sum()))
+        counts.append(len(entropy))
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    return {
+        "token-mean": sum(sums) / sum(counts),
+        "token-sum": sum(sums),
+        "seq-mean-token-sum": sum(sums) / len(sums),
+        "seq-mean-token-mean": sum(means) / len(means),
+        "seq-mean-token-sum-norm": sum(sums) / len(sums) / 10,
+    }[mode]
+
+
+@pytest.mark.parametrize("size", [16384, 12])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_entropy_is_that_of_the_whole_softmax_before_the_update_however_the_batch_is_split(folder, mode, size):
+    batch = batch_with_advantages()
+    fields = {"ppo_max_token_len_per_gpu": size, "loss_agg_mode": mode, "loss_scale_factor": 10.0}
+    actor = build_actor(folder, **fields, ppo_mini_batch_size=2, ppo_epochs=2)
+    actor.infer_micro = MicroBatching(max_tokens=size)
+    expected = entropy_by_definition(actor.model, batch, mode)
+    in_pass = entropy_metrics(batch.with_columns(**actor.logprobs_and_entropy(batch)), mode, 10.0)
+    assert in_pass == {"actor/entropy": pytest.approx(expected, rel=1e-6)}
+
+    _, outputs = build_actor(folder, **fields).update(batch, step=0)
+    in_update = entropy_metrics(batch.with_columns(entropy=outputs["entropy"]), mode, 10.0)
+    assert in_update == {"actor/entropy": pytest.approx(expected, rel=1e-6)}
+    assert entropy_metrics(batch, mode, 10.0) == {}  # nothing is made up
+
+
+def test_outputs_of_an_update_are_those_of_the_first_epoch(folder):
+    batch = batch_with_advantages()
+    once, twice = (build_actor(folder, ppo_epochs=epochs, shuffle=True).update(batch, step=0)[1] for epochs in (1, 2))
+    torch.testing.assert_close(twice, once)
+
+
+@pytest.mark.parametrize(
+    ("settings", "observed"),
+    [
+        ([], True),
+        (["algorithm.rollout_correction.bypass_mode=True", "actor_rollout_ref.actor.ppo_epochs=2"], True),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], False),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=2"], False),
+        (["algorithm.use_kl_in_reward=True"], False),
+    ],
+)
+def test_the_update_gives_the_entropy_where_no_other_pass_of_the_policy_does(folder, settings, observed):
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.device=cpu"]
+    config = load_config([f"actor_rollout_ref.model.path={folder}", *sizes, *settings])
+    assert ("entropy" in build_actor_worker(config, 1).loss.outputs) == observed
 
 
 def test_a_clipped_ratio_is_measured_at_the_sampling_temperature(folder):

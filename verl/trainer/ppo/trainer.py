@@ -17,11 +17,18 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
 from verl.runtime.group import WorkerGroup
-from verl.trainer.batch_metrics import balance_metrics, data_metrics, mean_max_min, mismatch_metrics, turn_metrics
+from verl.trainer.batch_metrics import (
+    balance_metrics,
+    data_metrics,
+    entropy_metrics,
+    mean_max_min,
+    mismatch_metrics,
+    turn_metrics,
+)
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
-from verl.workers.actor import Actor
+from verl.workers.actor import Actor, update_gives_old_logprobs
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 
@@ -96,12 +103,13 @@ class PPOTrainer:
         return rollouts
 
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
-        """Adds old_logprobs (unless the update computes the same values), ref_logprobs and values."""
+        """Adds old_logprobs and entropy (unless the update computes the same values), ref_logprobs and values."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
         elif not self.old_logprobs_are_redundant:
             with timer("old_log_prob"):
-                batch = batch.with_columns(old_logprobs=self.actor.logprobs(batch))
+                outputs = self.actor.logprobs_and_entropy(batch)
+                batch = batch.with_columns(old_logprobs=outputs["logprobs"], entropy=outputs["entropy"])
         if self.reference is not None:
             with timer("ref"):
                 batch = batch.with_columns(ref_logprobs=self.reference.logprobs(batch))
@@ -120,17 +128,19 @@ class PPOTrainer:
         return compute_advantages(batch, algorithm), metrics
 
     def update(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
-        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs if they were left out."""
+        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs and entropy if left out."""
         metrics = Metrics()
         if self.critic is not None:
             with timer("update_critic"):
                 metrics.merge(self.critic.update(batch, self.global_step).with_prefix("critic/"))
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                update_metrics, logprobs = self.actor.update(batch, self.global_step)
+                update_metrics, outputs = self.actor.update(batch, self.global_step)
                 metrics.merge(update_metrics.with_prefix("actor/"))
             if "old_logprobs" not in batch:
-                batch = batch.with_columns(old_logprobs=logprobs)
+                batch = batch.with_columns(old_logprobs=outputs["logprobs"])
+            if "entropy" not in batch and "entropy" in outputs:
+                batch = batch.with_columns(entropy=outputs["entropy"])
         return batch, metrics
 
     def publish(self) -> Receipt:
@@ -142,25 +152,20 @@ class PPOTrainer:
     def old_logprobs_are_redundant(self) -> bool:
         """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.
 
-        That is: one mini-batch and one epoch, no KL in the reward, no rollout correction, an actor update, no dropout.
+        Besides what `update_gives_old_logprobs` asks for: an actor update, no dropout.
         """
-        algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
-        corrected = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
-        return (
-            actor.ppo_epochs == 1
-            and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-            and not algorithm.use_kl_in_reward
-            and not corrected
-            and self.global_step >= self.config.trainer.critic_warmup
-            and not self.actor.has_dropout
-        )
+        warm = self.global_step >= self.config.trainer.critic_warmup
+        return update_gives_old_logprobs(self.config) and warm and not self.actor.has_dropout
 
     def step_metrics(self, batch: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
         """Every metric of the step except timings."""
-        config = self.config
+        config, actor = self.config, self.config.actor_rollout_ref.actor
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
-        tokens_per_rank = self.actor.dispatcher.tokens_per_rank / config.actor_rollout_ref.actor.ppo_epochs
+        tokens_per_rank = self.actor.dispatcher.tokens_per_rank / actor.ppo_epochs
+        out.update(
+            entropy_metrics(batch, actor.loss_agg_mode, actor.loss_scale_factor or config.data.max_response_length)
+        )
         out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
         bypassed = config.algorithm.rollout_correction.bypass_mode  # there are no trainer log-probs to compare with
