@@ -11,12 +11,12 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3115,
+    "config": 3120,
     "plugin": 1350,
     "data": 2400,
     "algorithms": 650,
     "runtime": 890,
-    "observe": 1800,
+    "observe": 1875,
     "models": 5670,
     "workers/engine": 3550,
     "workers/rollout": 3200,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2000,
     "rewards": 1000,
-    "trainer": 3720,
+    "trainer": 3740,
     "commands": 4500,
     "utils": 1300,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10700, 37000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10720, 37000, 400
 
 
 def package_of(path: Path) -> str:

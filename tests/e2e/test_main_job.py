@@ -48,6 +48,7 @@ def test_metrics_have_their_names_and_are_finite(folder: Path, extra: list[str])
         "actor/grad_norm",
         "actor/lr",
         "critic/score/mean",
+        "reward/acc/mean",
         "critic/advantages/max",
         "response_length/mean",
         "prompt_length/mean",
@@ -66,6 +67,17 @@ def test_metrics_have_their_names_and_are_finite(folder: Path, extra: list[str])
         assert wanted <= rows[step].keys(), wanted - rows[step].keys()
         assert all(math.isfinite(v) for v in rows[step].values())
     assert any(name.startswith("val-core/quickstart/addition/") for name in rows[3])
+
+
+def test_answers_of_a_validation_reach_trackers_with_tables(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(folder / "tb"))
+    extra = ["trainer.logger=[tensorboard]", "trainer.val_only=True", "trainer.log_val_generations=2"]
+    jobs.train(folder, "run", *extra)
+    events = accumulator.EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    [event] = events.Tensors("val/generations/text_summary")
+    assert event.step == 0 and len(event.tensor_proto.string_val[0].decode().splitlines()) == 2 + 2
 
 
 def test_the_model_on_disk_is_the_trained_one(folder: Path):

@@ -18,7 +18,9 @@ class TrainerConfig(Section):
     project_name: str = key("verl_examples", "Name of the project in trackers and paths.")
     experiment_name: str = key("gsm8k", "Name of the run in trackers and paths.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
-    log_val_generations: int = key(0, "Validation answers logged as a table.", minimum=0)
+    log_val_generations: int = key(
+        0, "Validation answers that are printed, and sent as a table to tensorboard, wandb and mlflow.", minimum=0
+    )
     rollout_data_dir: str | None = key(None, "Folder for training answers as <step>.jsonl; null is off.")
     validation_data_dir: str | None = key(None, "Folder for validation answers as <step>.jsonl; null is off.")
     ledger: bool = key(True, "Store every trajectory of every training step in <default_local_dir>/ledger.")

@@ -1,5 +1,6 @@
 """One small class per tracker. Each imports its own library only if a run uses that tracker."""
 
+import html
 import json
 import logging
 import math
@@ -7,7 +8,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +17,11 @@ from verl.utils.paths import atomic_write_bytes
 
 logger = logging.getLogger(__name__)
 
-_MLFLOW_BATCH = 1000  # metrics that MLflow accepts in one call
+# what MLflow accepts: metrics in one call, parameters in one call, characters of a parameter's name and of its value
+_MLFLOW_BATCH, _MLFLOW_PARAMS, _MLFLOW_NAME, _MLFLOW_VALUE = 1000, 100, 250, 6000
+_MLFLOW_TABLE = "val_generations.json"
+SAMPLE_TABLE, SAMPLE_COLUMNS = "val/generations", ("prompt", "expected", "answer", "reward")
+Sample = tuple[str, str, str, float | None]  # one value per column of SAMPLE_COLUMNS; reward None: not scored
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,9 @@ class ConsoleBackend:
                 chosen.append((key, label))
         return chosen
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Does nothing: the run prints them."""
+
     def rewind(self, step: int) -> None:
         """Does nothing: printed lines stay."""
 
@@ -103,6 +111,9 @@ class FileBackend:
         if written != len(line):
             raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
         os.fsync(self._fd)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Does nothing: the file holds numbers; a run has validation_samples/ and trainer.validation_data_dir."""
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
@@ -144,6 +155,10 @@ class TensorboardBackend:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        self._writer.add_text(SAMPLE_TABLE, markdown_table(SAMPLE_COLUMNS, samples), step)
+        self._writer.flush()
+
     def rewind(self, step: int) -> None:
         """Make tensorboard discard the events after `step`."""
         self._writer.close()
@@ -174,6 +189,10 @@ class WandbBackend:
 
     def log(self, data: dict[str, float], step: int) -> None:
         self._run.log(data, step=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        rows = [[step, *sample] for sample in samples]
+        self._run.log({SAMPLE_TABLE: self._wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=rows)}, step=step)
 
     def rewind(self, step: int) -> None:
         """A run continued by $WANDB_RUN_ID rejects values for steps it has, so a new run continues after `step`."""
@@ -206,15 +225,39 @@ class MlflowBackend:
         self._log_config(run.config)
 
     def _log_config(self, config: dict[str, Any]) -> None:
-        """Logs the config as one JSON artefact; parameters have a length limit and are written once per run."""
-        if config:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "config.json"
-                path.write_text(json.dumps(config, indent=1, default=str))
-                self._mlflow.log_artifact(str(path))
+        """Logs the config as one JSON artefact, and each key as a parameter, to compare runs by.
+
+        A parameter is written once: a continued run keeps those it has. Long values are cut; the artefact is whole.
+        """
+        if not config:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(config, indent=1, default=str))
+            self._mlflow.log_artifact(str(path))
+        client = self._mlflow.MlflowClient()
+        known = client.get_run(self._run_id).data.params
+        values = {mlflow_name(name)[:_MLFLOW_NAME]: value[:_MLFLOW_VALUE] for name, value in flattened(config).items()}
+        new = [self._mlflow.entities.Param(name, value) for name, value in values.items() if name not in known]
+        for start in range(0, len(new), _MLFLOW_PARAMS):
+            client.log_batch(self._run_id, params=new[start : start + _MLFLOW_PARAMS])
 
     def log(self, data: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics({mlflow_name(name): float(value) for name, value in data.items()}, step=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        self._write_samples([*self._earlier_samples(self._run_id, step - 1), *([step, *sample] for sample in samples)])
+
+    def _earlier_samples(self, run_id: str, step: int) -> list[list[Any]]:
+        """Rows of a run's table up to `step`. Not by load_table, which turns an answer of digits into a number."""
+        if all(file.path != _MLFLOW_TABLE for file in self._mlflow.MlflowClient().list_artifacts(run_id)):
+            return []
+        table = self._mlflow.artifacts.load_dict(f"runs:/{run_id}/{_MLFLOW_TABLE}")
+        return [row for row in table["data"] if row[0] <= step]
+
+    def _write_samples(self, rows: list[list[Any]]) -> None:
+        self._mlflow.log_dict({"columns": ["step", *SAMPLE_COLUMNS], "data": rows}, _MLFLOW_TABLE, self._run_id)
+        self._mlflow.set_tag("mlflow.loggedArtifacts", json.dumps([{"path": _MLFLOW_TABLE, "type": "table"}]))
 
     def rewind(self, step: int) -> None:
         """A run continued by $MLFLOW_RUN_ID keeps every value, so a new run gets copies of those up to `step`."""
@@ -229,6 +272,8 @@ class MlflowBackend:
         earlier = [value for value in history if value.step <= step]
         for start in range(0, len(earlier), _MLFLOW_BATCH):
             client.log_batch(self._run_id, metrics=earlier[start : start + _MLFLOW_BATCH])
+        if samples := self._earlier_samples(old, step):
+            self._write_samples(samples)
 
     def finish(self, exit_code: int) -> None:
         self._mlflow.end_run(status="FINISHED" if exit_code == 0 else "FAILED")
@@ -274,6 +319,28 @@ def json_line(record: dict[str, Any]) -> bytes:
 def mlflow_name(name: str) -> str:
     """MLflow allows letters, digits and _ - . space : / in a name; `@` becomes `_at_`, anything else `_`."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name.replace("@", "_at_"))
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Leaves of nested dictionaries by dotted path, as text; lists as JSON."""
+    out: dict[str, str] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            out |= flattened(value, f"{prefix}{name}.")
+        else:
+            is_container = isinstance(value, Mapping | list | tuple)
+            out[f"{prefix}{name}"] = json.dumps(value, default=str) if is_container else str(value)
+    return out
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """The rows as a table in Markdown; text in cells stays text."""
+
+    def line(cells: Sequence[Any]) -> str:
+        texts = (html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
 
 
 def format_number(value: float) -> str:

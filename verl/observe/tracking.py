@@ -1,7 +1,7 @@
 """Metrics of one run, sent to every tracker in `trainer.logger`."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ class Backend(Protocol):
     """A tracker. It receives numbers only, and each step once."""
 
     def log(self, data: dict[str, float], step: int) -> None: ...
+    def log_samples(self, samples: Sequence[trackers.Sample], step: int) -> None: ...
     def rewind(self, step: int) -> None: ...
     def finish(self, exit_code: int) -> None: ...
 
@@ -71,6 +72,11 @@ class Tracking:
         """Send the numbers in `data` for `step` to all backends, or only to `backend`."""
         numbers = {name: as_number(name, value) for name, value in data.items()}
         self._call_backends("log", self._select_backends(backend), lambda target: target.log(numbers, step))
+
+    def log_samples(self, samples: Sequence[trackers.Sample], step: int) -> None:
+        """Send answers as a table, val/generations, to every backend that has tables; without samples do nothing."""
+        if samples:
+            self._call_backends("log samples", list(self.backends), lambda target: target.log_samples(samples, step))
 
     def rewind(self, step: int) -> None:
         """Delete what was logged for later steps, if the tracker can, for a run that resumes after `step`."""

@@ -54,6 +54,28 @@ def reward_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
+def numeric_parts(answer: Trajectory) -> dict[str, object]:
+    """Parts of a score, and fields of an agent loop, that can be averaged; and `pred`, on which maj@k votes."""
+    return {
+        name: value
+        for name, value in {**answer.loop_fields, **answer.score_parts}.items()
+        if name not in ("num_turns", "data_source") and (isinstance(value, int | float) or name == "pred")
+    }
+
+
+def reward_part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """reward/<part>/{mean,max,min} over the scored answers that have the part, for its numbers in `numeric_parts`."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in numeric_parts(trajectory).items() if trajectory.reward is not None else ():
+            if name != "pred" and isinstance(value, int | float):
+                values.setdefault(name, []).append(float(value))
+    out: dict[str, float] = {}
+    for name, numbers in values.items():
+        out |= mean_max_min(f"reward/{name}", torch.tensor(numbers, dtype=torch.float64))
+    return out
+
+
 def entropy_metrics(batch: Batch, loss_agg_mode: str, loss_scale_factor: float) -> dict[str, float]:
     """actor/entropy: nats per sampled token of the policy before this step's update, aggregated as the loss is.
 

@@ -210,6 +210,86 @@ def test_a_config_dataclass_reaches_the_tracker_as_a_tree(monkeypatch):
     assert received[0].config == {"optim": {"lr": 0.5}}
 
 
+SAMPLES = [("2+2?\n", "4", "it | is <b>4</b>", 1.0), ("1+1?", "2", "3", None)]
+
+
+def test_tensorboard_shows_answers_as_a_table_of_plain_text(monkeypatch, tmp_path):
+    accumulator = import_or_skip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
+    with Tracking("p", "e", ["tensorboard", "console", "file"]) as tracking:
+        tracking.log_samples([], 1)
+        tracking.log_samples(SAMPLES, 2)
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    [event] = events.Tensors("val/generations/text_summary")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 2 and lines[:2] == ["| prompt | expected | answer | reward |", "| --- | --- | --- | --- |"]
+    assert lines[2:] == ["| 2+2?<br> | 4 | it &#124; is &lt;b&gt;4&lt;/b&gt; | 1.0 |", "| 1+1? | 2 | 3 | None |"]
+
+
+def test_wandb_gets_answers_as_a_table(offline_wandb, tmp_path):
+    with Tracking("p", "e", "wandb") as tracking:
+        tracking.log_samples(SAMPLES, 3)
+        tracking.log({"critic/score/mean": 0.5}, 3)
+    assert written(tmp_path, "*", 1) == [(3, 0.5)]
+    [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/val/generations_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["step", "prompt", "expected", "answer", "reward"]
+    assert table["data"] == [[3, *sample] for sample in SAMPLES]
+
+
+def mlflow_run(tmp_path, other_than=""):
+    mlflow = import_or_skip("mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    [run] = [run for run in runs if run.info.run_id != other_than]
+    return client, run
+
+
+def mlflow_table(client, run, folder):
+    return json.loads(Path(client.download_artifacts(run.info.run_id, "val_generations.json", folder)).read_text())
+
+
+def test_mlflow_gets_the_configuration_as_parameters_within_its_limits(tmp_path, monkeypatch):
+    mlflow = import_or_skip("mlflow")
+    sent, log_batch = [], mlflow.MlflowClient.log_batch
+    counted = lambda *args, **more: sent.append(len(more.get("params", []))) or log_batch(*args, **more)  # noqa: E731
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", counted)
+    many = {f"key{i}": i for i in range(230)}
+    config = {"trainer": {**many, "long": "x" * 9000}, "lists": {"a": [1, "b"]}, "none": None, "empty": {}}
+    with Tracking("p", "e", "mlflow", config) as tracking:
+        tracking.log({"x": 1}, 1)
+    _, run = mlflow_run(tmp_path)
+    params = run.data.params
+    assert params["trainer.key229"] == "229" and params["lists.a"] == '[1, "b"]' and params["none"] == "None"
+    assert max(sent) == 100 and params["empty"] == "{}" and len(params) == 234 and params["trainer.long"] == "x" * 6000
+    monkeypatch.setenv("MLFLOW_RUN_ID", run.info.run_id)
+    with Tracking("p", "e", "mlflow", {"none": 5, "new": 7}):  # a value is written once
+        pass
+    params = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db").get_run(run.info.run_id).data.params
+    assert params["none"] == "None" and params["new"] == "7"
+
+
+def test_mlflow_collects_answers_in_a_table_and_a_rewound_run_keeps_the_earlier(tmp_path, monkeypatch):
+    import_or_skip("mlflow")
+    with Tracking("p", "e", "mlflow") as tracking:
+        for step in (1, 2):
+            tracking.log({"reward": step}, step)
+            tracking.log_samples(SAMPLES, step)
+    client, old = mlflow_run(tmp_path)
+    (tmp_path / "old").mkdir()
+    table = mlflow_table(client, old, tmp_path / "old")
+    assert json.loads(old.data.tags["mlflow.loggedArtifacts"]) == [{"path": "val_generations.json", "type": "table"}]
+    assert table["columns"] == ["step", "prompt", "expected", "answer", "reward"]
+    assert table["data"] == [[step, *sample] for step in (1, 2) for sample in SAMPLES]
+    monkeypatch.setenv("MLFLOW_RUN_ID", old.info.run_id)
+    with Tracking("p", "e", "mlflow") as tracking:
+        tracking.rewind(1)
+    (tmp_path / "new").mkdir()
+    client, new = mlflow_run(tmp_path, old.info.run_id)
+    assert mlflow_table(client, new, tmp_path / "new")["data"] == [[1, *sample] for sample in SAMPLES]
+
+
 def test_mlflow_keeps_the_metrics_in_a_local_database(tmp_path):
     mlflow = import_or_skip("mlflow")
     with Tracking("p", "e", "mlflow", {"a": {"b": 1}}) as tracking:

@@ -13,6 +13,7 @@ import torch
 
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
+from verl.trainer.batch_metrics import reward_part_metrics
 from verl.trainer.ppo.training_run import dump_rollout_batch, validation_metrics
 from verl.trainer.ppo.trajectory_source import RolloutBatch
 from verl.trainer.validation_metrics import process_validation_metrics, subset_sizes
@@ -158,3 +159,13 @@ def test_a_dump_tells_what_scoring_and_the_agent_loop_left(tmp_path):
     loop = {"agent_loop": {"tool_calls": 0.5}, "doubts": 1, "num_turns": 4, "tool_rewards": [0.1]}
     assert first == {**scoring, **loop, "data_source": "toy"}
     assert list(second) == list(first) and second["num_turns"] == 2 and second["acc"] is None
+
+
+def test_numeric_parts_of_a_reward_are_metrics_of_training_over_the_answers_that_have_them():
+    answers = [answer(0, 1.0, acc=True, form=0.5, why="x", pred=3), answer(0, 0.0, acc=False), answer(1, None, acc=9.0)]
+    answers.append(dataclasses.replace(answer(1, 0.5), loop_fields={"doubts": 2}))
+    found = reward_part_metrics(answers)
+    assert {n: v for n, v in found.items() if "acc" in n} == {
+        "reward/acc/mean": 0.5, "reward/acc/max": 1.0, "reward/acc/min": 0.0,
+    }  # fmt: skip
+    assert found["reward/form/mean"] == 0.5 and found["reward/doubts/min"] == 2.0 and len(found) == 9

@@ -23,6 +23,7 @@ from verl.trainer.batch_metrics import (
     entropy_metrics,
     mean_max_min,
     mismatch_metrics,
+    reward_part_metrics,
     turn_metrics,
 )
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
@@ -168,6 +169,7 @@ class PPOTrainer:
         )
         out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
+        out.update(reward_part_metrics(rollouts.trajectories))
         bypassed = config.algorithm.rollout_correction.bypass_mode  # there are no trainer log-probs to compare with
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))

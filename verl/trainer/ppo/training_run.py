@@ -19,7 +19,7 @@ from verl.observe.run_record import NUM_VALIDATION_SAMPLES, VALIDATION_SAMPLES, 
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
-from verl.trainer.batch_metrics import prompt_and_response_lengths
+from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_lengths
 from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
@@ -68,15 +68,6 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     if rollouts.num_reward_errors:
         out["val-aux/reward_errors"] = float(rollouts.num_reward_errors)
     return out
-
-
-def numeric_parts(answer: Trajectory) -> dict[str, object]:
-    """Parts of a score, and fields of an agent loop, that can be averaged; and `pred`, on which maj@k votes."""
-    return {
-        name: value
-        for name, value in {**answer.loop_fields, **answer.score_parts}.items()
-        if name not in ("num_turns", "data_source") and (isinstance(value, int | float) or name == "pred")
-    }
 
 
 class TrainingRun:
@@ -187,8 +178,12 @@ class TrainingRun:
             dump_rollout_batch(self.config.trainer.validation_data_dir, step, rollouts)
         dump_rollout_batch(str(self.root / VALIDATION_SAMPLES), step, first_prompts(rollouts, NUM_VALIDATION_SAMPLES))
         self.last_validation = metrics
-        for trajectory in rollouts.trajectories[: self.config.trainer.log_val_generations]:
-            self.note(format_answer(self.trainer.global_step, trajectory))
+        shown = rollouts.trajectories[: self.config.trainer.log_val_generations]
+        for trajectory in shown:
+            self.note(format_answer(step, trajectory))
+        rows = {row.index: row for row in rollouts.rows}
+        samples = [(rows[t.row].text, str(rows[t.row].ground_truth), t.response_text, t.reward) for t in shown]
+        self.tracking.log_samples(samples, step)
         return metrics
 
     def save(self) -> None:
