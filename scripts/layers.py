@@ -22,6 +22,7 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 
 # Thin modules at import paths that other people's code uses. They may look anywhere; nothing inside may import one.
 SHIMS = {
+    "verl.__main__",
     "verl.experimental.agent_loop",
     "verl.model_merger",
     "verl.single_controller",

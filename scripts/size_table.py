@@ -11,13 +11,13 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3120,
+    "config": 3140,
     "plugin": 1350,
     "data": 2400,
     "algorithms": 650,
     "runtime": 890,
     "observe": 1875,
-    "models": 5670,
+    "models": 5680,
     "workers/engine": 3550,
     "workers/rollout": 3200,
     "workers": 850,  # the driver-side handles
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1300,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10720, 37000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10750, 37090, 400
 
 
 def package_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.config import AlgorithmConfig
 from verl.data.batch import Batch
-from verl.utils.errors import RegistryError, RewardError
+from verl.utils.errors import ConfigError, RegistryError, RewardError
 from verl.utils.registry import Registry
 
 AdvantageEstimator = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -69,7 +69,15 @@ def get_advantage(name: str) -> AdvantageEstimator:
 
 def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     """The batch with `advantages` and `returns` (T,) of `config.adv_estimator`."""
-    advantages, returns = get_advantage(config.adv_estimator)(batch, config)
+    result = get_advantage(config.adv_estimator)(batch, config)
+    expected = (batch.num_tokens,)
+    if not isinstance(result, tuple) or [getattr(column, "shape", None) for column in result] != [expected] * 2:
+        seen = [tuple(getattr(column, "shape", ())) for column in result] if isinstance(result, tuple) else type(result)
+        raise ConfigError(
+            f"advantage estimator {config.adv_estimator!r} returned {seen}; it must return (advantages, returns), "
+            f"each of one number per token of the packed batch, {expected}"
+        )
+    advantages, returns = result
     return batch.with_columns(advantages=advantages, returns=returns)
 
 

@@ -226,10 +226,13 @@ def _detection(platform: PlatformBase) -> list[Finding]:
     if not platform.is_available():
         move = "unset VERL_PLATFORM to detect the hardware" if chosen else "look at the driver and visible devices"
         return [Finding("platform", Status.BAD, f"{label}; {reason}, but no device is usable", move)]
-    return [
+    rows = [
         Finding("platform", Status.GOOD, f"{label}; {reason}"),
         Finding("devices", Status.GOOD, str(platform.device_count())),
     ]
+    broken = {} if chosen else {probe.name: probe.reason for probe in probe_platforms() if "Error: " in probe.reason}
+    move = "install what it needs, if this machine has the chip"
+    return rows + [Finding(name, Status.WARN, f"could not look for it: {broken[name]}", move) for name in broken]
 
 
 def _plugins() -> list[Finding]:

@@ -1,5 +1,6 @@
 """`verl config explain`, `verl config print` and docs/reference/config.md, generated from the schema."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from verl.utils.suggest import did_you_mean
 PAGE = Path("docs/reference/config.md")
 ROOTS = {"main_ppo": RunConfig, "sft_trainer": SFTConfig}
 USAGE = """verl config explain KEY [KEY ...]        what a key means, its type, default and origin of the default
+verl config explain WORD                 the keys that contain a word, in their name or meaning
 verl config print [key=value ...]        the resolved configuration, with the origin of every value
     --config-name sft_trainer            the configuration of supervised fine-tuning
     --changed                            only what differs from the defaults
@@ -55,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb not in verbs:
             raise ConfigError(f"unknown command 'verl config {verb}'; {did_you_mean(verb, verbs)}")
-        return verbs[verb](rest)
+        code = verbs[verb](rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has read enough; what is still in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,10 +75,24 @@ def explain(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     for path in arguments:
         roots = [root for root in ROOTS.values() if foreign_keys.classify(path, root).kind != "unknown"]
+        if not roots and (lines := keys_with_word(path)):
+            print("\n".join(lines))
+            continue
         if not roots:
             raise ConfigError(foreign_keys.unknown_key_message(path, RunConfig))
         print("\n".join(describe(path, roots[0])))
     return 0
+
+
+def keys_with_word(word: str) -> list[str]:
+    """A line for each key with `word` in its path or meaning, those of fine-tuning marked; none for a dotted path."""
+    lines = []
+    for command, root in ROOTS.items():
+        mark = "" if root is RunConfig else f" ({command})"
+        for path, key in schema.keys(root).items():
+            if "." not in word and word.lower() in f"{path} {key.doc}".lower():
+                lines.append(f"{path}{mark}: {key.doc}")
+    return lines
 
 
 def describe(path: str, root: type) -> list[str]:

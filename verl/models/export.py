@@ -19,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl.config import HFModelConfig
 from verl.models.load import load_tokenizer, no_progress_bars
+from verl.models.model_place import find_folder
 from verl.models.tensor_file import TensorFile, digests_in, size_bytes, tensor_digest
 from verl.utils.errors import CheckpointError
-from verl.utils.paths import expand_home
 
 MAX_PARAMETERS_FOR_LOGIT_CHECK = 50_000_000  # parameters up to which the logits of the reloaded model are compared too
 MAX_FILE_BYTES = 5_000_000_000
@@ -47,7 +47,7 @@ def export_config_and_tokenizer(model: PreTrainedModel, settings: HFModelConfig,
     model.config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    source = expand_home(settings.tokenizer_path or settings.path or "", "model.path")
+    source = find_folder(settings.tokenizer_path or settings.path or "", "path") or Path()
     if any((source / name).is_file() for name in TOKENIZER_FILES):
         load_tokenizer(settings).save_pretrained(folder)
 

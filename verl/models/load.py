@@ -23,9 +23,9 @@ from transformers.utils import logging as transformers_logging
 from verl.config import HFModelConfig
 from verl.models.attention.packed import PACKED_ATTENTION
 from verl.models.folder_checks import check_config, check_weight_files, check_weights
+from verl.models.model_place import existing_folder, model_in_checkpoint
 from verl.models.registry import check_router, family_of, make_packed
 from verl.utils.errors import CheckpointError, ConfigError
-from verl.utils.paths import expand_home
 
 DTYPES = {
     "fp32": torch.float32,
@@ -128,21 +128,11 @@ def build_config(model: HFModelConfig) -> tuple[PreTrainedConfig, bool]:
 
 def model_folder(path: str | Path | None) -> Path:
     """`path` as a folder with a config.json, or an error that says what is missing."""
-    folder = _existing_folder(path, "path")
+    folder = existing_folder(path, "path")
     if not (folder / "config.json").is_file():
+        if (inner := model_in_checkpoint(folder)) is not None:
+            raise ConfigError(f"model.path={path} holds checkpoints; the model in it is model.path={inner}")
         raise ConfigError(f"model.path={path} has no config.json; found: {', '.join(_listing(folder)) or 'nothing'}")
-    return folder
-
-
-def _existing_folder(path: str | Path | None, key: str) -> Path:
-    if path is None:
-        raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
-    folder = expand_home(path, f"model.{key}")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.{key}={path} is not a folder; models are read from disk only: download it first, for example "
-            f"`hf download {path} --local-dir DIR`, and give DIR"
-        )
     return folder
 
 
@@ -277,7 +267,7 @@ def _read_weights(
 
 def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; the end-of-sequence token replaces a missing padding token."""
-    folder = _existing_folder(model.tokenizer_path or model.path, "tokenizer_path" if model.tokenizer_path else "path")
+    folder = existing_folder(model.tokenizer_path or model.path, "tokenizer_path" if model.tokenizer_path else "path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's parsers raise whatever they meet

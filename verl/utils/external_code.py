@@ -57,7 +57,15 @@ def import_external(names: str | Sequence[str] | None) -> None:
 
 def _import(name: str, setting: str) -> ModuleType:
     with _errors_explained(f"{setting}: importing {name} failed"):
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports one that is not
+            missing = error.name
+    raise ConfigError(
+        f"{setting}: there is no module {missing!r}; install it, or put the folder that holds it into PYTHONPATH"
+    )
 
 
 def _run_file(file: Path, path: str, key: str) -> ModuleType:

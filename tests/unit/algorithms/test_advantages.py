@@ -6,6 +6,7 @@ import torch
 
 from tests.unit.algorithms.algorithm_cases import column_by_sequence, random_batch
 from verl.algorithms.advantages import (
+    ADVANTAGES,
     compute_advantages,
     discounted_suffix_sums,
     get_advantage,
@@ -129,3 +130,15 @@ def test_planned_and_unknown_estimators_are_told_apart():
         get_advantage("rloo")
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
         get_advantage("gropo")
+
+
+@pytest.mark.parametrize(
+    ("returned", "seen"),
+    [(lambda n: (torch.ones(n), torch.ones(n + 1)), r"\(5,\), \(6,\)"), (lambda n: torch.ones(n), "torch.Tensor")],
+)
+def test_an_estimator_that_returns_another_shape_is_named_with_what_is_expected(monkeypatch, returned, seen):
+    batch = random_batch()
+    seen = seen.replace("5", str(batch.num_tokens)).replace("6", str(batch.num_tokens + 1))
+    monkeypatch.setitem(ADVANTAGES._items, "mine", lambda batch, config: returned(batch.num_tokens))
+    with pytest.raises(ConfigError, match=rf"'mine' returned .*{seen}.*; it must return .*\({batch.num_tokens},\)"):
+        compute_advantages(batch, AlgorithmConfig(adv_estimator="mine"))

@@ -18,7 +18,7 @@ from verl.config import load_config
 from verl.config.check import check_supported
 from verl.plugin import loading
 from verl.plugin.findings import Status
-from verl.plugin.platform import get_platform, set_platform
+from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 from verl.plugin.platform.cpu import PlatformCPU
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.platform.npu import PlatformNPU
@@ -109,6 +109,18 @@ def test_a_broken_plug_in_exits_with_2_and_is_named(monkeypatch, capsys):
     monkeypatch.setenv(loading.MODULES_VARIABLE, "no_such_vendor")
     assert doctor.main([]) == 2
     assert "plug-in 'no_such_vendor'" in capsys.readouterr().err
+
+
+def test_a_chip_that_cannot_be_looked_for_because_its_extension_is_missing_is_a_warning(monkeypatch, capsys):
+    class WithoutExtension(PlatformCUDA):
+        def is_platform_available(self, use_smi_check=False):
+            raise ImportError("no module named torch_chip")
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(PlatformRegistry, "_platforms", {"chip": WithoutExtension, "cpu": PlatformCPU})
+    code, sections = report(capsys)
+    row = sections["platform"]["chip"]
+    assert code == 0 and row["status"] == "warn" and "ImportError: no module named torch_chip" in row["detail"]
 
 
 def test_a_chosen_platform_without_a_device_is_bad_and_says_who_chose_it(monkeypatch, capsys):

@@ -22,7 +22,7 @@ from verl.plugin.platform.cpu import PlatformCPU
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.platform.npu import PlatformNPU
 from verl.plugin.platform.rocm import PlatformROCm
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, PluginError
 
 
 def test_members_of_the_published_interface_are_abstract_or_not_as_published():
@@ -104,6 +104,19 @@ def test_a_chosen_platform_that_is_not_usable_only_warns(monkeypatch, caplog):
     monkeypatch.setattr(PlatformCUDA, "is_available", lambda self: False)
     assert get_platform().vendor_name == "nvidia"
     assert "no usable cuda device" in caplog.text
+
+
+def test_a_chosen_platform_whose_extension_is_missing_is_an_error_that_names_it(monkeypatch):
+    class WithoutExtension(FakePlatform):
+        def is_available(self):
+            raise ImportError("no module named torch_chip")
+
+    PlatformRegistry.register("chip")(WithoutExtension)
+    monkeypatch.setenv("VERL_PLATFORM", "chip")
+    with pytest.raises(
+        PluginError, match=r"platform 'chip' \(.*WithoutExtension\) .*ImportError: no module named torch_chip"
+    ):
+        get_platform()
 
 
 def test_probing_follows_registration_order_and_survives_a_vendor_that_raises():

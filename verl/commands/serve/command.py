@@ -130,7 +130,10 @@ def _max_length(requested: int, path: str | None) -> int:
 
 def _is_model(path: str | None) -> bool:
     """Whether the folder has a configuration; without one it is only a tokenizer, and another server runs the model."""
-    return (Path(str(path)) / "config.json").is_file()
+    from verl.models.model_place import find_folder
+
+    folder = find_folder(str(path), "path")
+    return folder is not None and (folder / "config.json").is_file()
 
 
 def _check_model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from verl.plugin.loading import load_plugins
 from verl.plugin.platform.platform_base import PlatformBase
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, PluginError
 from verl.utils.suggest import closest
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,15 @@ def _create_platform(name: str) -> PlatformBase:
             f"unknown platform {name!r}{hint} Registered: {', '.join(known)} (also {aliases}). "
             f"A vendor's plug-in adds its own: install it, or name it in VERL_USE_EXTERNAL_MODULES"
         )
-    platform = platform_class()
-    if not platform.is_available():
+    try:
+        platform = platform_class()
+        is_available = platform.is_available()
+    except Exception as error:  # whatever a vendor's code raises is reported under its name
+        raise PluginError(
+            f"platform {name!r} ({platform_class.__module__}.{platform_class.__qualname__}) cannot be used: "
+            f"{type(error).__name__}: {error}. Install what its plug-in needs, or choose another platform: "
+            "VERL_PLATFORM=cpu, or unset it"
+        ) from error
+    if not is_available:
         logger.warning("platform %r is chosen, but this process sees no usable %s device", name, platform.device_name)
     return platform

@@ -14,7 +14,7 @@ from verl.checkpoint_engine.endpoint import TransportSettings
 from verl.config import RolloutConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
-from verl.models.load import load_causal_lm, load_config
+from verl.models.load import load_causal_lm, load_config, model_folder
 from verl.models.lora import add_adapters
 from verl.plugin.installed import has_module
 from verl.plugin.platform import get_platform
@@ -39,7 +39,7 @@ def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenize
         return NativeEngine(rollout, actor.model, tokenizer, device=get_platform().device_name)
     if rollout.name == "tgi":
         raise ConfigError(CANNOT_TRAIN)
-    path = str(config.actor_rollout_ref.model.path)
+    path = str(model_folder(config.actor_rollout_ref.model.path))
     return start_replicas(rollout, path, tokenizer, eos_token_ids(load_config(path), tokenizer))
 
 
@@ -65,7 +65,7 @@ def load_rollout_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
         return TGIEngine(rollout, tokenizer)
     model_config = load_config(settings.path or "")
     loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
-    return start_replicas(loaded, str(settings.path), tokenizer, eos_token_ids(model_config, tokenizer))
+    return start_replicas(loaded, str(model_folder(settings.path)), tokenizer, eos_token_ids(model_config, tokenizer))
 
 
 def eos_token_ids(model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,0 +1,56 @@
+"""Where a model is on this machine: a folder, or a Hub id that the local Hugging Face cache holds. No network."""
+
+import re
+from pathlib import Path
+
+from verl.utils.errors import ConfigError
+from verl.utils.paths import expand_home
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def find_folder(path: str | Path, key: str) -> Path | None:
+    """The folder that `path` names, itself or in the local Hugging Face cache; None where it is in neither place."""
+    folder = expand_home(path, f"model.{key}")
+    return folder if folder.is_dir() else _cached_folder(str(path))
+
+
+def _cached_folder(hub_id: str) -> Path | None:
+    if not _HUB_ID.fullmatch(hub_id):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+        return None
+
+
+def existing_folder(path: str | Path | None, key: str) -> Path:
+    """`find_folder`, or ConfigError that says how to get the model."""
+    if path is None:
+        raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
+    folder = find_folder(path, key)
+    if folder is not None:
+        return folder
+    if _HUB_ID.fullmatch(str(path)):
+        raise ConfigError(
+            f"model.{key}={path} is not a folder, and the local Hugging Face cache does not hold it; models are read "
+            f"from disk only: run `hf download {path}` first, or `hf download {path} --local-dir DIR` and give DIR"
+        )
+    raise ConfigError(
+        f"model.{key}={path} is not a folder; models are read from disk only: give the folder of a model, or the id "
+        "of one that `hf download ORG/NAME` has stored"
+    )
+
+
+def model_in_checkpoint(folder: Path) -> Path | None:
+    """The Hugging Face folder inside a checkpoint, or inside the newest one of a run's folder; None for neither."""
+    steps = [step for step in folder.glob("global_step_*") if step.name.removeprefix("global_step_").isdigit()]
+    newest = sorted(steps, key=lambda step: int(step.name.removeprefix("global_step_")), reverse=True)
+    for place in (folder, *newest):
+        for inner in ("huggingface", "actor/huggingface"):
+            if (place / inner / "config.json").is_file():
+                return place / inner
+    return None
