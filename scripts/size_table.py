@@ -11,12 +11,12 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3140,
+    "config": 3213,
     "plugin": 1350,
     "data": 2400,
     "algorithms": 650,
     "runtime": 890,
-    "observe": 1875,
+    "observe": 2077,
     "models": 5680,
     "workers/engine": 3550,
     "workers/rollout": 3200,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2000,
     "rewards": 1000,
-    "trainer": 3740,
+    "trainer": 4303,
     "commands": 4500,
-    "utils": 1300,
+    "utils": 1309,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 10750, 37090, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11377, 37936, 400
 
 
 def package_of(path: Path) -> str:

@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check-template": ("verl.commands.check_template:main", "check that a chat template works for multi-turn runs"),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
+SPEAKS_FIRST = ("train", "sft", "config", "report", "show")  # these print before they load what is slow
 
 
 def usage() -> str:
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: unknown verb {verb!r}; {did_you_mean(verb, VERBS)}", file=sys.stderr)
         return 2
+    if verb not in SPEAKS_FIRST and not {"-h", "--help"} & set(arguments) and sys.stderr.isatty():
+        print(f"verl {verb}: loading libraries", file=sys.stderr, flush=True)  # they take seconds
     module_name, _, function = VERBS[verb][0].partition(":")
     try:
         module = importlib.import_module(module_name)

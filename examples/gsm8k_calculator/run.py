@@ -69,7 +69,6 @@ def grpo(out, model, steps):
         f"reward.custom_reward_function.path={HERE / 'reward.py'}",
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=1000000",
-        "trainer.save_freq=1000000",
         "trainer.logger=[file]",
         "trainer.project_name=gsm8k_calculator",
         "trainer.experiment_name=grpo",
@@ -130,6 +129,8 @@ def main():
     parser.add_argument("--grpo-steps", type=int, default=50)
     options = parser.parse_args()
     start, out = time.time(), Path(options.out).resolve()
+    if (out / "sft").exists():
+        parser.error(f"{out} holds an earlier run; name another folder with --out, or delete it")
     os.environ["VERL_FILE_LOGGER_ROOT"] = str(out / "metrics")
     source = ["--local_dataset_path", options.local_dataset_path, "--out", str(out)]
     subprocess.run([sys.executable, str(HERE / "prepare.py"), *source], check=True)

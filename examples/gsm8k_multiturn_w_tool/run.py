@@ -72,7 +72,6 @@ def grpo(out, model, seed, steps):
         f"reward.custom_reward_function.path={HERE / 'reward.py'}",
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=1000000",
-        "trainer.save_freq=1000000",
         "trainer.logger=[file]",
         "trainer.project_name=gsm8k_tool",
         "trainer.experiment_name=grpo",
@@ -148,6 +147,8 @@ def main():
     parser.add_argument("--grpo-steps", type=int, default=40)
     options = parser.parse_args()
     start, out, steps = time.time(), Path(options.out).resolve(), options.grpo_steps
+    if (out / "sft").exists():
+        parser.error(f"{out} holds an earlier run; name another folder with --out, or delete it")
     os.environ["VERL_FILE_LOGGER_ROOT"] = str(out / "metrics")
     preparation = [sys.executable, str(HERE / "prepare.py"), "--out", str(out), "--seed", str(options.seed)]
     subprocess.run(preparation, check=True)

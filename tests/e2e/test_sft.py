@@ -198,7 +198,7 @@ def test_a_checkpoint_whose_huggingface_folder_was_taken_away_stays(folder: Path
 def test_a_resume_that_would_train_on_other_rows_is_refused(folder: Path):
     train(folder, "run", "trainer.total_training_steps=2")
     with pytest.raises(DataError, match=r"other data.train_batch_size \(2, now 1\)"):
-        train(folder, "run", "data.train_batch_size=1")
+        train(folder, "run", "data.train_batch_size=1", "trainer.on_existing=resume")
 
 
 def test_auto_resume_prefers_the_path_that_was_given(folder: Path, capsys: pytest.CaptureFixture[str]):

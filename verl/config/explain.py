@@ -10,6 +10,7 @@ from verl.config import foreign_keys, schema
 from verl.config.load import load_config, parse_command_line
 from verl.config.no_effect import value_at
 from verl.config.run_config import RunConfig
+from verl.config.run_name import DATED
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
@@ -27,6 +28,8 @@ DIFFERENT_DEFAULTS = (
     ("trainer.device", "cuda", "auto", "the platform is detected; a laptop has no cuda"),
     ("trainer.n_gpus_per_node", "8", "null (all devices)", "a laptop has one device"),
     ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
+    ("trainer.experiment_name", "gsm8k; test", "auto: grpo-2026-11-23-1", "a run overwrites no other"),
+    ("trainer.save_freq", "-1 (never)", "null: the last step", "the trained model is kept"),
     ("actor_rollout_ref.rollout.name", "required", "native", "nothing to install"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size", "2", "1", "one device"),
     ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "a run must choose its model"),
@@ -165,7 +168,7 @@ def print_config(arguments: Sequence[str]) -> int:
     root: type = type(config)
     for path in schema.keys(root):
         origin = config._origins[path]
-        if not (only_changed and (origin == "default" or origin.startswith("follows "))):
+        if not (only_changed and (origin in ("default", DATED) or origin.startswith("follows "))):
             print(f"{path}={format_value(value_at(config, path))}  # {origin}")
     return 0
 

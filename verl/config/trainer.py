@@ -5,8 +5,13 @@ from dataclasses import dataclass
 from verl.config.base import LARGEST_SEED, Section, key
 
 RESUME_MODES = ("auto", "disable", "resume_path")
+ON_EXISTING = ("stop", "rename", "resume")
 RUNTIMES = ("auto", "inline", "processes", "ray")
 _DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+_ON_EXISTING = (
+    "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "
+    "on with the new one. With experiment_name=auto, resume goes on with the newest run of this configuration."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +21,7 @@ class TrainerConfig(Section):
     total_epochs: int = key(30, "Passes over the training rows.", minimum=1)
     total_training_steps: int | None = key(None, "Last step; null is total_epochs x steps per epoch.", minimum=1)
     project_name: str = key("verl_examples", "Name of the project in trackers and paths.")
-    experiment_name: str = key("gsm8k", "Name of the run in trackers and paths.")
+    experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is <algorithm>-<date>-<counter>.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
     log_val_generations: int = key(
         0, "Validation answers that are printed, and sent as a table to tensorboard, wandb and mlflow.", minimum=0
@@ -35,7 +40,9 @@ class TrainerConfig(Section):
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
     test_freq: int = key(-1, "Validate every test_freq steps, and at the end; <= 0: see val_before_train, val_only.")
-    save_freq: int = key(-1, "Save every save_freq steps, and at the end; <= 0 is never.")
+    save_freq: int | None = key(
+        None, "Save every save_freq steps, and at the end; null is only at the end, <= 0 is never."
+    )
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
     max_actor_ckpt_to_keep: int | None = key(None, "Newest actor checkpoints to keep; null is all.", minimum=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Newest critic checkpoints to keep; null is all.", minimum=1)
@@ -43,6 +50,7 @@ class TrainerConfig(Section):
         "auto", "Start from the newest checkpoint, from none, or from one path.", choices=RESUME_MODES
     )
     resume_from_path: str | None = key(None, "Folder global_step_N for resume_mode=resume_path.")
+    on_existing: str = key("stop", _ON_EXISTING, choices=ON_EXISTING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,7 @@ class SFTTrainerConfig(Section):
     total_epochs: int = key(4, "Passes over the training rows.", minimum=1)
     total_training_steps: int | None = key(None, "Last step; null is total_epochs x steps per epoch.", minimum=1)
     project_name: str = key("gsm8k-sft", "Name of the project in trackers and paths.")
-    experiment_name: str = key("test", "Name of the run in trackers and paths.")
+    experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is sft-<date>-<counter>.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
     seed: int = key(1, "Seed of data order and initialisation.", minimum=0, maximum=LARGEST_SEED)
     runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
@@ -70,4 +78,5 @@ class SFTTrainerConfig(Section):
         "auto", "Start from the newest checkpoint, from none, or from one path.", choices=RESUME_MODES
     )
     resume_from_path: str | None = key(None, "Folder global_step_N to start from; auto prefers it to the newest.")
+    on_existing: str = key("stop", _ON_EXISTING, choices=ON_EXISTING)
     profile_interval: list[int] = key([-1, -1], "First and last profiled step; -1 is none.")

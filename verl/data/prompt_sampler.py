@@ -125,5 +125,5 @@ def _describe_change(changed: Sequence[str], saved: Mapping[str, Any], now: Mapp
     details = "; ".join(f"{names[key]} was {saved[key]}, is {now[key]}" for key in changed)
     return (
         f"the data order of the checkpoint cannot be continued: {details}. Restore the files and data.* settings "
-        "of the saved run, or start over with trainer.resume_mode=disable"
+        "of the saved run, or start over under another trainer.experiment_name"
     )

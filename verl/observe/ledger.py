@@ -102,8 +102,8 @@ class Ledger:
         except OSError as error:
             raise DataError(
                 f"the ledger in {self.folder} could not {task}: {error}. Was the folder deleted or made read-only, or "
-                "is the disk full? Repair that and run the same command, which goes on from the last checkpoint; "
-                "trainer.ledger=False trains without a ledger"
+                "is the disk full? Repair that and run the same command under its name, which goes on from the last "
+                "checkpoint; trainer.ledger=False trains without a ledger"
             ) from error
 
 

@@ -1,7 +1,9 @@
-"""One live line about a run: step, stage, reward, tokens per second, time left."""
+"""One live line about a run: step, stage and how far it is, reward, tokens per second, time left."""
 
+import io
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -11,6 +13,31 @@ from typing import Any, Protocol, Self, TextIO
 REWARD_NAMES = ("critic/score/mean", "critic/rewards/mean")
 LOSS_NAMES = ("train/loss", "actor/pg_loss")
 THROUGHPUT_NAMES = ("perf/throughput", "train/perf/throughput")
+STAGE_WORDS = {
+    "gen": "generating",
+    "reward": "scoring",
+    "old_log_prob": "evaluating log-probs",
+    "ref": "evaluating the reference",
+    "values": "evaluating values",
+    "adv": "computing advantages",
+    "update": "updating",
+    "update_actor": "updating",
+    "update_critic": "updating the critic",
+    "update_weights": "publishing weights",
+    "testing": "validating",
+    "save_checkpoint": "saving",
+}
+HEARTBEAT_S = 1.0  # how often a thread looks whether a plain line is due, while a stage is long
+
+
+class Silence:
+    """Displays nothing."""
+
+    def show(self, progress: "Progress", force: bool) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class ProgressDisplay(Protocol):
@@ -23,8 +50,9 @@ class ProgressDisplay(Protocol):
 class Progress:
     """Progress of a run of `total_steps`: on a terminal a line redrawn in place, otherwise a line every `interval_s`.
 
-    Call `stage(name)` when a stage begins (StageTimer does so through `on_enter`) and `step(step, metrics)` when a step
-    is done. Time left is the mean time of the last 20 steps times the number of remaining steps.
+    Call `begin(total_steps, step)` where the number of steps becomes known after the start, `stage(name)` when a stage
+    begins (StageTimer does so through `on_enter`), `count(done, of, what)` as it advances, and `step(step, metrics)`
+    when a step is done. Time left is the mean time of the last 20 steps times the number of remaining steps.
 
     >>> with Progress(total_steps=10) as progress:
     ...     progress.stage("gen")
@@ -33,15 +61,15 @@ class Progress:
 
     def __init__(
         self,
-        total_steps: int,
+        total_steps: int = 0,
         start_step: int = 0,
         stream: TextIO | None = None,
-        interval_s: float = 10.0,
+        interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total_steps = total_steps
         self.current_step = start_step
-        self.stage_name = ""
+        self.stage_name = self.counted = ""
         self.reward: float | None = None
         self.loss: float | None = None
         self.tokens_per_s: float | None = None
@@ -51,9 +79,28 @@ class Progress:
         stream = stream or sys.stderr
         self.display: ProgressDisplay = RichLine(stream) if is_live_terminal(stream) else PlainLines(stream, interval_s)
 
+    @classmethod
+    def silent(cls) -> "Progress":
+        """Progress that nobody sees."""
+        progress = cls(stream=io.StringIO())
+        progress.display = Silence()
+        return progress
+
+    def begin(self, total_steps: int, start_step: int) -> None:
+        """The steps begin: `start_step` of `total_steps` are done."""
+        self.total_steps, self.current_step = total_steps, start_step
+        self._step_ends = deque([self.clock()], maxlen=21)
+        self.stage("starting")
+
     def stage(self, name: str) -> None:
-        """Stage `name` of the next step begins."""
-        self.stage_name = name
+        """Stage `name` begins, of the next step or before the first."""
+        if name != "step":
+            self.stage_name, self.counted = STAGE_WORDS.get(name, name), ""
+        self.display.show(self, force=False)
+
+    def count(self, done: int, of: int, what: str) -> None:
+        """The stage has done that many `what` of all."""
+        self.counted = f"{done:,} of {of:,} {what}"
         self.display.show(self, force=False)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -77,9 +124,9 @@ class Progress:
 
     def describe(self) -> str:
         """The text of the line."""
-        parts = [f"step {self.current_step}/{self.total_steps}"]
+        parts = [f"step {self.current_step}/{self.total_steps}"] if self.total_steps else []
         if self.stage_name:
-            parts.append(self.stage_name)
+            parts.append(f"{self.stage_name} {self.counted}".rstrip())
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
         elif self.loss is not None:
@@ -103,22 +150,35 @@ class Progress:
 
 
 class PlainLines:
-    """At most one line every `interval_s`: for log files, pipes and dumb terminals."""
+    """At most one line every `interval_s`, also inside a long stage: for log files, pipes and dumb terminals."""
 
     def __init__(self, stream: TextIO, interval_s: float):
         self.stream, self.interval_s = stream, interval_s
         self._last: float | None = None
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def show(self, progress: Progress, force: bool) -> None:
         now = progress.clock()
-        if self._last is None:
-            self._last = progress.start_time
-        if force or now - self._last >= self.interval_s:
+        with self._lock:
+            if self._thread is None:
+                self._last = progress.start_time
+                self._thread = threading.Thread(target=self._beat, args=(progress,), name="progress", daemon=True)
+                self._thread.start()
+            if not (force or now - (self._last or 0.0) >= self.interval_s):
+                return
             self._last = now
             print(progress.describe(), file=self.stream, flush=True)
 
+    def _beat(self, progress: Progress) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            self.show(progress, force=False)
+
     def close(self) -> None:
-        """Does nothing."""
+        """End the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
 
 
 class RichLine:
@@ -129,9 +189,10 @@ class RichLine:
         from rich.progress import Progress as RichProgress
 
         # rich redirects sys.stdout to print above the bar; a stdout that goes to a file must not be redirected
+        console = Console(file=stream)
         self._bar = RichProgress(
-            *live_columns(),
-            console=Console(file=stream),
+            *live_columns(console.width),
+            console=console,
             transient=True,
             refresh_per_second=2,
             redirect_stdout=sys.stdout.isatty(),
@@ -140,16 +201,17 @@ class RichLine:
 
     def show(self, progress: Progress, force: bool) -> None:
         if self._task is None:
-            self._task = self._bar.add_task("", total=progress.total_steps, line=progress.describe)
+            self._task = self._bar.add_task("", total=None, line=progress.describe)
             self._bar.start()
-        self._bar.update(self._task, completed=progress.current_step)
+        total = progress.total_steps or None  # a bar without an end moves to and fro
+        self._bar.update(self._task, total=total, completed=progress.current_step)
 
     def close(self) -> None:
         self._bar.stop()
 
 
-def live_columns() -> list[Any]:
-    """Spinner, bar, and the line, computed at every redraw so that times advance during a long stage."""
+def live_columns(width: int) -> list[Any]:
+    """Spinner, bar (where there is room), and the line, computed at every redraw so that times advance."""
     from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task
     from rich.text import Text
 
@@ -157,7 +219,8 @@ def live_columns() -> list[Any]:
         def render(self, task: Task) -> Text:
             return Text(task.fields["line"](), overflow="ellipsis", no_wrap=True)
 
-    return [SpinnerColumn(), BarColumn(bar_width=24), LineColumn()]
+    bar = [BarColumn(bar_width=24)] if width >= 100 else []
+    return [SpinnerColumn(), *bar, LineColumn()]
 
 
 def is_live_terminal(stream: TextIO) -> bool:

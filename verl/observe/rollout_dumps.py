@@ -46,7 +46,7 @@ def dump_rollouts(
     except OSError as error:
         raise DataError(
             f"the answers of step {step} could not be written to {path}: {error}. Make room or make the folder "
-            "writable, then run the same command, which goes on from the last checkpoint"
+            "writable, then run the same command under its name, which goes on from the last checkpoint"
         ) from error
     return path
 

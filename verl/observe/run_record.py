@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.observe.run_changes import as_saved
 from verl.observe.tracking import metrics_path
 from verl.utils.errors import DataError
 from verl.utils.paths import atomic_write_text, expand_home
@@ -33,11 +34,11 @@ def write_run_record(folder: Path, config: Any, total_steps: int) -> None:
         "name": f"{settings.project_name}/{settings.experiment_name}",
         "metrics": None,
         "total_steps": total_steps,
-        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else config,
+        "config": as_saved(config),
     }
     if "file" in settings.logger:
         record["metrics"] = str(metrics_path(settings.project_name, settings.experiment_name).absolute())
-    atomic_write_text(folder / RUN_FILE, json.dumps(record, indent=1, default=str) + "\n")
+    atomic_write_text(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def find_run(text: str) -> RunRecord:
@@ -47,7 +48,7 @@ def find_run(text: str) -> RunRecord:
         return RunRecord(given.stem, given)
     for folder in (given, Path("checkpoints") / text):
         if (folder / RUN_FILE).is_file():
-            return _read_record(folder)
+            return read_record(folder)
     metrics = Path(f"{text}.jsonl")
     if metrics.is_file():
         return RunRecord(text, metrics)
@@ -58,7 +59,7 @@ def find_run(text: str) -> RunRecord:
     )
 
 
-def _read_record(folder: Path) -> RunRecord:
+def read_record(folder: Path) -> RunRecord:
     path = folder / RUN_FILE
     try:
         data = json.loads(path.read_text())

@@ -16,15 +16,13 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from verl.models.tensor_file import file_digest
+from verl.trainer.run_files import LATEST_STEP_FILE, TRAINER_STATE_FILE, complete_steps, step_folder
 from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import CheckpointError, WorkerError
 from verl.utils.paths import atomic_write_text, make_writable_folder, publish_directory
 from verl.workers.engine.manifest import MANIFEST, DamagedCheckpointError
 
-LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
-TRAINER_STATE_FILE = "trainer.json"
 SAVED_WITH = "saved_with"  # in TRAINER_STATE_FILE: the step, and the sha256 of each role's manifest
-_STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
 
 
 class Saveable(Protocol):
@@ -104,7 +102,7 @@ class Checkpoints:
             newest = f"goes on from {step_folder(self.root, steps[-1])}" if steps else "begins anew"
             raise CheckpointError(
                 f"step {step} could not be saved in {self.root}: {str(error).rstrip()}\nRepair that "
-                f"(is the disk full?), then run the same command: it {newest}"
+                f"(is the disk full?), then run the same command under the name of this run: it {newest}"
             ) from error
 
     def log_and_finish_pending(self, log: Callable[[], None]) -> None:
@@ -138,19 +136,6 @@ class Checkpoints:
 def is_rank_zero() -> bool:
     """Whether this process writes the files of the run itself."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def step_folder(root: Path, step: int) -> Path:
-    return Path(root) / f"global_step_{step}"
-
-
-def complete_steps(root: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending. Unfinished folders have other names; other files do not matter."""
-    if not Path(root).is_dir():
-        return []
-    steps = (_STEP.fullmatch(child.name) for child in Path(root).iterdir())
-    numbers = sorted(int(match.group(1)) for match in steps if match)
-    return [step for step in numbers if (step_folder(root, step) / TRAINER_STATE_FILE).is_file()]
 
 
 def read_state(folder: Path) -> dict[str, Any]:

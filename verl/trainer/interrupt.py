@@ -74,11 +74,11 @@ class Interrupt:
             signal.signal(number, handler)
 
 
-def interrupted(number: int, step: int, total_steps: int, folder: object) -> Interrupted:
-    """The end of a run that a signal stopped after `step`, which is saved in `folder`."""
+def interrupted(number: int, step: int, total_steps: int, folder: object, command: str) -> Interrupted:
+    """The end of a run that a signal stopped after `step`, which is saved in `folder`; `command` continues it."""
     return Interrupted(
-        f"stopped by {name_of(number)} after step {step} of {total_steps}, which is saved in {folder}; the same "
-        "command goes on from there",
+        f"stopped by {name_of(number)} after step {step} of {total_steps}, which is saved in {folder}; {command} "
+        "goes on from there",
         128 + number,
     )
 

@@ -1,12 +1,15 @@
 """`python3 -m verl.trainer.main_ppo key=value …`: train a policy with PPO, GRPO and their relatives."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from verl.config import RunConfig, load_config
+from verl.observe.progress import Progress
 from verl.trainer.interrupt import BeforeFirstStep
+from verl.trainer.run_folder import claimed_run
+from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
-from verl.utils.folder_lock import one_run_in
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -31,17 +34,27 @@ def _run(words: list[str]) -> None:
         run_ppo(load_config(words))
 
 
-def run_ppo(config: RunConfig) -> dict[str, float]:
-    """Train as configured; returns the last validation's metrics."""
-    from verl.trainer.ppo.run_setup import build_run
+def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[str, float]:
+    """Train as configured; returns the last validation's metrics. `announce` gets the lines of header and summary."""
+    with claimed_run(config) as (config, place):
+        for line in opening_lines(config, place):
+            announce(line)
+        with ExitStack() as stack:
+            progress = stack.enter_context(Progress())
+            progress.stage("loading libraries")
+            from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
 
-    with one_run_in(config.trainer.default_local_dir, "trainer.default_local_dir"):
-        run = build_run(config)
-        with run.tracking:
+            run = build_run(config, progress)
+            for line in run.facts():
+                announce(line)
+            stack.enter_context(run.tracking)
             try:
                 return run.fit()
             finally:
                 run.trainer.close()
+                progress.close()
+                for line in closing_lines(config, run.summary.lines()):
+                    announce(line)
 
 
 if __name__ == "__main__":

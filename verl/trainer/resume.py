@@ -105,7 +105,7 @@ def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:
     if first_error is not None or latest.exists():
         raise CheckpointError(
             f"{root} holds no checkpoint that is whole ({first_error or 'none is complete'}); restore one, or start "
-            "over with trainer.resume_mode=disable"
+            "over under another trainer.experiment_name"
         )
     return NO_CHECKPOINT
 

@@ -5,7 +5,6 @@ saves.
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
 from verl.config.actor import SFT_BATCHING_KEYS
 from verl.config.load import unread_keys
+from verl.config.run_name import same_command
 from verl.data.balance import assign_shards
 from verl.data.batch import Batch
 from verl.data.conversations import Conversations
@@ -25,6 +25,7 @@ from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
+from verl.observe.run_summary import RunSummary
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
@@ -84,6 +85,7 @@ class SFTTrainer:
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
+        self.progress, self.summary = Progress.silent(), RunSummary()
         self.micro = micro_batching(data, SFT_BATCHING_KEYS, self.ranks_per_replica)
 
     def fit(self) -> dict[str, float]:
@@ -95,16 +97,14 @@ class SFTTrainer:
         if self.collectives.is_rank_zero:
             write_run_record(self.root, self.config, self.total_steps)
         metrics: dict[str, float] = {}
-        with open(os.devnull, "w") as devnull:
-            stream = None if self.collectives.is_rank_zero else devnull
-            progress = Progress(self.total_steps, self.global_step, stream)
-            with progress, Interrupt(self), report_when_ended(self.collectives.rank):
-                while self.global_step < self.total_steps and not self.stop_agreed:
-                    metrics = self.one_step(progress)
-                self.checkpoints.finish_pending(wait=True)
+        self.progress.begin(self.total_steps, self.global_step)
+        with Interrupt(self), report_when_ended(self.collectives.rank):
+            while self.global_step < self.total_steps and not self.stop_agreed:
+                metrics = self.one_step(self.progress)
+            self.checkpoints.finish_pending(wait=True)
         if self.stop_agreed and self.global_step < self.total_steps:
             folder = step_folder(self.root, self.global_step)
-            raise interrupted(self.stop_agreed, self.global_step, self.total_steps, folder)
+            raise interrupted(self.stop_agreed, self.global_step, self.total_steps, folder, same_command(self.config))
         return metrics
 
     def one_step(self, progress: Progress) -> dict[str, float]:
@@ -131,10 +131,21 @@ class SFTTrainer:
         metrics.update(timer.metrics())
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, self.global_step))
         progress.step(self.global_step, metrics)
+        self.summary.add(self.global_step, metrics)
         if self.global_step == self.first_step:
             for key in unread_keys(self.config):
                 self.note(f"warning: {key} was set, but nothing reads it in this run")
         return metrics
+
+    def facts(self) -> list[str]:
+        """What is known once everything is loaded: devices, rows, steps."""
+        ranks = self.collectives.world_size
+        held_out = f"{len(self.validation_set):,} held out" if self.validation_set else "no validation"
+        return [
+            f"device       {get_platform().device_name}, {ranks} rank{'s' if ranks > 1 else ''}",
+            f"rows         {len(self.train_set):,} conversations, {held_out}",
+            f"steps        {self.total_steps:,} of {self.config.data.train_batch_size} conversations",
+        ]
 
     def mfu(self, batch: Batch, seconds: float) -> dict[str, float]:
         """train/mfu: FLOPs of this batch's update over the peak FLOPs of all ranks in the same time."""
@@ -233,8 +244,8 @@ class SFTTrainer:
             if state["data"][name] != value:
                 raise DataError(
                     f"{folder} was trained with other {name} ({state['data'][name]}, now {value}), so the rows already "
-                    f"used are unknown; restore it, or start anew from model.path={folder / 'huggingface'} with "
-                    f"trainer.resume_mode=disable"
+                    f"used are unknown; restore it, or start anew from model.path={folder / 'huggingface'} under "
+                    "another trainer.experiment_name"
                 )
         self.worker.engine.load(folder)
         self.global_step, self.trained_tokens = state["global_step"], state["trained_tokens"]
@@ -251,14 +262,18 @@ def batches(rows: Conversations, size: int) -> Iterator[Batch]:
 
 
 def build_sft(
-    config: SFTConfig, note: Callable[[str], None] = print, collectives: Collectives | None = None
+    config: SFTConfig,
+    note: Callable[[str], None] = print,
+    collectives: Collectives | None = None,
+    progress: Progress | None = None,
 ) -> SFTTrainer:
     """The trainer with its model, rows and trackers; only rank 0 prints notes."""
-    collectives = collectives or Collectives()
+    collectives, progress = collectives or Collectives(), progress or Progress.silent()
     if not collectives.is_rank_zero:
         note = ignore_note
     settings, found = config.trainer, Findings()
     seed_generators(settings.seed)
+    progress.stage("reading and filtering rows")
     prepared = prepare_sft(config, found)
     found.refuse(lambda line: note(f"warning: {line}"))
     assert prepared is not None  # without a refusal, all of it is there
@@ -269,6 +284,8 @@ def build_sft(
     trackers = list(settings.logger) if collectives.is_rank_zero else []
     tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config)
     trainer = SFTTrainer(config, train, held_out, tracking, note, collectives)
+    progress.stage("loading the model")
+    trainer.progress = progress
     trainer.worker = build_worker(config, trainer.total_steps)
     return trainer
 

@@ -4,14 +4,22 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from verl import __version__
 from verl.config import SFTConfig, load_config
+from verl.config.run_name import with_trainer_values
+from verl.observe.progress import Progress
 from verl.trainer.interrupt import BeforeFirstStep
+from verl.trainer.run_folder import claimed_run, named_for_ranks
+from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
 from verl.utils.errors import Interrupted, VerlError
-from verl.utils.folder_lock import one_run_in
+
+if TYPE_CHECKING:
+    from verl.trainer.sft import SFTTrainer
 
 FIRST_RANK_GRACE_S = 10.0  # by then rank 0 has printed the error, and torchrun ends all ranks
 
@@ -36,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parent = os.getppid()  # read before the slow imports, during which the parent may end
     with BeforeFirstStep():
+        config = load_config(arguments, config_name="sft_trainer")
+        if "WORLD_SIZE" not in os.environ:
+            say(f"verl {__version__}: fine-tuning of {config.model.path}")
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_after_loss
@@ -44,9 +55,11 @@ def _run(arguments: list[str]) -> int:
     is_one_of_many = False
     try:
         with BeforeFirstStep():
-            config = load_config(arguments, config_name="sft_trainer")
             if count := num_ranks(config):
-                return start_ranks(count, arguments, Path(config.trainer.default_local_dir))
+                config, place = named_for_ranks(config)
+                name = f"trainer.experiment_name={config.trainer.experiment_name}"
+                say(f"starting {count} ranks; {place.state}")
+                return start_ranks(count, [*arguments, name], Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
             run_sft(config)
@@ -84,8 +97,34 @@ def num_ranks(config: SFTConfig) -> int:
     return count or 0
 
 
-def run_sft(config: SFTConfig) -> dict[str, float]:
-    """Train as configured; returns the metrics of the last step."""
+def run_sft(config: SFTConfig, announce: Callable[[str], None] = say) -> dict[str, float]:
+    """Train as configured; returns the metrics of the last step. `announce` gets the lines of header and summary."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    values: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        if is_first:
+            config, place = stack.enter_context(claimed_run(config))
+            values = place.values
+            for line in opening_lines(config, place):
+                announce(line)
+        progress = stack.enter_context(Progress() if is_first else Progress.silent())
+        progress.stage("loading libraries")
+        trainer = _build(config, values, progress)
+        stack.enter_context(trainer.tracking)
+        if is_first:
+            for line in trainer.facts():
+                announce(line)
+        try:
+            return trainer.fit()
+        finally:
+            progress.close()
+            if is_first:
+                for line in closing_lines(trainer.config, trainer.summary.lines()):
+                    announce(line)
+
+
+def _build(config: SFTConfig, values: dict[str, Any], progress: Progress) -> "SFTTrainer":
+    """The trainer on this rank; the first rank's `values` of `trainer` hold on all."""
     from verl.plugin.platform import choose_platform
     from verl.runtime.collectives import Collectives
     from verl.runtime.rank import RankInfo
@@ -95,12 +134,9 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     rank = RankInfo.from_environment()
     if rank.world_size > 1:
         rank.init_process_group()
-    with contextlib.ExitStack() as stack:
-        if rank.rank == 0:
-            stack.enter_context(one_run_in(config.trainer.default_local_dir, "trainer.default_local_dir"))
-        trainer = build_sft(config, collectives=Collectives(rank.rank, rank.world_size))
-        stack.enter_context(trainer.tracking)
-        return trainer.fit()
+    collectives = Collectives(rank.rank, rank.world_size)
+    config = with_trainer_values(config, collectives.all_gather(values)[0])
+    return build_sft(config, collectives=collectives, progress=progress)
 
 
 if __name__ == "__main__":

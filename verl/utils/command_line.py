@@ -36,7 +36,7 @@ def run_command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[
     except KeyboardInterrupt:
         print(
             "error: stopped at once by Ctrl-C; what was not saved is lost: a training run goes on from its last "
-            "checkpoint when the same command is run again",
+            "checkpoint when the same command is run again under its name (trainer.experiment_name)",
             file=sys.stderr,
         )
         return 128 + signal.SIGINT

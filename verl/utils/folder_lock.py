@@ -78,10 +78,14 @@ def _holder_may_run(path: Path) -> bool:
     return bool(holder)
 
 
-def _in_use(path: Path, key: str) -> ConfigError:
+class FolderInUseError(ConfigError):
+    """A folder that another run holds."""
+
+
+def _in_use(path: Path, key: str) -> FolderInUseError:
     holder = _holder(path)
     who = "host {}, process {}, since {}".format(*(holder.get(name, "unknown") for name in ("host", "pid", "since")))
-    return ConfigError(
+    return FolderInUseError(
         f"{key}={path.parent} is in use by another run ({who}); end that run or wait for it, or name another folder. "
         f"If it ended long ago and this file system has no locks, delete {path}"
     )

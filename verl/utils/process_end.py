@@ -19,7 +19,9 @@ from typing import NoReturn
 
 exit_now = os._exit  # for our own code: `os._exit` is replaced while a command runs
 
-ADVICE = "raise an exception there instead; the same command resumes from the last checkpoint"
+ADVICE = (
+    "raise an exception there instead; the same command, under the name of the run, resumes from the last checkpoint"
+)
 
 
 class SaidEnd:
@@ -109,7 +111,7 @@ def how_it_ended(process: int) -> str:
     return f"is gone: it was killed or it crashed; {RESUME}"
 
 
-RESUME = "the same command resumes from the last checkpoint"
+RESUME = "the same command, under the name of the run, resumes from the last checkpoint"
 
 if __name__ == "__main__":
     watch(int(sys.argv[1]))

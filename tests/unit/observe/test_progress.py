@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pty
+import time
 
 import pytest
 
@@ -41,8 +42,8 @@ def test_a_pipe_gets_a_line_per_interval_and_one_for_the_last_step():
     run(stream, Clock())
     lines = stream.getvalue().splitlines()
     assert lines == [
-        "step 3/6 | gen | reward 0.300 | 1,234 tokens/s | 12s so far | 12s left",
-        "step 6/6 | gen | reward 0.600 | 1,234 tokens/s | 24s so far | 0s left",
+        "step 3/6 | generating | reward 0.300 | 1,234 tokens/s | 12s so far | 12s left",
+        "step 6/6 | generating | reward 0.600 | 1,234 tokens/s | 24s so far | 0s left",
     ]
 
 
@@ -93,7 +94,33 @@ def test_a_resumed_run_counts_only_its_own_steps():
 def test_the_stage_comes_from_the_timer():
     progress = Progress(5, stream=io.StringIO())
     with StageTimer(on_enter=progress.stage)("update_actor"):
-        assert "update_actor" in progress.describe()
+        assert "| updating |" in progress.describe()
+
+
+def test_a_stage_says_how_far_it_is_and_the_steps_begin_when_their_number_is_known():
+    progress = Progress(stream=io.StringIO(), clock=Clock())
+    progress.stage("loading the model")
+    assert progress.describe() == "loading the model | 0s so far"
+    progress.begin(total_steps=9, start_step=4)
+    progress.stage("gen")
+    progress.count(1000, 4096, "answers")
+    assert progress.describe() == "step 4/9 | generating 1,000 of 4,096 answers | 0s so far"
+    progress.stage("update_actor")
+    assert "answers" not in progress.describe()
+
+
+def test_a_pipe_gets_lines_inside_a_long_stage(monkeypatch):
+    monkeypatch.setattr("verl.observe.progress.HEARTBEAT_S", 0.01)
+    stream, clock = io.StringIO(), Clock()
+    with Progress(stream=stream, interval_s=5.0, clock=clock) as progress:
+        progress.stage("loading the model")
+        assert stream.getvalue() == ""
+        clock.now = 6.0
+        for _ in range(1000):
+            if stream.getvalue():
+                break
+            time.sleep(0.01)
+    assert stream.getvalue() == "loading the model | 6s so far\n"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (75, "1m15s"), (3725, "1h02m")])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import load_config
+from verl.observe.run_record import RUN_FILE
 from verl.utils.errors import VerlError
 from verl.utils.paths import atomic_write_text, expand_home
 
@@ -50,6 +51,7 @@ def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) ->
 
     start = time.perf_counter()
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
+    remove_earlier_runs(out)
     split = make_split(seed, NUM_HELD_OUT, NUM_WORKED)
     write_split(split, out / "data")
     num_parameters = make_model(out / "model", CHARACTERS, seed)
@@ -142,6 +144,7 @@ def sft_overrides(out: Path, seed: int) -> list[str]:
         f"trainer.experiment_name={SFT_RUN}",
         f"trainer.default_local_dir={out / SFT_RUN}",
         "trainer.resume_mode=disable",
+        "trainer.on_existing=rename",
         f"trainer.seed={seed}",
     ]
 
@@ -175,12 +178,12 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list
         "reward.custom_reward_function.name=compute_score",
         f"trainer.total_training_steps={steps or 240}",
         "trainer.test_freq=30",
-        "trainer.save_freq=1000000",
         "trainer.logger=[file]",
         "trainer.project_name=quickstart",
         f"trainer.experiment_name={GRPO_RUN}",
         f"trainer.default_local_dir={out / GRPO_RUN}",
         "trainer.resume_mode=disable",
+        "trainer.on_existing=rename",
     ]
 
 
@@ -193,7 +196,7 @@ def warm_up(out: Path, seed: int, problems: Sequence[Any]) -> Path:
 
     overrides = sft_overrides(out, seed)
     print_command("verl.trainer.sft_trainer", overrides)
-    run_sft(load_config(overrides, config_name="sft_trainer"))
+    run_sft(load_config(overrides, config_name="sft_trainer"), announce=keep_quiet)
     epochs = sorted((out / SFT_RUN).glob("global_step_*/huggingface"), key=lambda p: int(p.parent.name.split("_")[-1]))
     for folder in epochs[len(epochs) // 2 :]:  # the first half has not learned the format
         right = accuracy(problems, greedy_answers(folder, problems))
@@ -210,9 +213,24 @@ def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str]
 
     overrides = [*grpo_overrides(out, model, seed, steps), *extra]
     print_command("verl.trainer.main_ppo", overrides)
-    run_ppo(load_config(overrides))
+    run_ppo(load_config(overrides), announce=keep_quiet)
     lines = metrics_path("quickstart", GRPO_RUN).read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def keep_quiet(line: str) -> None:
+    """Drops a line of a run's header or summary: the quickstart has its own."""
+
+
+def remove_earlier_runs(out: Path) -> None:
+    """Delete what an earlier quickstart left, which this one would mix with its own."""
+    from verl.observe.tracking import metrics_path
+
+    for run in (SFT_RUN, GRPO_RUN):
+        if (out / run / RUN_FILE).is_file():
+            print(f"     replacing {out / run}, of an earlier quickstart; --out FOLDER keeps it")
+            shutil.rmtree(out / run)
+        metrics_path("quickstart", run).unlink(missing_ok=True)
 
 
 def print_command(module: str, overrides: list[str]) -> None:

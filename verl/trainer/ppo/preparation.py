@@ -174,7 +174,7 @@ def _check_room(config: RunConfig, found: Findings) -> None:
     trained = [TrainedModel(arr.model, arr.actor.fsdp_config, arr.actor.checkpoint)]
     if uses_critic(config):
         trained.append(TrainedModel(config.critic.model, config.critic.fsdp, config.critic.checkpoint))
-    if settings.save_freq > 0:
+    if settings.save_freq is None or settings.save_freq > 0:
         check_room(settings.default_local_dir, trained, settings.max_actor_ckpt_to_keep, found)
 
 

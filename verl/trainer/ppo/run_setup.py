@@ -9,6 +9,7 @@ from verl.algorithms.kl import get_kl_controller
 from verl.config import RunConfig
 from verl.config.check import uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
+from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
 from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
@@ -31,9 +32,10 @@ from verl.workers.rollout.base import RolloutEngine
 logger = logging.getLogger(__name__)
 
 
-def build_run(config: RunConfig) -> TrainingRun:
+def build_run(config: RunConfig, progress: Progress | None = None) -> TrainingRun:
     """The run, loaded and connected. Mistakes in the configuration raise ConfigError here, before any step."""
-    found = Findings()
+    progress, found = progress or Progress.silent(), Findings()
+    progress.stage("reading and filtering prompts")
     prepared = prepare_run(config, found)
     found.refuse()
     assert prepared is not None  # without a refusal, all of it is there
@@ -41,12 +43,15 @@ def build_run(config: RunConfig) -> TrainingRun:
     prompts = PromptSampler(rows, config.data.shuffle, config.data.seed)
     warn_about_unused_rows(len(rows), config.data.train_batch_size, config.data.shuffle)
     total_steps = count_steps(config, prompts)
+    progress.stage("loading the model")
     group = build_group(config, total_steps)
     try:
-        return assemble_run(config, group, prepared, prompts, total_steps)
+        run = assemble_run(config, group, prepared, prompts, total_steps)
     except BaseException:
         group.close()
         raise
+    run.progress = progress
+    return run
 
 
 def assemble_run(
@@ -78,9 +83,11 @@ def assemble_run(
         critic,
         group,
     )
-    return TrainingRun(
+    run = TrainingRun(
         config, trainer, build_validation(config, prepared, collector), total_steps, build_tracking(config)
     )
+    collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
+    return run
 
 
 def build_group(config: RunConfig, total_steps: int) -> WorkerGroup:

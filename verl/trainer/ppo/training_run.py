@@ -9,13 +9,15 @@ from typing import Any
 from verl.config import RunConfig
 from verl.config.base import add_reads
 from verl.config.load import unread_keys
+from verl.config.run_name import same_command
 from verl.data.prompts import PromptDataset
 from verl.data.trajectory import Trajectory
 from verl.observe.ledger import Ledger
 from verl.observe.memory_metrics import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
-from verl.observe.run_record import NUM_VALIDATION_SAMPLES, VALIDATION_SAMPLES, write_run_record
+from verl.observe.run_record import NUM_VALIDATION_SAMPLES, RUN_FILE, VALIDATION_SAMPLES, write_run_record
+from verl.observe.run_summary import RunSummary
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
@@ -27,6 +29,7 @@ from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector
 from verl.trainer.resume import find_resume
+from verl.trainer.run_files import LEDGER
 from verl.trainer.validation_metrics import process_validation_metrics
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
@@ -90,11 +93,13 @@ class TrainingRun:
             self.roles["critic"] = trainer.critic
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
         self.checkpoints = Checkpoints(self.root, keep, note)
-        self.ledger = Ledger(self.root / "ledger") if config.trainer.ledger else None
+        self.ledger = Ledger(self.root / LEDGER) if config.trainer.ledger else None
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
         self.health = HealthCheck()
+        self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
+        self.num_prompts = 0  # to train on; for facts()
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last validation's metrics.
@@ -102,7 +107,8 @@ class TrainingRun:
         Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
         """
         self.resume()
-        write_run_record(self.root, self.config, self.total_steps)
+        if not (self.config.trainer.val_only and (self.root / RUN_FILE).exists()):
+            write_run_record(self.root, self.config, self.total_steps)
         for line in setup_lines(self.config.algorithm.adv_estimator, self.config.actor_rollout_ref.rollout.n):
             self.note(f"health: {line}")
         warning = self.trainer.publish().warning()
@@ -110,18 +116,23 @@ class TrainingRun:
             self.note(warning)
         settings = self.config.trainer
         if self.validation and (settings.val_only or (settings.val_before_train and self.trainer.global_step == 0)):
-            self.tracking.log(self.validate(), self.trainer.global_step)
+            self.progress.stage("testing")
+            first = self.validate()
+            self.tracking.log(first, self.trainer.global_step)
+            self.summary.add(self.trainer.global_step, first)
         if settings.val_only:
             return self.last_validation
-        with Progress(self.total_steps, self.trainer.global_step) as progress, Interrupt(self):
+        self.progress.begin(self.total_steps, self.trainer.global_step)
+        with Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
-                self.one_step(progress)
+                self.one_step(self.progress)
             step = self.trainer.global_step
             if self.stop_requested and self.trainer.first_step <= step != self.saved_step:
                 self.save()  # the signal came after the step had passed its own save
             self.checkpoints.finish_pending(wait=True)
         if self.stop_requested and step < self.total_steps:
-            raise interrupted(self.stop_requested, step, self.total_steps, step_folder(self.root, step))
+            folder, command = step_folder(self.root, step), same_command(self.config)
+            raise interrupted(self.stop_requested, step, self.total_steps, folder, command)
         return self.last_validation
 
     def one_step(self, progress: Progress) -> None:
@@ -147,6 +158,7 @@ class TrainingRun:
         metrics.update(memory_metrics())
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
         progress.step(record.step, metrics)
+        self.summary.add(record.step, metrics)
         self.note_advice(record.rollouts.engine_stats)
         for line in self.health.look(metrics):
             self.note(f"health: step {record.step}: {line}")
@@ -172,7 +184,9 @@ class TrainingRun:
     def validate(self) -> dict[str, float]:
         """Sample the held-out prompts with the published weights and score them."""
         assert self.validation is not None
+        self.is_validating = True
         metrics, rollouts = self.trainer.runner.run(self.validation.run())
+        self.is_validating = False
         step = self.trainer.global_step
         if self.config.trainer.validation_data_dir:
             dump_rollout_batch(self.config.trainer.validation_data_dir, step, rollouts)
@@ -185,6 +199,25 @@ class TrainingRun:
         samples = [(rows[t.row].text, str(rows[t.row].ground_truth), t.response_text, t.reward) for t in shown]
         self.tracking.log_samples(samples, step)
         return metrics
+
+    def count_answers(self, done: int, of: int) -> None:
+        """Show how far sampling is; its first call begins the stage."""
+        if not done and not self.is_validating:
+            self.progress.stage("gen")
+        self.progress.count(done, of, "answers")
+
+    def facts(self) -> list[str]:
+        """What is known once everything is loaded: devices, rows, steps."""
+        ranks = 1 if self.trainer.group is None else self.trainer.group.layout.world_size
+        data, settings = self.config.data, self.config.trainer
+        held_out = f"{len(self.validation.prompts):,} held out" if self.validation else "no validation"
+        every = f", validation every {settings.test_freq}" if self.validation and settings.test_freq > 0 else ""
+        return [
+            f"device       {get_platform().device_name}, {ranks} rank{'s' if ranks > 1 else ''}",
+            f"rows         {self.num_prompts:,} prompts, {held_out}",
+            f"steps        {self.total_steps:,} of {data.train_batch_size} prompts x "
+            f"{self.config.actor_rollout_ref.rollout.n} answers{every}",
+        ]
 
     def save(self) -> None:
         """Save the roles and the trainer's state in global_step_N, or start to."""
@@ -228,9 +261,9 @@ class TrainingRun:
             self.note(f"warning: {key} was set, but nothing reads it in this run")
 
 
-def is_due(step: int, frequency: int, last: bool) -> bool:
-    """Every `frequency` steps and at the last one; never for 0 or less."""
-    return frequency > 0 and (last or step % frequency == 0)
+def is_due(step: int, frequency: int | None, last: bool) -> bool:
+    """Every `frequency` steps and at the last one; only there for None, never for 0 or less."""
+    return last if frequency is None else frequency > 0 and (last or step % frequency == 0)
 
 
 def format_answer(step: int, trajectory: Trajectory) -> str:

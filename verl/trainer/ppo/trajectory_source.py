@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,18 +46,23 @@ class RolloutCollector:
     ):
         self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
         self.free_cache = free_cache
+        self.on_answers: Callable[[int, int], None] = lambda done, of: None  # told how many answers are complete
 
     async def collect(
         self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
     ) -> RolloutBatch:
         """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward."""
-        start = time.perf_counter()
+        start, done, total = time.perf_counter(), 0, len(rows) * sampling.n
         out = RolloutBatch(rows=list(rows))
+        self.on_answers(done, total)
         await self.engine.wake()
 
         async def answer_prompt(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
+            nonlocal done
             trajectories = await self.agent_runner.answer(row, request_id, sampling, self.engine)
             out.generate_s = time.perf_counter() - start
+            done += sampling.n
+            self.on_answers(done, total)
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
                 RewardInput.from_row(row, text, t)

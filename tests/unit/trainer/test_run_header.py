@@ -1,0 +1,42 @@
+"""The lines before a run's first step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from verl.config import load_config
+from verl.trainer.run_folder import RunPlace
+from verl.trainer.run_header import count_parameters, format_count, opening_lines
+
+MODEL = "actor_rollout_ref.model.path=nowhere"
+
+
+@pytest.mark.parametrize(
+    ("override", "first", "where"),
+    [
+        ("trainer.save_freq=null", "", "the last step"),
+        ("trainer.save_freq=7", "", "every 7 steps and the last"),
+        ("trainer.save_freq=-1", "saves nothing", "none (trainer.save_freq=-1"),
+        ("trainer.save_freq=0", "saves nothing", "none (trainer.save_freq=0"),
+    ],
+)
+def test_the_first_line_says_when_the_model_will_be_lost(override: str, first: str, where: str):
+    lines = opening_lines(load_config([MODEL, override]), RunPlace("new"))
+    assert ("saves nothing" in lines[0]) == bool(first) and lines[0].startswith("run verl_examples/ppo-")
+    assert where in next(line for line in lines if line.startswith("checkpoints"))
+
+
+def test_fine_tuning_always_saves_its_last_step():
+    lines = opening_lines(load_config(["model.path=m"], config_name="sft_trainer"), RunPlace("new"))
+    assert "saves nothing" not in lines[0] and "the last step" in lines[-1]
+
+
+def test_parameters_are_counted_from_the_headers_of_the_files(tmp_path: Path):
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors", metadata={"f": "pt"})
+    save_file({"c": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert count_parameters(tmp_path) == 24
+    (tmp_path / "model-3.safetensors").write_bytes(b"\xff" * 9)
+    assert count_parameters(tmp_path) == 0
+    assert [format_count(n) for n in (12, 16_040, 596_049_920, 8_190_735_360)] == ["12", "16k", "596M", "8.19B"]

@@ -1,0 +1,62 @@
+"""What a run has reached and where its time went, in a few lines."""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+from verl.observe.progress import STAGE_WORDS, format_duration
+from verl.observe.trackers import format_number
+
+_NUM_STAGES = 5
+_NOT_STAGES = ("step", "agent_loop")  # the whole, and parts of other stages
+
+
+class RunSummary:
+    """Best and last scores and the seconds of each stage, of the steps that this process has done."""
+
+    def __init__(self) -> None:
+        self.start_time = time.monotonic()
+        self.num_steps = self.last_step = 0
+        self.scores: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step, or of a validation at it."""
+        if "timing_s/step" in metrics:
+            self.num_steps, self.last_step = self.num_steps + 1, step
+        for name, value in metrics.items():
+            if name.startswith("val-core/") or name in ("critic/score/mean", "train/loss", "val/loss"):
+                self.scores[name].append((step, value))
+            stage = name.removeprefix("timing_s/")
+            if stage != name and "/" not in stage and not stage.startswith(_NOT_STAGES):
+                self.seconds[STAGE_WORDS.get(stage, stage)] += value
+        self.seconds["the rest"] += metrics.get("timing_s/step", 0.0)
+
+    def lines(self) -> list[str]:
+        """The summary; empty where nothing was done."""
+        if not self.scores:
+            return []
+        took = format_duration(time.monotonic() - self.start_time)
+        lines = [f"done         {self.num_steps} steps in {took}, the last is step {self.last_step}"]
+        for name, points in sorted(self.scores.items(), key=lambda item: not item[0].startswith("val")):
+            pick = min if name.endswith("loss") else max
+            best = pick(points, key=lambda point: point[1])
+            last = points[-1]
+            lines.append(
+                f"{'loss' if name.endswith('loss') else 'score':<12} {format_number(last[1])} at step {last[0]}, best "
+                f"{format_number(best[1])} at step {best[0]}, {format_number(points[0][1])} at first ({name})"
+            )
+        if times := self._times():
+            lines.append(f"time         {times}")
+        return lines
+
+    def _times(self) -> str:
+        """The longest stages in percent of all steps; what was in none is the rest."""
+        total = self.seconds["the rest"]
+        if not total:
+            return ""
+        stages = {name: seconds for name, seconds in self.seconds.items() if name != "the rest"}
+        longest = sorted(stages.items(), key=lambda item: -item[1])[:_NUM_STAGES]
+        parts = [(name, seconds) for name, seconds in longest if seconds >= total / 100]
+        rest = max(0.0, total - sum(seconds for _, seconds in parts))
+        return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in [*parts, ("the rest", rest)])

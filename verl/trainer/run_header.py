@@ -1,0 +1,155 @@
+"""The lines before a run's first step and after its last. Importing this loads no heavy library."""
+
+import contextlib
+import json
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl import __version__
+from verl.config import RunConfig, SFTConfig
+from verl.trainer.run_files import LEDGER, complete_steps, step_folder
+from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
+
+_LARGEST_HEADER_BYTES = 100_000_000  # of a safetensors file
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
+    """What is known before anything is loaded: the run and what became of its name, model, where things go."""
+    settings = config.trainer
+    unsaved = "" if will_save(config) else "; saves nothing (trainer.save_freq), the trained model is lost at the end"
+    first = f"run {settings.project_name}/{settings.experiment_name}: {place.state}{unsaved}"
+    metrics = metrics_of(config)
+    others = [name for name in settings.logger if name != "file"]
+    trackers = ", ".join([*([str(metrics)] if metrics else []), *others]) or "nowhere (trainer.logger)"
+    return [
+        first,
+        *(f"  {line}" for line in place.lines),
+        f"task         {task(config)}, verl {__version__}",
+        f"model        {describe_model(model_path(config))}",
+        f"metrics      {trackers}",
+        f"checkpoints  {settings.default_local_dir}{when_saved(config)}",
+        *(
+            f"{name.split('_')[0]} answers  {folder}"
+            for name in ("rollout_data_dir", "validation_data_dir")
+            if (folder := settings.get(name))
+        ),
+    ]
+
+
+def task(config: AnyConfig) -> str:
+    """What the run does, in the field's words."""
+    if isinstance(config, SFTConfig):
+        return "supervised fine-tuning"
+    estimator = config.algorithm.adv_estimator
+    return "PPO (GAE)" if estimator == "gae" else estimator.upper()
+
+
+def model_path(config: AnyConfig) -> str:
+    model = config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model
+    return str(model.path)
+
+
+def will_save(config: AnyConfig) -> bool:
+    """Whether the run leaves a checkpoint of its last step."""
+    frequency = config.trainer.save_freq
+    if isinstance(config, RunConfig) and config.trainer.val_only:
+        return True  # nothing is trained
+    return isinstance(config, SFTConfig) or frequency is None or int(frequency) > 0
+
+
+def when_saved(config: AnyConfig) -> str:
+    """When checkpoints are saved, to follow their folder."""
+    frequency = config.trainer.save_freq
+    if isinstance(config, RunConfig) and config.trainer.val_only:
+        return ", none is saved"
+    if not will_save(config):
+        return f": none (trainer.save_freq={frequency}; drop it to keep the last step)"
+    if frequency == "after_each_epoch":
+        return ", after each epoch"
+    if frequency is None or int(frequency) <= 0:
+        return ", the last step (trainer.save_freq=N for every N)"
+    return f", every {frequency} steps and the last"
+
+
+def describe_model(path: str) -> str:
+    """Architecture and number of parameters of a model folder, as far as its files say."""
+    folder, parts = Path(path).expanduser(), []
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # loading the model says what is wrong
+        parts.append(str(json.loads((folder / "config.json").read_text())["architectures"][0]))
+    if count := count_parameters(folder):
+        parts.append(f"{format_count(count)} parameters")
+    return ", ".join([*parts, f"from {path}"])
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in the safetensors files of a folder, read from their headers; 0 where that cannot be read."""
+    total = 0
+    try:
+        for file in folder.glob("*.safetensors"):
+            with open(file, "rb") as stream:
+                (size,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(min(size, _LARGEST_HEADER_BYTES)))
+            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return 0
+    return total
+
+
+def format_count(count: int) -> str:
+    """596049920 -> '596M'."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def closing_lines(config: AnyConfig, summary: Sequence[str]) -> list[str]:
+    """What was reached, where everything lies, and the commands that use it."""
+    if not summary:
+        return []
+    settings, root = config.trainer, Path(config.trainer.default_local_dir)
+    steps = complete_steps(root)
+    lines = ["", *summary, f"folder       {root} ({_contents(root)})"]
+    lines += [f"metrics      {metrics_of(config)}"] if metrics_of(config) else []
+    if steps:
+        actor = () if isinstance(config, SFTConfig) else ("actor",)
+        model = step_folder(root, steps[-1]).joinpath(*actor, "huggingface")
+        lines.append(f"model        {model}")
+        lines.append(
+            f"continue     the same command with trainer.experiment_name={settings.experiment_name} and a larger "
+            "trainer.total_training_steps"
+        )
+        lines.append(f"serve        verl serve model={model}")
+        lines += [f"evaluate     {line}" for line in _evaluate_commands(config, model)]
+    else:
+        lines.append("model        not saved: trainer.save_freq says so")
+    return [*lines, f"report       verl report {root}"]
+
+
+def _contents(root: Path) -> str:
+    names = [f"global_step_{step}" for step in complete_steps(root)[-2:]]
+    return ", ".join([*names, *(name for name in (LEDGER, "validation_samples", "run.json") if (root / name).exists())])
+
+
+def _evaluate_commands(config: AnyConfig, model: Path) -> list[str]:
+    """Answers of the saved model to the held-out prompts, then their scores."""
+    if isinstance(config, SFTConfig) or not config.data.val_files:
+        return []
+    data = config.data
+    file = data.val_files if isinstance(data.val_files, str) else f"[{','.join(data.val_files or ())}]"
+    reward = config.reward.custom_reward_function
+    custom = f" custom_reward_function.path={reward.path}" if reward.path else ""
+    custom += f" custom_reward_function.name={reward.name}" if reward.path and reward.name != "compute_score" else ""
+    return [
+        f"verl generate actor_rollout_ref.model.path={model} data.train_files={file} "
+        f"data.max_prompt_length={data.max_prompt_length} data.max_response_length={data.max_response_length} "
+        "data.output_path=answers.parquet",
+        f"verl eval data.path=answers.parquet{custom}",
+    ]
