@@ -8,7 +8,6 @@ the weights W + s B A (`merge_adapters`).
 import contextlib
 import copy
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,8 +26,6 @@ from verl.utils.suggest import did_you_mean
 if TYPE_CHECKING:
     import peft
 
-logger = logging.getLogger(__name__)
-
 ADAPTER_NAME = "default"  # peft stores the adapters of a layer by name; there is one
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 VALUE_HEAD = "score"
@@ -37,6 +34,9 @@ UNSUPPORTED_SETTINGS = {
     "use_dora": False, "lora_bias": False, "bias": "none", "fan_in_fan_out": False, "target_parameters": None,
     "trainable_token_indices": None, "layer_replication": None,
 }  # fmt: skip
+
+
+NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")  # also of dense MLPs and of shared experts
 
 
 def wants_lora(settings: HFModelConfig) -> bool:
@@ -61,8 +61,11 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
     wide_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        listed = [] if isinstance(config.target_modules, str) else config.target_modules or ()
+        paths = [name for name in listed if "." in name and name.rpartition(".")[2] in NAMES_OF_EXPERTS]
         try:
-            peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=structure_only)
+            with _names_as_they_are(model) if paths and _has_joined_experts(model) else contextlib.nullcontext():
+                peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=structure_only)
         except ValueError as error:
             raise ConfigError(f"no LoRA with model.target_modules={settings.target_modules!r}: {error}") from error
     _check_layers(model)
@@ -117,18 +120,31 @@ def _check_adapters_fit(model: nn.Module, config: "peft.LoraConfig") -> None:
 
 
 def _all_linear(model: nn.Module) -> list[str]:
-    """Names of all linear layers below the head, except those that peft treats as experts stored in one tensor."""
+    """Names of all linear layers below the head; whole paths for those whose last part also names joined experts."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    joined = any(".experts." in name and parameter.dim() == 3 for name, parameter in model.named_parameters())
-    left_out = {"gate", "gate_proj", "up_proj", "down_proj"} if joined else set()
-    if passed_over := [name for name in linear if name.rpartition(".")[2] in left_out]:
-        logger.warning(
-            "model.target_modules=all-linear leaves %d layers of dense MLPs and shared experts without adapters, first "
-            "%s: in a model with joined experts peft takes these names for the experts'",
-            len(passed_over), passed_over[0],
-        )  # fmt: skip
-    return sorted({name.rpartition(".")[2] for name in linear} - {VALUE_HEAD} - left_out)
+    shared = NAMES_OF_EXPERTS if _has_joined_experts(model) else ()
+    names = {name if name.rpartition(".")[2] in shared else name.rpartition(".")[2] for name in linear}
+    return sorted(names - {VALUE_HEAD})
+
+
+def _has_joined_experts(model: nn.Module) -> bool:
+    """Whether the experts of a layer are stored in one tensor, which gets no adapters."""
+    return any(".experts." in name and parameter.dim() == 3 for name, parameter in model.named_parameters())
+
+
+@contextlib.contextmanager
+def _names_as_they_are(model: Any) -> Iterator[None]:
+    """Inside the block peft takes `gate_proj` and its like for layers of that name, not for joined experts.
+
+    It translates these names, which are those of experts in files of transformers 4, in every model with a family.
+    """
+    config = model.config
+    model.config = config.to_dict()
+    try:
+        yield
+    finally:
+        model.config = config
 
 
 def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
@@ -139,6 +155,8 @@ def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfi
     if missing:
         raise ConfigError(f"model.lora_adapter_path={folder} has no {' and no '.join(missing)}; give a PEFT folder")
     config = peft.PeftConfig.from_pretrained(str(folder))
+    if layers := _linear_layers_of(getattr(config, "target_parameters", None) or ()):
+        config.target_modules, config.target_parameters = {*(config.target_modules or ()), *layers}, None
     unsupported = {"peft_type": config.peft_type} if config.peft_type != peft.PeftType.LORA else {}
     unsupported |= {
         n: getattr(config, n)
@@ -157,6 +175,13 @@ def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfi
         )
     config.modules_to_save, config.lora_dropout, config.inference_mode = None, 0.0, False
     return config
+
+
+def _linear_layers_of(parameters: Iterable[str]) -> list[str]:
+    """The linear layers whose weights `write_adapter_config` named; none if there is another parameter."""
+    names = list(parameters)
+    is_ours = all(re.fullmatch(rf"(.+\.)?({'|'.join(NAMES_OF_EXPERTS)})\.weight", name) for name in names)
+    return [name.removesuffix(".weight") for name in names] if is_ours else []
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -301,4 +326,9 @@ def write_adapter_config(model: Any, folder: Path) -> None:
     config = copy.copy(model.peft_config[ADAPTER_NAME])
     config.inference_mode = True
     config.modules_to_save = [VALUE_HEAD] if hasattr(model, VALUE_HEAD) else None
+    if _has_joined_experts(model):  # as modules, peft would take these names for those of experts
+        adapted = [name for name, module in model.named_modules() if is_adapted(module)]
+        experts_names = [name for name in adapted if name.rpartition(".")[2] in NAMES_OF_EXPERTS]
+        config.target_modules = {n.rpartition(".")[2] for n in adapted if n not in experts_names}
+        config.target_parameters = [f"{name}.weight" for name in experts_names] or None
     config.save_pretrained(str(folder))
