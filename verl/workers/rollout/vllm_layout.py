@@ -29,14 +29,14 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class HeldPart:
-    """`sent` of a checkpoint's tensor is `held` of a layer's parameter on this rank."""
+class WeightPart:
+    """`sent` of a checkpoint's tensor is `local` of a layer's parameter on this rank."""
 
     path: str  # of the layer in vLLM's model
     parameter: str
     dtype: torch.dtype
     sent: Index
-    held: Index
+    local: Index
     packed: bool  # only the kernel's own form is left: read it by multiplication
 
     def expected(self, tensor: Tensor) -> str:
@@ -45,7 +45,7 @@ class HeldPart:
 
     def found(self, parameter: Tensor) -> str:
         """Fingerprint of this part of `parameter` as read back."""
-        return self._fingerprint(parameter[self.held].to(self.dtype))
+        return self._fingerprint(parameter[self.local].to(self.dtype))
 
     def _fingerprint(self, tensor: Tensor) -> str:
         if self.packed:  # sums lose the sign of zero, and some units flush what is almost zero
@@ -63,8 +63,8 @@ class WeightReader:
     """Compares what arrives for `model` with what its layers hold afterwards. Built before the first reload."""
 
     model: nn.Module
-    parts: dict[str, list[HeldPart]] = field(default_factory=dict)  # by name of the checkpoint's tensor
-    expected: dict[tuple[str, HeldPart], str] = field(default_factory=dict)
+    parts: dict[str, list[WeightPart]] = field(default_factory=dict)  # by name of the checkpoint's tensor
+    expected: dict[tuple[str, WeightPart], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
@@ -96,7 +96,7 @@ class WeightReader:
     @torch.no_grad()
     def compare(self) -> ReadBack:
         """Reads every layer back; forgets what was recorded."""
-        by_parameter: dict[tuple[str, str, bool], list[tuple[str, HeldPart]]] = {}
+        by_parameter: dict[tuple[str, str, bool], list[tuple[str, WeightPart]]] = {}
         for name, part in self.expected:
             by_parameter.setdefault((part.path, part.parameter, part.packed), []).append((name, part))
         wrong, read, missing = [], set(), []
@@ -115,7 +115,7 @@ class WeightReader:
         self.expected = {}
         return ReadBack(len(names), tuple(wrong), tuple(missing), tuple(unread))
 
-    def locate(self, name: str) -> list[HeldPart]:
+    def locate(self, name: str) -> list[WeightPart]:
         """Where the layers hold a tensor of the checkpoint; empty if its layout is not known."""
         path, _, parameter = (self.rename(name) or name).rpartition(".")
         shard = None
@@ -125,18 +125,18 @@ class WeightReader:
                 if leaf in leaves and f"{parent}.{fused}" in self.modules:
                     path, shard = f"{parent}.{fused}", leaves.index(leaf)
         module = self.modules.get(path)
-        held = None if module is None else module._parameters.get(parameter)
-        if held is None or not self._loads_plainly(path, module, parameter):
+        local = None if module is None else module._parameters.get(parameter)
+        if local is None or not self._loads_plainly(path, module, parameter):
             return []
-        if not isinstance(module, LinearBase) and not self._keeps_shape(path, parameter, held):
+        if not isinstance(module, LinearBase) and not self._keeps_shape(path, parameter, local):
             return []
-        parts = [self._part(path, parameter, held, *place) for place in places(module, parameter, shard)]
+        parts = [self._part(path, parameter, local, *place) for place in places(module, parameter, shard)]
         if isinstance(module, VocabParallelEmbedding) and parameter == "weight":
             heads = [other for other in self.tied[path] if isinstance(self.modules[other], ParallelLMHead)]
             if not heads and self.tied_to_itself(path):
                 heads = [path]
             for head in heads:
-                parts += [self._part(head, parameter, held, *place, head=True) for place in places(module, parameter)]
+                parts += [self._part(head, parameter, local, *place, head=True) for place in places(module, parameter)]
         return parts
 
     def tied_to_itself(self, path: str) -> bool:
@@ -144,12 +144,14 @@ class WeightReader:
         has_head = any(isinstance(module, ParallelLMHead) for _, module in self._embeddings())
         return not has_head and len(list(self._embeddings())) == 1 and hasattr(self.modules[path], "cpu_linear")
 
-    def _part(self, path: str, parameter: str, held: Tensor, sent: Index, rows: Index, head: bool = False) -> HeldPart:
+    def _part(
+        self, path: str, parameter: str, local: Tensor, sent: Index, rows: Index, head: bool = False
+    ) -> WeightPart:
         module = self.modules[path]
         multiplies = head or isinstance(module, LinearBase | ParallelLMHead)
-        packed = multiplies and (hasattr(module, "cpu_linear") or not self._keeps_shape(path, parameter, held))
+        packed = multiplies and (hasattr(module, "cpu_linear") or not self._keeps_shape(path, parameter, local))
         packed = packed and parameter == "weight"
-        return HeldPart(path, parameter, held.dtype, sent, rows, packed)
+        return WeightPart(path, parameter, local.dtype, sent, rows, packed)
 
     def _keeps_shape(self, path: str, parameter: str, loading: Tensor) -> bool:
         """Whether the kernel's parameter has the shape that is loaded."""
@@ -205,11 +207,11 @@ def shard_sizes(module: Any) -> list[tuple[int, int, int]]:
     return []
 
 
-def missing_rows(name: str, module: nn.Module, parts: list[HeldPart], value: Tensor) -> list[str]:
+def missing_rows(name: str, module: nn.Module, parts: list[WeightPart], value: Tensor) -> list[str]:
     """`name` if some projections of a fused layer received nothing."""
     if not isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
         return []
-    covered = sum(len(range(*part.held[0].indices(len(value)))) for part in parts)
+    covered = sum(len(range(*part.local[0].indices(len(value)))) for part in parts)
     return [] if covered == len(value) else [f"{len(value) - covered} of {len(value)} rows of {name}"]
 
 
