@@ -17,7 +17,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "algorithms": 650,
     "runtime": 890,
     "observe": 2077,
-    "models": 5680,
+    "models": 5705,
     "workers/engine": 3550,
     "workers/rollout": 3200,
     "workers": 850,  # the driver-side handles
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1309,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11377, 37936, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11377, 37980, 400
 
 
 def package_of(path: Path) -> str:
