@@ -1,8 +1,12 @@
 """Health lines: each sign is reported once, after as many steps as it takes, and a healthy run hears nothing."""
 
+import re
+
 import pytest
 import torch
 
+from verl.config import RunConfig
+from verl.config.foreign_keys import classify
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.trainer.batch_metrics import reward_metrics
@@ -50,6 +54,19 @@ def test_a_sign_that_goes_away_starts_anew() -> None:
 def test_metrics_that_a_run_lacks_are_no_sign() -> None:
     check = HealthCheck()
     assert not any(check.look({"train/loss": 1.0}) for _ in range(3 * STEPS))
+
+
+def test_a_gradient_after_steps_that_had_none_is_no_sign() -> None:
+    check = HealthCheck()
+    for norm in (*[0.0] * STEPS, 0.1, 0.0):
+        assert not check.look({**HEALTHY, "actor/grad_norm": norm})
+
+
+def test_keys_that_health_lines_name_are_read() -> None:
+    sentences = " ".join(sentence for _, _, sentence in HealthCheck()._signs(HEALTHY).values())
+    keys = re.findall(r"\b(?:actor_rollout_ref|data)\.[a-z_.]*[a-z]", sentences)
+    assert len(keys) > 3
+    assert {key: classify(key, RunConfig).kind for key in keys} == dict.fromkeys(keys, "read")
 
 
 def test_grpo_with_one_answer_per_prompt_is_named_before_the_run() -> None:

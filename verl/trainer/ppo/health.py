@@ -60,10 +60,10 @@ class HealthCheck:
                 "actor_rollout_ref.actor.optim.lr, or take fewer epochs (ppo_epochs)",
             ),
             "norm": (
-                norm is not None and usual is not None and norm > NORM_FACTOR * max(usual, 1e-12),
+                norm is not None and bool(usual) and norm > NORM_FACTOR * (usual or 0.0),
                 1,
                 f"the gradient norm was {norm or 0.0:.3g}, more than {NORM_FACTOR:g} times the median before: look at "
-                "this step with `verl show`; actor_rollout_ref.actor.grad_clip bounds what one step may do",
+                "this step with `verl show`; actor_rollout_ref.actor.optim.clip_grad bounds what one step may do",
             ),
             "length": (
                 metrics.get("response_length/clip_ratio", 0.0) >= 0.5,
