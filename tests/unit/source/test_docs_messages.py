@@ -10,7 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 from verl.commands.quickstart.small_model import make_tokenizer
-from verl.config import DataConfig
+from verl.config import ConfigError, DataConfig, load_config
+from verl.config.check import check_supported
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import train_prompts
 from verl.trainer.ppo import health
@@ -131,3 +132,22 @@ def test_every_health_line_is_on_the_page():
     lines = {name: sentence for name, (_, _, sentence) in signs.items()}
     assert {name for name, line in lines.items() if any(map(line.startswith, begins))} == lines.keys()
     assert len(begins) == len(lines)
+
+
+TOGETHER = ["algorithm.filter_groups.metric=acc"]  # without it, filter_groups is refused for another reason
+
+
+def refused_settings() -> list[str]:
+    """The settings `key=value` in the first column of the table of what is refused."""
+    table = (DOCS / "coming_from_verl.md").read_text(encoding="utf-8").partition("## What is refused")[2]
+    firsts = re.findall(r"^\| (`.+?) \|", table, flags=re.M)
+    return [setting for first in firsts for setting in re.findall(r"`([a-z][\w.]+=[^`]+)`", first)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_page_calls_refused_is_refused():
+    settings = refused_settings()
+    assert len(settings) > 12
+    for setting in settings:
+        with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)"):
+            check_supported(load_config([setting, *TOGETHER, "actor_rollout_ref.model.path=/m"]))
