@@ -85,6 +85,7 @@ def test_every_metric_that_the_code_spells_out_has_a_meaning():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value)
     }
     assert len(found) > 60
+    found -= {"actor/huggingface"}  # a folder
     assert [name for name in unnamed(found) if find_metric(f"{name}/mean") is None] == []
 
 
