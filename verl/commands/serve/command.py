@@ -91,7 +91,8 @@ def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAISe
     """The server of a configuration, with its engine started."""
     from verl.commands.serve.server import OpenAIServer, ServerLimits
     from verl.models.load import load_tokenizer
-    from verl.trainer.ppo.rollout_setup import check_engine_is_installed, load_rollout_engine, training_sampling
+    from verl.trainer.engine_installed import check_engine_is_installed
+    from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
     from verl.trainer.preflight import Findings
 
     config, found = load_config(overrides), Findings()

@@ -20,7 +20,8 @@ from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
-from verl.trainer.ppo.rollout_setup import check_engine_is_installed, check_rollout_engine
+from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,

@@ -1,7 +1,5 @@
 """Builds the rollout engine, its sampling parameters and its weight sync."""
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,8 +14,8 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config, model_folder
 from verl.models.lora import add_adapters
-from verl.plugin.installed import has_module
 from verl.plugin.platform import get_platform
+from verl.trainer.engine_installed import check_engine_is_installed
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -78,24 +76,6 @@ def check_rollout_engine(rollout: RolloutConfig) -> None:
     if rollout.name == "tgi":
         raise ConfigError(CANNOT_TRAIN)
     check_engine_is_installed(rollout)
-
-
-def check_engine_is_installed(rollout: RolloutConfig) -> None:
-    """ConfigError where `rollout.name` is unknown, or its library or server program is not on this machine."""
-    where, name = "actor_rollout_ref.rollout", rollout.name
-    if name not in ("native", "hf", "vllm", "sglang", "tgi"):
-        raise ConfigError(f"{where}.name={name} is not one of native, vllm, sglang, tgi")
-    if name not in ("vllm", "sglang") or (name == "sglang" and rollout.server.url):
-        return
-    if (python := rollout.server.python) is not None:
-        if shutil.which(os.path.expanduser(python)) is None:
-            raise ConfigError(f"{where}.server.python={python} is no program here; give the Python that has {name}")
-    elif not has_module(name):
-        way = "pip install 'verl[vllm]'" if name == "vllm" else "scripts/install_sglang_server_env.sh makes one"
-        raise ConfigError(
-            f"{where}.name={name} needs {name}, which is not installed here ({way}, named by {where}.server.python "
-            f"where it is an environment of its own); {where}.name=native needs nothing more"
-        )
 
 
 def start_replicas(
