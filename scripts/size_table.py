@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2000,
     "rewards": 1000,
-    "trainer": 4303,
+    "trainer": 4350,
     "commands": 4500,
     "utils": 1309,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11377, 37980, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11450, 38200, 400
 
 
 def package_of(path: Path) -> str:
