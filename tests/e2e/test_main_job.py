@@ -88,8 +88,10 @@ def test_the_model_on_disk_is_the_trained_one(folder: Path):
     assert all(not torch.equal(saved[name], before[name]) for name in saved)
 
 
-def test_rollout_and_trainer_agree_on_log_probs(folder: Path):
-    jobs.train(folder, "run")
+def test_rollout_and_trainer_agree_on_log_probs(folder: Path, capsys: pytest.CaptureFixture[str]):
+    jobs.train(folder, "run", "trainer.ledger_keep_steps=2")
+    assert capsys.readouterr().out.count("GB for the last 2 of 6 steps") == 1
+    assert sorted(file.name for file in (folder / "run/ledger").iterdir()) == [f"step_00000{n}.parquet" for n in (5, 6)]
     assert all(r["training/rollout_probs_diff_max"] < 1e-5 for s, r in jobs.metrics(folder, "run").items() if s)
 
 

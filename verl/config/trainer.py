@@ -29,6 +29,7 @@ class TrainerConfig(Section):
     rollout_data_dir: str | None = key(None, "Folder for training answers as <step>.jsonl; null is off.")
     validation_data_dir: str | None = key(None, "Folder for validation answers as <step>.jsonl; null is off.")
     ledger: bool = key(True, "Store every trajectory of every training step in <default_local_dir>/ledger.")
+    ledger_keep_steps: int | None = key(None, "Newest steps that stay in the ledger; null is all.", minimum=1)
     runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
     nnodes: int = key(1, "Machines.", minimum=1)

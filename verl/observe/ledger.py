@@ -45,9 +45,11 @@ class Ledger:
     """Writes `folder/step_000012.parquet`: one row per trajectory, token columns as lists.
 
     Each file is written atomically. `append` does not wait for the disk; `sync` does (call it before a checkpoint).
+    With `keep_steps` only the files of the last so many steps stay.
     """
 
-    def __init__(self, folder: Path | str):
+    def __init__(self, folder: Path | str, keep_steps: int | None = None):
+        self.keep_steps = keep_steps
         self.folder = make_writable_folder(folder, "the ledger's folder")
         self._unsynced: list[Path] = []
 
@@ -76,15 +78,22 @@ class Ledger:
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
         self._unsynced.append(path)
+        if self.keep_steps is not None:
+            old = [s for s in ledger_steps(self.folder) if s <= step - self.keep_steps]
+            self._delete(f"drop the records up to step {step - self.keep_steps}", old)
         return path
+
+    def _delete(self, task: str, steps: Sequence[int]) -> None:
+        """Delete the files of these steps in order: a kill leaves whole files, and the next call finds the others."""
+        with self._named_errors(task):
+            for step in steps:
+                ledger_path(self.folder, step).unlink()
+        if steps:
+            self._unsynced = [path for path in self._unsynced if path.exists()]
 
     def rewind(self, step: int) -> None:
         """Delete the records of later steps, for a run that resumes after `step`."""
-        with self._named_errors(f"drop the records after step {step}"):
-            for later in ledger_steps(self.folder):
-                if later > step:
-                    ledger_path(self.folder, later).unlink()
-        self._unsynced = [path for path in self._unsynced if path.exists()]
+        self._delete(f"drop the records after step {step}", [s for s in ledger_steps(self.folder) if s > step])
 
     def sync(self) -> None:
         """Return when all appended files are on the disk and would survive a power cut."""
@@ -105,6 +114,14 @@ class Ledger:
                 "is the disk full? Repair that and run the same command under its name, which goes on from the last "
                 "checkpoint; trainer.ledger=False trains without a ledger"
             ) from error
+
+
+def size_line(bytes_per_step: int, total_steps: int, keep_steps: int | None) -> str:
+    """The size of a run's ledger as a sentence, from that of one step."""
+    kept = total_steps if keep_steps is None else min(keep_steps, total_steps)
+    what = f"all {total_steps} steps" if kept == total_steps else f"the last {kept} of {total_steps} steps"
+    limit = "trainer.ledger_keep_steps bounds it"
+    return f"ledger: {bytes_per_step / 1e6:.3g} MB per step, {bytes_per_step * kept / 1e9:.3g} GB for {what} ({limit})"
 
 
 def trajectory_columns(step: int, batch: Batch, stop_reasons: Sequence[str] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
-from verl.observe.ledger import Ledger, ledger_path, ledger_steps, read_ledger
+from verl.observe.ledger import Ledger, ledger_path, ledger_steps, read_ledger, size_line
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
 from verl.utils.errors import ConfigError, DataError
 
@@ -78,6 +78,25 @@ def test_a_resumed_run_replaces_later_steps(tmp_path):
     resumed.sync()
     assert_same(read_ledger(tmp_path, 3).batch, make_batch(99))
     assert_same(read_ledger(tmp_path, 2).batch, make_batch(98))
+
+
+def test_a_bounded_ledger_keeps_the_last_steps_also_after_a_kill_and_a_resume(tmp_path):
+    ledger = Ledger(tmp_path, keep_steps=2)
+    for step in (1, 2, 3, 4):
+        ledger.append(step, make_batch(step))
+    assert ledger_steps(tmp_path) == [3, 4]
+    ledger.sync()  # asks for no deleted file
+    Ledger(tmp_path).append(1, make_batch())  # what a kill between write and deletion leaves behind
+    resumed = Ledger(tmp_path, keep_steps=2)
+    resumed.rewind(3)
+    resumed.append(4, make_batch(98))
+    assert ledger_steps(tmp_path) == [3, 4]
+    assert_same(read_ledger(tmp_path, 4).batch, make_batch(98))
+
+
+def test_the_size_of_a_ledger_is_said_for_all_steps_or_those_that_are_kept():
+    assert "3.1 MB per step, 3.1 GB for all 1000 steps" in size_line(3_100_000, 1000, None)
+    assert "3.1 MB per step, 0.062 GB for the last 20 of 1000 steps" in size_line(3_100_000, 1000, 20)
 
 
 def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from verl.config.load import unread_keys
 from verl.config.run_name import same_command
 from verl.data.prompts import PromptDataset
 from verl.data.trajectory import Trajectory
-from verl.observe.ledger import Ledger
+from verl.observe.ledger import Ledger, size_line
 from verl.observe.memory_metrics import memory_metrics
 from verl.observe.progress import Progress
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
@@ -93,7 +93,7 @@ class TrainingRun:
             self.roles["critic"] = trainer.critic
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
         self.checkpoints = Checkpoints(self.root, keep, note)
-        self.ledger = Ledger(self.root / LEDGER) if config.trainer.ledger else None
+        self.ledger = Ledger(self.root / LEDGER, settings.ledger_keep_steps) if config.trainer.ledger else None
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
@@ -176,7 +176,10 @@ class TrainingRun:
         """The ledger unless `trainer.ledger` is off; a readable dump when `trainer.rollout_data_dir` is set."""
         if self.ledger is not None:
             with timer("ledger"):
-                self.ledger.append(record.step, record.batch, [t.stop_reason for t in scored_only(record.rollouts)])
+                reasons = [t.stop_reason for t in scored_only(record.rollouts)]
+                path = self.ledger.append(record.step, record.batch, reasons)
+            if record.step == self.trainer.first_step:
+                self.note(size_line(path.stat().st_size, self.total_steps, self.ledger.keep_steps))
         if self.config.trainer.rollout_data_dir:
             with timer("dump_rollout_generations"):
                 dump_rollout_batch(self.config.trainer.rollout_data_dir, record.step, record.rollouts)
