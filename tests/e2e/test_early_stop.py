@@ -33,7 +33,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_its_sentence(
         interrupted()
 
     if stage == "load":
-        monkeypatch.setattr(run_setup, "load_tokenizer", interrupted)
+        monkeypatch.setattr(run_setup, "build_run", interrupted)
     else:
         monkeypatch.setattr(training_run.Validation, "run", validation)
     assert main_ppo.main(jobs.overrides(folder, "run", "trainer.val_before_train=True")) == 128 + number
@@ -53,7 +53,7 @@ def test_ctrl_c_twice_before_the_first_step_ends_with_a_sentence(
         finally:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(run_setup, "load_tokenizer", interrupted)
+    monkeypatch.setattr(run_setup, "build_run", interrupted)
     assert main_ppo.main(jobs.overrides(folder, "run")) == 130
     said = capsys.readouterr().err
     assert "error: stopped by Ctrl-C before the first step; nothing was saved" in said and "Traceback" not in said
@@ -61,7 +61,7 @@ def test_ctrl_c_twice_before_the_first_step_ends_with_a_sentence(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_fine_tuning_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, capsys: Any):
-    monkeypatch.setattr(sft, "load_tokenizer", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(sft, "build_sft", lambda *_, **__: signal.raise_signal(number))
     words = [
         f"model.path={tmp_path}",
         f"trainer.default_local_dir={tmp_path / 'run'}",
