@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: rollout.name=native samples where"):
         load_config([nccl])
     config = load_config([nccl, "actor_rollout_ref.rollout.name=vllm"])
-    here = SimpleNamespace(group=SimpleNamespace(worker=nn.Identity()), model=None)
+    here = SimpleNamespace(group=SimpleNamespace(local_worker=nn.Identity()), model=None)
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: with rollout.name=vllm"):
         build_weight_sync(config, here, SimpleNamespace())
     with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):

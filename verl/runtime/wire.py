@@ -1,7 +1,7 @@
 """Serialization of calls and results between driver and ranks: JSON, followed by the bytes of its tensors.
 
 Reading a message cannot run code. Supported types: None, booleans, numbers, strings, paths, lists, tuples,
-dictionaries, tensors, `Batch`, `Metrics` and the dataclasses of this package.
+dictionaries, tensors, `Extra`, `Batch`, `Metrics` and the dataclasses of this package.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.config.extra import Extra
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 
@@ -53,6 +54,8 @@ def _to_json(item: Any, tensors: list[Tensor]) -> Any:
         return [type(item).__name__, 1, [_to_json(value, tensors) for value in item]]
     if type(item) is dict:
         return ["dict", [[_to_json(part, tensors) for part in pair] for pair in item.items()]]
+    if isinstance(item, Extra):
+        return ["extra", _to_json(list(item.__reduce__()[1]), tensors)]
     if isinstance(item, Tensor):
         flat = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         tensors.append(flat)
@@ -97,6 +100,8 @@ def _from_json(item: Any, tensors: _TensorReader) -> Any:
         return values if kind == "list" else tuple(values)
     if kind == "dict":
         return {_from_json(key, tensors): _from_json(value, tensors) for key, value in fields[0]}
+    if kind == "extra":
+        return Extra(*_from_json(fields[0], tensors))
     if kind == "tensor":
         return tensors.next(*fields)
     if kind == "path":

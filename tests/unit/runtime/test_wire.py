@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl.config.extra import Extra
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
@@ -37,6 +38,14 @@ from verl.workers.rollout.base import Completion, GenerationRequest, SamplingPar
 def test_plain_values_arrive_equal_and_of_the_same_type(item):
     got = deserialize(serialize(item))
     assert got == item and type(got) is type(item) and repr(got) == repr(item)
+
+
+def test_keys_of_the_users_own_arrive_with_their_section():
+    sent = Extra({"beta": 0.5, "path": {"deep": [1, "x"]}}, "algorithm.extra")
+    arrived = deserialize(serialize(sent))
+    assert type(arrived) is Extra and arrived == sent and arrived.path.deep == [1, "x"]
+    with pytest.raises(AttributeError, match=r"algorithm\.extra\.gamma is not set"):
+        _ = arrived.gamma
 
 
 def test_numbers_that_are_not_numbers_arrive():
