@@ -385,3 +385,12 @@ def test_names_that_are_unknown_or_taken_are_value_errors():
         register_adv_est("grpo")(outside_grpo)
     with pytest.raises(ValueError, match="'vanilla' is already registered"):
         register_policy_loss("vanilla")(outside_ppo)
+
+
+def test_a_loss_that_returns_no_metrics_is_refused_with_what_it_returned():
+    @register_policy_loss("bare")
+    def bare(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode)
+
+    with pytest.raises(ConfigError, match=r"'bare' cannot be used: it returned Tensor; it must return \(loss, metrics"):
+        losses.make_actor_loss(config_for("bare"))

@@ -5,7 +5,7 @@ Shapes: N sequences, W the longest response of them, T packed tokens.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -219,7 +219,7 @@ class PolicyLossAdapter:
         """One call of the outside function, with `agg_loss` captured. All tensors are (N, W)."""
         token = _ACTIVE_CAPTURE.set(capture)
         try:
-            loss, metrics = self.function(
+            result = self.function(
                 old_log_prob=old,
                 log_prob=log_prob,
                 advantages=advantages,
@@ -228,9 +228,15 @@ class PolicyLossAdapter:
                 config=ActorView(self.typed(config)),
                 rollout_is_weights=None,
             )
-            return loss, metrics
         finally:
             _ACTIVE_CAPTURE.reset(token)
+        if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Mapping):
+            seen = [type(p).__name__ for p in result] if isinstance(result, tuple | list) else type(result).__name__
+            raise ConfigError(
+                f"it returned {seen}; it must return (loss, metrics), the scalar of agg_loss and a dict of numbers "
+                "by name ({} for none)"
+            )
+        return result[0], dict(result[1])
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
