@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM before the first step: one sentence, the status of the signal, and nothing left behind."""
 
+import gc
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tests.e2e import jobs
 from verl.trainer import main_ppo, sft, sft_trainer
 from verl.trainer.checkpoints import complete_steps
 from verl.trainer.ppo import run_setup, training_run
+from verl.workers.rollout.native_core import NativeCore
 
 
 @pytest.fixture
@@ -42,6 +44,16 @@ def test_a_signal_before_the_first_step_ends_the_run_with_its_sentence(
     assert f"error: stopped by {name} before the first step; nothing was saved\n" in said and "Traceback" not in said
     assert complete_steps(folder / "run") == []
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+
+
+def test_a_signal_inside_a_step_of_the_native_engine_prints_no_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(NativeCore, "step", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main_ppo.main(jobs.overrides(folder, "run", "trainer.val_before_train=True")) == 130
+    gc.collect()  # asyncio reports a lost exception when its task is freed
+    assert "error: stopped by Ctrl-C before the first step" in capsys.readouterr().err
+    assert "never retrieved" not in caplog.text
 
 
 def test_ctrl_c_twice_before_the_first_step_ends_with_a_sentence(

@@ -83,6 +83,7 @@ class NativeEngine(RolloutEngine):
         self._futures[request.request_id] = future
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
+            self._driver.add_done_callback(take_exception)
         try:
             return await future
         except asyncio.CancelledError:
@@ -176,6 +177,12 @@ class NativeEngine(RolloutEngine):
         counters["cache_use"] = counters.pop("cache_columns") / (slots * self.limits.columns)
         counters["copied_weight_bytes"] = self.copied_bytes
         return counters
+
+
+def take_exception(task: asyncio.Task[None]) -> None:
+    """A KeyboardInterrupt has left the event loop already; asyncio must not print it as never retrieved."""
+    if not task.cancelled():
+        task.exception()
 
 
 def parameter_versions(model: nn.Module) -> list[int]:
