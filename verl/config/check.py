@@ -12,14 +12,24 @@ from verl.config.no_effect import value_at
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
 from verl.config.value_rules import check_value
-from verl.utils.errors import ConfigError
+from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 
 
-def check(config: Any) -> None:
-    """ConfigError for a value out of range or a combination that cannot work."""
+def check(config: Any, combinations: bool = True) -> None:
+    """One ConfigError for all values out of range; without any, and with `combinations`, for all that cannot work."""
     root: type = type(config)
-    for path in schema.keys(root):
-        check_value(path, path.rsplit(".", 1)[-1], value_at(config, path))
+    mistakes, wrong = Mistakes(), set()
+    for path, key in schema.keys(root).items():
+        value = value_at(config, path)
+        if key.follows in wrong and value == value_at(config, key.follows):
+            continue  # the same mistake
+        wrong.add(path)
+        with mistakes:
+            check_value(path, path.rsplit(".", 1)[-1], value)
+            wrong.discard(path)
+    mistakes.refuse(MISTAKES)
+    if not combinations:
+        return
     if isinstance(config, RunConfig):
         for rule in (
             _check_aliases_agree,
@@ -30,9 +40,11 @@ def check(config: Any) -> None:
             _check_engines,
             _check_run,
         ):
-            rule(config)
+            with mistakes:
+                rule(config)
     elif isinstance(config, SFTConfig):
         _check_sft(config)
+    mistakes.refuse(MISTAKES)
 
 
 def check_supported(config: Any) -> None:

@@ -17,12 +17,12 @@ from verl.config.evaluation import EvalConfig
 from verl.config.extra import EXTRA
 from verl.config.foreign_keys import key_in_extra
 from verl.config.no_effect import keys_without_effect
-from verl.config.overrides import MAX_DEPTH, parse_override
+from verl.config.overrides import MAX_DEPTH, Override, parse_override
 from verl.config.own_keys import added_key_line, own_values
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
-from verl.utils.errors import ConfigError
+from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
@@ -68,22 +68,30 @@ def load_config(
     for path, value, origin in _read_preset(file):
         if value != "???":
             builder.put(path, value, origin)
-    for override in map(parse_override, command_line.overrides):
-        origin = f"override {override.source!r}"
-        if override.mode == "~":
-            builder.remove(override.path, origin)
-            continue
-        target = key_in_extra(override.path, root) if override.mode else None
-        if target is not None:
-            builder.warnings.append(added_key_line(override.path, target, root))
-        builder.put(target or override.path, override.value, origin, override.text)
+    mistakes = Mistakes()
+    for source in command_line.overrides:
+        with mistakes:
+            _put_override(builder, parse_override(source))
     record_reads(False)
-    config = builder.build(_resolve_with_omegaconf)
-    check(config)
+    with mistakes:
+        config = builder.build(_resolve_with_omegaconf)
+        check(config, combinations=not mistakes.errors)
+    mistakes.refuse(MISTAKES)
     for text in (*builder.warnings, *keys_without_effect(config)):
         warnings.warn(text, ConfigWarning, stacklevel=2)
     record_reads(True)
     return config
+
+
+def _put_override(builder: ConfigBuilder, override: Override) -> None:
+    origin = f"override {override.source!r}"
+    if override.mode == "~":
+        builder.remove(override.path, origin)
+        return
+    target = key_in_extra(override.path, builder.root) if override.mode else None
+    if target is not None:
+        builder.warnings.append(added_key_line(override.path, target, builder.root))
+    builder.put(target or override.path, override.value, origin, override.text)
 
 
 def unread_keys(config: Any) -> list[str]:

@@ -9,7 +9,7 @@ from verl.config.interpolation import Resolver, has_interpolation, interpolate, 
 from verl.config.overrides import parse_value
 from verl.config.run_config import RunConfig
 from verl.config.value_rules import expand_home_folders
-from verl.utils.errors import ConfigError
+from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 
 _HYDRA_GROUPS = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model", "profiler": "profiler"}
 
@@ -96,6 +96,7 @@ class ConfigBuilder:
     def _refuse(self) -> None:
         """ConfigError for refused keys that ask for something."""
         defaults, flat = foreign_keys.load_foreign_keys(self.root).defaults, self._flat_values()
+        mistakes = Mistakes()
         for path, (spelling, rule, value) in self._refused.items():
             asked = self._foreign_value(path, value, flat)
             if foreign_keys.asks_for_nothing(
@@ -103,11 +104,13 @@ class ConfigBuilder:
             ):
                 continue
             if not rule.planned:
-                raise ConfigError(f"{spelling}={value} is refused: {rule.reason}")
+                mistakes.add(ConfigError(f"{spelling}={value} is refused: {rule.reason}"))
+                continue
             self._refusals.setdefault(rule.reason, []).append(f"{spelling}={value}")
         for feature, settings in self._refusals.items():
             more = f" (and {len(settings) - 1} more)" if len(settings) > 1 else ""
-            raise ConfigError(foreign_keys.not_yet_supported_message(settings[0] + more, feature))
+            mistakes.add(ConfigError(foreign_keys.not_yet_supported_message(settings[0] + more, feature)))
+        mistakes.refuse(MISTAKES)
 
     def _foreign_value(self, path: str, value: Any, flat: dict[str, Any], steps: int = 0) -> Any:
         """The value of a key outside the schema, followed through references to other keys."""

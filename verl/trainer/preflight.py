@@ -20,7 +20,7 @@ from verl.observe.tracker_checks import check_trackers
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
 from verl.runtime.rank import num_cores
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.errors import ConfigError, Mistakes, VerlError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -31,7 +31,11 @@ class Findings:
     """What was found about a run, good and bad, in the order of the checks."""
 
     rows: list[Finding] = field(default_factory=list)
-    errors: list[VerlError] = field(default_factory=list)
+    mistakes: Mistakes = field(default_factory=Mistakes)
+
+    @property
+    def errors(self) -> list[VerlError]:
+        return self.mistakes.errors
 
     def run(self, name: str, check: Callable[[], T], say: Callable[[T], str] = str) -> T | None:
         """The result of `check`, which `say` puts into words; None where it raised, which is kept as a refusal."""
@@ -46,7 +50,7 @@ class Findings:
     def refusal(self, name: str, error: VerlError) -> None:
         """Keep a reason against the run, once."""
         if str(error) not in map(str, self.errors):
-            self.errors.append(error)
+            self.mistakes.add(error)
             self.rows.append(Finding(name, Status.BAD, str(error)))
 
     def check(self, name: str, check: Callable[[], object], text: str = "") -> bool:
@@ -69,11 +73,7 @@ class Findings:
         for row in self.rows:
             if row.status is Status.WARN:
                 say(row.detail)
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(self.errors, start=1))
-            raise ConfigError(f"{len(self.errors)} things keep this run from starting:{lines}")
+        self.mistakes.refuse("things keep this run from starting")
 
 
 def find_device(device: str, found: Findings) -> PlatformBase | None:

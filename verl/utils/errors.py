@@ -1,5 +1,7 @@
 """Exceptions for user errors; the message has the problem, the value, the allowed values and what to do next."""
 
+from collections.abc import Sequence
+
 
 class VerlError(Exception):
     """Root of every error this library raises on purpose; commands print it without a traceback."""
@@ -50,3 +52,44 @@ class WorkerError(VerlError):
         separator = "\n" if "\n" in remote_traceback else " "
         super().__init__(f"rank {rank} failed in {method}():{separator}{remote_traceback}")
         self.rank, self.method, self.remote_traceback = rank, method, remote_traceback
+
+
+MISTAKES = "mistakes in the configuration"
+
+
+class SeveralErrors(ConfigError):
+    """Several independent errors, numbered in one message."""
+
+    def __init__(self, what: str, errors: Sequence[VerlError]):
+        lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(errors, start=1))
+        super().__init__(f"{len(errors)} {what}:{lines}")
+        self.errors = errors
+
+
+class Mistakes:
+    """Errors of independent checks, raised together: `with mistakes: check()`, at the end `mistakes.refuse(...)`."""
+
+    def __init__(self) -> None:
+        self.errors: list[VerlError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, VerlError):
+            return False
+        self.add(error)
+        return True
+
+    def add(self, error: VerlError) -> None:
+        """Keep an error, once; each of several."""
+        for one in error.errors if isinstance(error, SeveralErrors) else [error]:
+            if str(one) not in map(str, self.errors):
+                self.errors.append(one)
+
+    def refuse(self, what: str) -> None:
+        """Raise the error, or SeveralErrors ("3 {what}: ..."); nothing if there is none."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise SeveralErrors(what, self.errors)

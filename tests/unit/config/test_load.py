@@ -384,3 +384,14 @@ def test_omegaconf_makes_structured_configs_of_every_section():
     model = omegaconf.OmegaConf.structured(verl.config.HFModelConfig)
     model = omegaconf.OmegaConf.merge(model, {"path": "m", "target_modules": ["a"]})
     assert omegaconf.OmegaConf.to_object(model) == verl.config.HFModelConfig(path="m", target_modules=["a"])
+
+
+def test_every_mistake_is_said_at_once():
+    with pytest.raises(ConfigError) as raised:
+        load_config(
+            ["data.train_batch_sise=4", "data.seed=many", "actor_rollout_ref.actor.optim.lr=1e30", "trainer.nnodes=0"]
+        )
+    message = str(raised.value)
+    assert message.startswith("4 mistakes in the configuration:\n  1. ") and message.count("\n") == 4
+    for part in ("train_batch_sise", "data.seed must be int", "optim.lr=1e+30", "trainer.nnodes=0"):
+        assert part in message
