@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3213,
+    "config": 3260,
     "plugin": 1350,
     "data": 2400,
     "algorithms": 650,
@@ -27,10 +27,10 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "rewards": 1000,
     "trainer": 4350,
     "commands": 4500,
-    "utils": 1309,
+    "utils": 1360,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11450, 38200, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11600, 38600, 400
 
 
 def package_of(path: Path) -> str:
