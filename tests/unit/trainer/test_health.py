@@ -17,6 +17,7 @@ HEALTHY = {
     "critic/score/max": 1.0,
     "reward/groups_without_spread": 0.25,
     "actor/ppo_kl": 0.01,
+    "actor/kl_loss": 0.05,
     "actor/grad_norm": 1.0,
     "response_length/clip_ratio": 0.1,
     "actor/entropy": 1.5,
@@ -30,9 +31,12 @@ HEALTHY = {
         ({"critic/score/max": 0.0}, STEPS, "every reward was 0"),
         ({"critic/score/min": 1.0, "reward/groups_without_spread": 1.0}, STEPS, "no group had two different rewards"),
         ({"actor/ppo_kl": -0.7}, 1, "-0.7 nats"),
+        ({"actor/kl_loss": 4.0}, STEPS, "4 now"),
+        ({"actor/reward_kl_penalty": 1.1}, STEPS, "left its reference"),
         ({"actor/grad_norm": 51.0}, 1, "gradient norm was 51"),
         ({"response_length/clip_ratio": 0.5}, STEPS, "data.max_response_length"),
         ({"actor/entropy": 0.02}, STEPS, "below 2 %"),
+        ({"actor/entropy": 3.1}, STEPS, "from 1.5 to 3.1 nats"),
         ({"actor/lr": 0.0}, STEPS, "learning rate was 0"),
     ],
 )
@@ -51,6 +55,17 @@ def test_a_sign_that_goes_away_starts_anew() -> None:
         assert not any(found)
 
 
+def test_an_entropy_that_doubles_below_the_floor_is_no_sign() -> None:
+    check = HealthCheck()
+    assert not any(check.look({**HEALTHY, "actor/entropy": value}) for value in (0.1, *[0.4] * 2 * STEPS))
+
+
+def test_sums_over_tokens_have_no_fixed_limit() -> None:
+    check = HealthCheck("seq-mean-token-sum")
+    sums = [{**HEALTHY, "actor/kl_loss": 4.0, "actor/entropy": 1.5 * length} for length in range(1, 3 * STEPS)]
+    assert not any(map(check.look, sums))
+
+
 def test_metrics_that_a_run_lacks_are_no_sign() -> None:
     check = HealthCheck()
     assert not any(check.look({"train/loss": 1.0}) for _ in range(3 * STEPS))
@@ -64,7 +79,7 @@ def test_a_gradient_after_steps_that_had_none_is_no_sign() -> None:
 
 def test_keys_that_health_lines_name_are_read() -> None:
     sentences = " ".join(sentence for _, _, sentence in HealthCheck()._signs(HEALTHY).values())
-    keys = re.findall(r"\b(?:actor_rollout_ref|data)\.[a-z_.]*[a-z]", sentences)
+    keys = re.findall(r"\b(?:actor_rollout_ref|data|algorithm)\.[a-z_.]*[a-z]", sentences)
     assert len(keys) > 3
     assert {key: classify(key, RunConfig).kind for key in keys} == dict.fromkeys(keys, "read")
 

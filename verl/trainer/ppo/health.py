@@ -7,13 +7,20 @@ from statistics import median
 STEPS = 5  # a sign must hold for so many steps in a row
 HISTORY = 20  # gradient norms to compare with
 KL_LIMIT = 0.5  # nats between the policy before and after an update
+REFERENCE_KL_LIMIT = 1.0  # nats per token between the policy and the reference
 NORM_FACTOR = 50.0  # times the median gradient norm
+ENTROPY_FACTOR, ENTROPY_FLOOR = 2.0, 0.5  # times the first entropy, and nats
 
 
 class HealthCheck:
-    """Reads the metrics of each step. `look` returns the lines that are new."""
+    """Reads the metrics of each step. `look` returns the lines that are new.
 
-    def __init__(self) -> None:
+    `loss_agg_mode` also aggregates actor/kl_loss and actor/entropy: where it sums over tokens, they grow with the
+    answers' length and have no fixed limit.
+    """
+
+    def __init__(self, loss_agg_mode: str = "token-mean") -> None:
+        self.per_token = "sum" not in loss_agg_mode
         self.norms: deque[float] = deque(maxlen=HISTORY)
         self.first_entropy: float | None = None
         self.in_a_row: dict[str, int] = {}
@@ -39,7 +46,11 @@ class HealthCheck:
         norm, usual = metrics.get("actor/grad_norm"), median(self.norms) if len(self.norms) >= STEPS else None
         if self.first_entropy is None:
             self.first_entropy = entropy
-        collapsed = entropy is not None and bool(self.first_entropy) and entropy < 0.02 * (self.first_entropy or 0.0)
+        start = self.first_entropy or 0.0
+        loss_kl = metrics.get("actor/kl_loss", 0.0) if self.per_token else 0.0  # with use_kl_loss
+        reference_kl = max(loss_kl, metrics.get("actor/reward_kl_penalty", 0.0))  # with use_kl_in_reward
+        collapsed = entropy is not None and start > 0 and entropy < 0.02 * start
+        scattered = entropy is not None and start > 0 and entropy > max(ENTROPY_FACTOR * start, ENTROPY_FLOOR)
         return {
             "zero": (
                 low == high == 0.0,
@@ -59,6 +70,13 @@ class HealthCheck:
                 f"an update moved the policy by {kl:.3g} nats (actor/ppo_kl; healthy is below 0.1): lower "
                 "actor_rollout_ref.actor.optim.lr, or take fewer epochs (ppo_epochs)",
             ),
+            "reference": (
+                reference_kl > REFERENCE_KL_LIMIT,
+                STEPS,
+                f"the policy left its reference: their KL was above {REFERENCE_KL_LIMIT:g} nat per token for {STEPS} "
+                f"steps, {reference_kl:.3g} now; lower actor_rollout_ref.actor.optim.lr, or raise "
+                "actor_rollout_ref.actor.kl_loss_coef (with use_kl_in_reward: algorithm.kl_ctrl.kl_coef)",
+            ),
             "norm": (
                 norm is not None and bool(usual) and norm > NORM_FACTOR * (usual or 0.0),
                 1,
@@ -76,6 +94,12 @@ class HealthCheck:
                 STEPS,
                 "the entropy of the policy is below 2 % of its first value: it says the same thing every time and can "
                 "find nothing new; raise clip_ratio_high or entropy_coeff, or lower the learning rate",
+            ),
+            "scattered": (
+                scattered and self.per_token,
+                STEPS,
+                f"the entropy of the policy has more than doubled, from {start:.3g} to {entropy or 0.0:.3g} nats, for "
+                f"{STEPS} steps: it becomes random; lower actor_rollout_ref.actor.optim.lr or entropy_coeff",
             ),
             "lr": (
                 metrics.get("actor/lr", 1.0) == 0.0,

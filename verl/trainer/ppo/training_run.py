@@ -97,7 +97,7 @@ class TrainingRun:
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
-        self.health = HealthCheck()
+        self.health = HealthCheck(config.actor_rollout_ref.actor.loss_agg_mode)
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for facts()
 
