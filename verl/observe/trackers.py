@@ -117,7 +117,9 @@ class FileBackend:
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
-        self._rewrite([record for record in read_metrics(self.path) if record["step"] <= step])
+        records, unreadable = read_metrics(self.path), parse_metrics(self.path)[1]
+        if unreadable or any(record["step"] > step for record in records):
+            self._rewrite([record for record in records if record["step"] <= step])
 
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         """Replace the file; one with lines that are no records is kept under another name."""

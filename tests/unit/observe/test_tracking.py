@@ -49,6 +49,17 @@ def test_not_finite_values_survive_as_strict_json():
     assert trackers.read_metrics("p/e.jsonl")[0]["data"]["inf"] == float("inf")
 
 
+def test_rewind_leaves_a_file_without_later_steps_as_it_is():
+    text = '{"step": 1, "data": {"count": 3}}\n'
+    path = Path("p/e.jsonl")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    before = path.stat()
+    with Tracking("p", "e", ["file"]) as tracking:
+        tracking.rewind(1)
+    assert path.read_text() == text and path.stat().st_ino == before.st_ino
+
+
 def test_rewind_leaves_each_step_once_after_a_resume():
     with Tracking("p", "e", "file") as first:
         for step in (1, 2, 3, 4):
