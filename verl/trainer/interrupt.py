@@ -67,7 +67,8 @@ class Interrupt:
         self.run.stop_requested = self.run.stop_requested or number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send several, then SIGKILL
-        self.run.note(f"{name_of(number)}: stopping after this step (press Ctrl-C again to stop at once)")
+        again = " (press Ctrl-C again to stop at once)" if number == signal.SIGINT else ""
+        self.run.note(f"{name_of(number)}: stopping after this step{again}")
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
