@@ -27,6 +27,7 @@ STAGE_WORDS = {
     "testing": "validating",
     "save_checkpoint": "saving",
 }
+WIDE = 100  # columns of a terminal with room for the bar and for tokens per second
 HEARTBEAT_S = 1.0  # how often a thread looks whether a plain line is due, while a stage is long
 
 
@@ -122,8 +123,8 @@ class Progress:
         since = self.clock() - self._step_ends[-1]
         return max(0.0, per_step * (self.total_steps - self.current_step) - since)
 
-    def describe(self) -> str:
-        """The text of the line."""
+    def describe(self, width: int = WIDE) -> str:
+        """The text of the line; tokens per second where a terminal of `width` columns has room for it."""
         parts = [f"step {self.current_step}/{self.total_steps}"] if self.total_steps else []
         if self.stage_name:
             parts.append(f"{self.stage_name} {self.counted}".rstrip())
@@ -131,7 +132,7 @@ class Progress:
             parts.append(f"reward {self.reward:.3f}")
         elif self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
-        if self.tokens_per_s is not None:
+        if self.tokens_per_s is not None and width >= WIDE:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
         parts.append(f"{format_duration(self.clock() - self.start_time)} so far")
         if self.seconds_left is not None:
@@ -189,7 +190,7 @@ class RichLine:
         from rich.progress import Progress as RichProgress
 
         # rich redirects sys.stdout to print above the bar; a stdout that goes to a file must not be redirected
-        console = Console(file=stream)
+        self._console = console = Console(file=stream)
         self._bar = RichProgress(
             *live_columns(console.width),
             console=console,
@@ -201,7 +202,7 @@ class RichLine:
 
     def show(self, progress: Progress, force: bool) -> None:
         if self._task is None:
-            self._task = self._bar.add_task("", total=None, line=progress.describe)
+            self._task = self._bar.add_task("", total=None, line=lambda: progress.describe(self._console.width))
             self._bar.start()
         total = progress.total_steps or None  # a bar without an end moves to and fro
         self._bar.update(self._task, total=total, completed=progress.current_step)
@@ -219,7 +220,7 @@ def live_columns(width: int) -> list[Any]:
         def render(self, task: Task) -> Text:
             return Text(task.fields["line"](), overflow="ellipsis", no_wrap=True)
 
-    bar = [BarColumn(bar_width=24)] if width >= 100 else []
+    bar = [BarColumn(bar_width=24)] if width >= WIDE else []
     return [SpinnerColumn(), *bar, LineColumn()]
 
 

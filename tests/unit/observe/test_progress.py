@@ -47,6 +47,12 @@ def test_a_pipe_gets_a_line_per_interval_and_one_for_the_last_step():
     ]
 
 
+def test_a_narrow_terminal_is_not_told_tokens_per_second():
+    progress = Progress(9, 8, stream=io.StringIO(), clock=Clock())
+    progress.step(8, {"perf/throughput": 12345.0, "critic/score/mean": 0.5})
+    assert "tokens/s" in progress.describe(100) and "tokens/s" not in progress.describe(99)
+
+
 def test_nothing_but_plain_text_reaches_a_pipe():
     stream = io.StringIO()
     run(stream, Clock())
