@@ -16,7 +16,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2400,
     "algorithms": 650,
     "runtime": 890,
-    "observe": 2086,
+    "observe": 2100,
     "models": 5705,
     "workers/engine": 3550,
     "workers/rollout": 3200,
@@ -25,7 +25,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2000,
     "rewards": 1000,
-    "trainer": 4350,
+    "trainer": 4355,
     "commands": 4500,
     "utils": 1360,
 }

@@ -32,20 +32,19 @@ class RunSummary:
                 self.seconds[STAGE_WORDS.get(stage, stage)] += value
         self.seconds["the rest"] += metrics.get("timing_s/step", 0.0)
 
-    def lines(self) -> list[str]:
-        """The summary; empty where nothing was done."""
+    def lines(self, complete: bool) -> list[str]:
+        """The summary of a run that did all its steps, or that stopped before; empty where nothing was done."""
         if not self.scores:
             return []
         took = format_duration(time.monotonic() - self.start_time)
-        lines = [f"done         {self.num_steps} steps in {took}, the last is step {self.last_step}"]
+        state = "done" if complete else "stopped"
+        lines = [f"{state:<12} {self.num_steps} steps in {took}, the last is step {self.last_step}"]
         for name, points in sorted(self.scores.items(), key=lambda item: not item[0].startswith("val")):
-            pick = min if name.endswith("loss") else max
-            best = pick(points, key=lambda point: point[1])
-            last = points[-1]
-            lines.append(
-                f"{'loss' if name.endswith('loss') else 'score':<12} {format_number(last[1])} at step {last[0]}, best "
-                f"{format_number(best[1])} at step {best[0]}, {format_number(points[0][1])} at first ({name})"
-            )
+            text = _score(points[-1])
+            if len(points) > 1:
+                best = (min if name.endswith("loss") else max)(points, key=lambda point: point[1])
+                text += f", best {_score(best)}, first {_score(points[0])}"
+            lines.append(f"{_label(name)} {text} ({name})")
         if times := self._times():
             lines.append(f"time         {times}")
         return lines
@@ -60,3 +59,14 @@ class RunSummary:
         parts = [(name, seconds) for name, seconds in longest if seconds >= total / 100]
         rest = max(0.0, total - sum(seconds for _, seconds in parts))
         return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in [*parts, ("the rest", rest)])
+
+
+def _label(name: str) -> str:
+    """Where a score is from, and what it is."""
+    quantity = "loss" if name.endswith("loss") else "score" if name.startswith("val") else "reward"
+    return f"{'validation' if name.startswith('val') else 'training':<12} {quantity}"
+
+
+def _score(point: tuple[int, float]) -> str:
+    step, value = point
+    return f"{format_number(value)} {f'at step {step}' if step else 'before training'}"

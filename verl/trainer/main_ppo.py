@@ -59,7 +59,7 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
             finally:
                 run.trainer.close()
                 progress.close()
-                for line in closing_lines(config, run.summary.lines()):
+                for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
                     announce(line)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verl import __version__
 from verl.config import RunConfig, SFTConfig
+from verl.config.run_name import same_command
 from verl.trainer.run_files import LEDGER, complete_steps, step_folder
 from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
 
@@ -110,11 +111,11 @@ def format_count(count: int) -> str:
     return str(count)
 
 
-def closing_lines(config: AnyConfig, summary: Sequence[str]) -> list[str]:
+def closing_lines(config: AnyConfig, summary: Sequence[str], complete: bool) -> list[str]:
     """What was reached, where everything lies, and the commands that use it."""
     if not summary:
         return []
-    settings, root = config.trainer, Path(config.trainer.default_local_dir)
+    root = Path(config.trainer.default_local_dir)
     steps = complete_steps(root)
     lines = ["", *summary, f"folder       {root} ({_contents(root)})"]
     lines += [f"metrics      {metrics_of(config)}"] if metrics_of(config) else []
@@ -122,14 +123,13 @@ def closing_lines(config: AnyConfig, summary: Sequence[str]) -> list[str]:
         actor = () if isinstance(config, SFTConfig) else ("actor",)
         model = step_folder(root, steps[-1]).joinpath(*actor, "huggingface")
         lines.append(f"model        {model}")
-        lines.append(
-            f"continue     the same command with trainer.experiment_name={settings.experiment_name} and a larger "
-            "trainer.total_training_steps"
-        )
+        more = " and a larger trainer.total_training_steps" if complete else ""
+        lines.append(f"continue     {same_command(config)}{more}")
         lines.append(f"serve        verl serve model={model}")
         lines += [f"evaluate     {line}" for line in _evaluate_commands(config, model)]
     else:
-        lines.append("model        not saved: trainer.save_freq says so")
+        reason = "the run ended before its first checkpoint" if will_save(config) else "trainer.save_freq says so"
+        lines.append(f"model        not saved: {reason}")
     return [*lines, f"report       verl report {root}"]
 
 

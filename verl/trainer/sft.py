@@ -88,6 +88,11 @@ class SFTTrainer:
         self.progress, self.summary = Progress.silent(), RunSummary()
         self.micro = micro_batching(data, SFT_BATCHING_KEYS, self.ranks_per_replica)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every step is done."""
+        return self.global_step >= self.total_steps
+
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the metrics of the last one.
 

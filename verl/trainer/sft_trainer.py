@@ -119,7 +119,8 @@ def run_sft(config: SFTConfig, announce: Callable[[str], None] = say) -> dict[st
         finally:
             progress.close()
             if is_first:
-                for line in closing_lines(trainer.config, trainer.summary.lines()):
+                complete = trainer.complete
+                for line in closing_lines(trainer.config, trainer.summary.lines(complete), complete):
                     announce(line)
 
 

@@ -13,16 +13,18 @@ def test_the_best_score_is_the_highest_and_the_best_loss_the_lowest():
     summary.add(0, {"val-core/math/reward/mean@1": 0.1})
     for number, score in enumerate((0.2, 0.75, 0.5), start=1):
         summary.add(number, step(score, 2.0))
-    lines = summary.lines()
+    lines = summary.lines(complete=True)
     assert lines[0].startswith("done         3 steps in ") and lines[0].endswith("the last is step 3")
-    assert lines[1] == "score        0.1 at step 0, best 0.1 at step 0, 0.1 at first (val-core/math/reward/mean@1)"
-    assert lines[2] == "score        0.5 at step 3, best 0.75 at step 2, 0.2 at first (critic/score/mean)"
+    assert lines[1] == "validation   score 0.1 before training (val-core/math/reward/mean@1)"
+    assert lines[2] == "training     reward 0.5 at step 3, best 0.75 at step 2, first 0.2 at step 1 (critic/score/mean)"
     assert lines[3] == "time         generating 50%, updating 25%, the rest 25%"
     tuned = RunSummary()
     tuned.add(1, {"train/loss": 2.0, "timing_s/step": 1.0})
     tuned.add(2, {"train/loss": 3.0, "timing_s/step": 1.0})
-    assert "3 at step 2, best 2 at step 1" in tuned.lines()[1]
+    lines = tuned.lines(complete=False)
+    assert lines[0].startswith("stopped      2 steps in ")
+    assert lines[1].startswith("training     loss 3 at step 2, best 2 at step 1, first 2 at step 1")
 
 
 def test_a_run_that_did_nothing_has_no_summary():
-    assert RunSummary().lines() == []
+    assert RunSummary().lines(complete=True) == []

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from verl.config import load_config
 from verl.trainer.run_folder import RunPlace
-from verl.trainer.run_header import count_parameters, format_count, opening_lines
+from verl.trainer.run_header import closing_lines, count_parameters, format_count, opening_lines
 
 MODEL = "actor_rollout_ref.model.path=nowhere"
 
@@ -31,6 +31,15 @@ def test_the_first_line_says_when_the_model_will_be_lost(override: str, first: s
 def test_fine_tuning_always_saves_its_last_step():
     lines = opening_lines(load_config(["model.path=m"], config_name="sft_trainer"), RunPlace("new"))
     assert "saves nothing" not in lines[0] and "the last step" in lines[-1]
+
+
+@pytest.mark.parametrize(("complete", "more"), [(True, " and a larger trainer.total_training_steps"), (False, "")])
+def test_only_a_complete_run_needs_more_steps_to_continue(tmp_path: Path, complete: bool, more: str):
+    (tmp_path / "global_step_4").mkdir()
+    (tmp_path / "global_step_4" / "trainer.json").write_text("{}")
+    config = load_config([MODEL, f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=X"])
+    lines = closing_lines(config, ["done"], complete)
+    assert f"continue     the same command with trainer.experiment_name=X{more}" in lines
 
 
 def test_parameters_are_counted_from_the_headers_of_the_files(tmp_path: Path):

@@ -101,6 +101,11 @@ class TrainingRun:
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for facts()
 
+    @property
+    def complete(self) -> bool:
+        """Whether every step is done; validation alone has none."""
+        return self.config.trainer.val_only or self.trainer.global_step >= self.total_steps
+
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last validation's metrics.
 
