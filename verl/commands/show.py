@@ -53,6 +53,8 @@ def read_step(record: RunRecord, step: int | None) -> LedgerStep:
     folder = None if record.folder is None else record.folder / "ledger"
     steps = ledger_steps(folder) if folder is not None and folder.is_dir() else []
     if folder is None or not steps:
+        if folder is not None and dict(record.config.get("trainer", {})).get("ledger", True):
+            raise DataError(f"{record.name} recorded no step: it ended before step 1, or has not finished it yet")
         raise DataError(f"{record.name} has no ledger: name the folder of a run with trainer.ledger=True")
     return read_ledger(folder, steps[-1] if step is None else step)
 
