@@ -11,6 +11,7 @@ from typing import Any
 from verl.observe.html_report import AnswerHistory, RunData, write_page
 from verl.observe.run_record import VALIDATION_SAMPLES, RunRecord, find_run
 from verl.observe.trackers import format_number, read_metrics
+from verl.trainer.ppo.health import HealthCheck
 from verl.utils.errors import DataError, VerlError
 from verl.utils.paths import expand_home
 
@@ -91,6 +92,13 @@ def last_step(run: RunData) -> int:
     return max((int(record["step"]) for record in run.records), default=0)
 
 
+def health_lines(run: RunData) -> list[tuple[int, str]]:
+    """(step, line) of what the run's metrics say is wrong, as the run itself says it."""
+    actor = dict(run.config.get("actor_rollout_ref", {})).get("actor", {})
+    check = HealthCheck(actor.get("loss_agg_mode", "token-mean"))
+    return [(int(record["step"]), line) for record in run.records for line in check.look(record["data"])]
+
+
 def facts(runs: Sequence[RunData], records: Sequence[RunRecord]) -> dict[str, Any]:
     """The line of figures at the top, per run: step, and score or loss at the first and last step."""
     out: dict[str, Any] = {}
@@ -102,4 +110,6 @@ def facts(runs: Sequence[RunData], records: Sequence[RunRecord]) -> dict[str, An
             if values:
                 ends = dict.fromkeys([format_number(values[0]), format_number(values[-1])])
                 out[f"{label}{name}"] = " to ".join(ends)
+        for step, line in health_lines(run):
+            out[f"{label}health, step {step}"] = "; ".join(filter(None, [out.get(f"{label}health, step {step}"), line]))
     return out

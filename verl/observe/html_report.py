@@ -119,7 +119,7 @@ def write_page(
         times=[(run.name, times) for run in runs if (times := stage_times(run.records)) is not None],
         groups=groups,
         samples=list(samples),
-        histories=[history for run in runs for history in run.histories],
+        histories=[(run.name, history) for run in runs for history in run.histories],
         configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],
         refresh_s=refresh_s,
         width=WIDTH,

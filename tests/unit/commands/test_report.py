@@ -65,8 +65,20 @@ def test_two_runs_are_drawn_over_each_other_with_the_differing_key_on_top(runs: 
     assert re.findall(r"<tr><td>([\w.]+)</td><td>([\d.]+)</td><td>([\d.]+)</td>", table) == [
         ("actor_rollout_ref.actor.optim.lr", "0.01", "0.02")
     ]
+    assert page.count("<summary>demo/first: 7+5=") == page.count("<summary>demo/second: 7+5=") == 1
     drawing = re.search(r'aria-label="critic/score/mean.*?</svg>', page, re.S)
     assert drawing and drawing[0].count('<g class="run0">') == 1 and drawing[0].count('<g class="run1">') == 1
+
+
+def test_the_page_has_the_health_lines_of_the_run(runs: Path) -> None:
+    record = json.loads((runs / "checkpoints" / "demo" / "first" / "run.json").read_text())
+    steps = [{"step": step, "data": {"actor/ppo_kl": 0.7 if step > 1 else 0.0}} for step in (1, 2, 3)]
+    (runs / "sick.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    changed = {**record, "metrics": str(runs / "sick.jsonl")}
+    (runs / "checkpoints" / "demo" / "first" / "run.json").write_text(json.dumps(changed))
+    assert report.main(["demo/first", "demo/second", "--out", "both.html"]) == 0
+    page = (runs / "both.html").read_text()
+    assert page.count("an update moved the policy by 0.7 nats") == 1 and "demo/first: health, step 2" in page
 
 
 def test_a_run_that_trains_is_followed_to_its_last_step(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +150,12 @@ def test_tokens_are_coloured_by_sign_of_advantage_and_by_log_prob() -> None:
 def test_a_step_that_is_not_there_and_a_run_without_a_ledger_are_named(runs, capsys) -> None:
     assert show.main(["demo/first", "--step", "9"]) == 2 and "steps 1..4 are recorded" in capsys.readouterr().err
     assert show.main([str(EARLIER / "expected" / "sft.jsonl")]) == 2 and "no ledger" in capsys.readouterr().err
+
+
+def test_a_run_that_failed_before_its_first_step_is_not_told_to_turn_the_ledger_on(runs: Path, capsys) -> None:
+    folder = runs / "checkpoints" / "demo" / "first"
+    shutil.rmtree(folder / "ledger")
+    assert show.main(["demo/first"]) == 2 and "recorded no step" in capsys.readouterr().err
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "config": {"trainer": {"ledger": False}}}))
+    assert show.main(["demo/first"]) == 2 and "has no ledger" in capsys.readouterr().err
