@@ -16,6 +16,7 @@ from verl.utils.external_code import user_traceback
 logger = logging.getLogger(__name__)
 
 ON_ERROR_CHOICES = ("stop", "count")
+ANSWER_LENGTH = 200  # characters of an answer in a message
 
 
 class FunctionReward:
@@ -78,6 +79,8 @@ class FunctionReward:
             return self._failure_score(item, outcome.error)
         try:
             return read_score(outcome.result)
+        except ValueError as error:  # our own sentence about what it returned
+            return self._failure_score(item, error.with_traceback(None))
         except Exception as error:  # what it returned may be of the user's own types
             return self._failure_score(item, error)
 
@@ -86,8 +89,10 @@ class FunctionReward:
         location = f"{item.where or 'a row'} (data_source {item.data_source!r})"
         # A traceback of our own check or timeout says nothing about the user's function.
         own = isinstance(error, RewardTimeoutError | NoScorerError) or error.__traceback__ is None
-        details = summary if own else user_traceback(error).strip()
-        message = f"reward function {self.name} failed on {location}: {details}"
+        details = f" {summary}" if own else f"\n{user_traceback(error)}"
+        answer = item.solution_str
+        shown = repr(answer[:ANSWER_LENGTH]) + (f"... ({len(answer):,} characters)" * (len(answer) > ANSWER_LENGTH))
+        message = f"reward function {self.name} failed on {location}:{details}\nThe answer was {shown}"
         if self._on_error == "stop":
             raise RewardError(
                 f"{message}\nRepair the function, or set reward.on_error=count to leave such answers out and count "
@@ -95,7 +100,7 @@ class FunctionReward:
             ) from error
         if summary not in self._reported and len(self._reported) < 20:
             self._reported.add(summary)
-            logger.warning("%s; the answer is left out and counted in reward/errors", message)
+            logger.warning("%s\nThe answer is left out and counted in reward/errors", message)
         return Score(value=None, error=f"{self.name}: {summary}")
 
 

@@ -30,16 +30,16 @@ def _read_score_dict(result: Mapping[Any, Any]) -> Score:
     if "score" not in result:
         keys = ", ".join(map(repr, result)) or "no keys"
         raise ValueError(f"the returned dict has no 'score' (it has {keys})")
-    return Score(value=read_number(result["score"]), extra=extra)
+    return Score(value=read_number(result["score"], "the dict's 'score' must be a number, not"), extra=extra)
 
 
-def read_number(value: object) -> float:
-    """A finite float from a Python, numpy or zero-dimensional tensor number."""
+def read_number(value: object, wrong: str = "expected a number, a bool or a dict with 'score', got") -> float:
+    """A finite float from a Python, numpy or zero-dimensional tensor number; `wrong` begins the error about a type."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy scalars and 0-d tensors of any library
         value = value.item()
     if not isinstance(value, Real | np.bool_):
         shown = safe_text(value, repr)[:80]
-        raise ValueError(f"expected a number, a bool or a dict with 'score', got {type(value).__name__}: {shown}")
+        raise ValueError(f"{wrong} {type(value).__name__}: {shown}")
     try:
         number = float(value)
     except OverflowError:

@@ -17,6 +17,8 @@ from verl.utils.errors import ConfigError
 from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
+PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def load_object(path: str, name: str, key: str) -> Any:
     """Object `name` of the Python file or module `path`; `key` is the config section named in errors.
@@ -114,7 +116,9 @@ def _errors_explained(problem: str) -> Iterator[None]:
 
 
 def user_traceback(error: BaseException, frames: int = 4) -> str:
-    """The last frames of a traceback and the error itself, indented."""
-    stack = traceback.extract_tb(error.__traceback__)[-frames:]
+    """The last frames of a traceback, without those of verl that lead to it, and the error itself, indented."""
+    stack = traceback.extract_tb(error.__traceback__)
+    user = next((i for i, frame in enumerate(stack) if not Path(frame.filename).is_relative_to(PACKAGE)), 0)
+    stack = traceback.StackSummary.from_list(stack[user:][-frames:])
     lines = [*traceback.format_list(stack), *traceback.format_exception_only(error)]
     return "".join("  " + line + "\n" for line in "".join(lines).rstrip().split("\n")).rstrip()

@@ -88,6 +88,19 @@ def test_anything_else_is_an_error_that_names_function_and_row(bad, on_error):
         assert verdict.value is None and "compute_score (mine.py): ValueError" in verdict.error
 
 
+def test_a_message_begins_with_the_users_frame_and_has_the_answer():
+    def broken(solution_str, **_):
+        return int(solution_str) / 0
+
+    with pytest.raises(RewardError) as error:
+        score(wrap(broken), item("7" * 300))
+    lines = str(error.value).split("\n")
+    assert lines[0].endswith("(data_source 'toy'):") and f'File "{__file__}"' in lines[1] and "/ 0" in lines[2]
+    assert f"The answer was '{'7' * 200}'... (300 characters)" in lines
+    with pytest.raises(RewardError, match=r"\(data_source 'toy'\): ValueError: the dict's 'score' must .*, not list: "):
+        score(wrap(lambda **_: {"score": [1.0]}))
+
+
 # calling it
 
 
