@@ -6,12 +6,12 @@ from contextlib import ExitStack
 
 from verl.config import RunConfig, load_config
 from verl.observe.progress import Progress
-from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.early_checks import check_what_is_there
 from verl.trainer.interrupt import BeforeFirstStep
 from verl.trainer.run_folder import claimed_run
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
-from verl.utils.errors import ConfigError
+from verl.utils.errors import VerlError
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -42,8 +42,8 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
         for line in opening_lines(config, place):
             announce(line)
         try:  # here as well as in the preflight, which says all reasons, but loads libraries for seconds
-            check_engine_is_installed(config.actor_rollout_ref.rollout)
-        except ConfigError as error:
+            check_what_is_there(config)
+        except VerlError as error:
             announce(f"error: {error}\nlooking for what else keeps this run from starting")
         with ExitStack() as stack:
             progress = stack.enter_context(Progress())

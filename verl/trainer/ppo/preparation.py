@@ -20,6 +20,7 @@ from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
+from verl.trainer.early_checks import files_read
 from verl.trainer.engine_installed import check_engine_is_installed
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
@@ -121,11 +122,8 @@ def _engine_text(actor: Any) -> Callable[[type], str]:
 
 def _files_there(config: RunConfig, found: Findings) -> set[str]:
     """The keys of the files that the run reads and that can be read; a class of the user knows what its files are."""
-    data = config.data
-    wanted = {"data.train_files": data.train_files}
-    if validates(config) and data.val_files is not None:
-        wanted["data.val_files"] = data.val_files
-    return {key for key, files in wanted.items() if data.custom_cls.path or find_files(key, files, found)}
+    wanted = files_read(config)
+    return {key for key, files in wanted.items() if config.data.custom_cls.path or find_files(key, files, found)}
 
 
 def _read_rows(
@@ -162,12 +160,6 @@ def _look_up_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset
 
 def _rows_text(rows: PromptDataset) -> str:
     return rows.summary.line()
-
-
-def validates(config: RunConfig) -> bool:
-    """Whether the run ever validates."""
-    settings = config.trainer
-    return bool(config.data.val_files) and (settings.val_before_train or settings.val_only or settings.test_freq > 0)
 
 
 def _check_room(config: RunConfig, found: Findings) -> None:
