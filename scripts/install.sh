@@ -11,6 +11,7 @@ extras=${2:+[$2]}
 cpu_index=https://download.pytorch.org/whl/cpu
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 
+echo "installing into $venv; the first time takes some minutes, most of them for the download of torch"
 [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
 install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
 
@@ -27,3 +28,4 @@ if [[ ${TORCH:-} != skip ]]; then
   fi
 fi
 "${install[@]}" --editable ".$extras"
+echo "installed into $venv in $SECONDS s. To use verl in this shell, type:  . $venv/bin/activate"
