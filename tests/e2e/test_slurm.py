@@ -162,7 +162,7 @@ SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 def test_a_ray_cluster_comes_up_over_two_nodes_and_the_command_runs(cluster):
     if not RAY.exists():
-        skip_or_fail("ray is not installed; pip install 'verl[ray]'")
+        skip_or_fail("ray is not installed; pip install -e '.[ray]'")
     code, output = cluster.submit(
         "--nodes=2",
         "--gpus-per-node=8",
@@ -178,7 +178,7 @@ def test_a_ray_cluster_comes_up_over_two_nodes_and_the_command_runs(cluster):
 
 def test_the_commands_failure_is_the_jobs(cluster):
     if not RAY.exists():
-        skip_or_fail("ray is not installed; pip install 'verl[ray]'")
+        skip_or_fail("ray is not installed; pip install -e '.[ray]'")
     code, output = cluster.submit("--nodes=1", "--gpus-per-node=2", CONTAINER="none", VENDOR="none", COMMAND="exit 7")
     assert code == 7, output
     assert not leftovers(cluster.folder)
@@ -200,7 +200,7 @@ def leftovers(folder):
 def test_containers_are_started_used_and_removed_on_every_node(cluster, tmp_path, program):
     """The container program is one that writes down how it was called and runs what it is given on the node itself."""
     if not RAY.exists():
-        skip_or_fail("ray is not installed; pip install 'verl[ray]'")
+        skip_or_fail("ray is not installed; pip install -e '.[ray]'")
     folder = cluster.folder / program
     folder.mkdir()
     fake, calls = folder / program, folder / "calls"

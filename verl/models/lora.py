@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"model.lora_rank needs peft ({error}); install verl[lora]") from error
+        raise ConfigError(f"model.lora_rank needs peft ({error}); pip install -e '.[lora]'") from error
     path = settings.lora_adapter_path
     folder = None if path is None else expand_home(path, "model.lora_adapter_path")
     _check_names(model, settings)

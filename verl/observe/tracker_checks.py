@@ -20,7 +20,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in _WITHOUT_A_MODULE and not has_module(name):
             raise ConfigError(
-                f"trainer.logger={name!r}: {name} is not installed; pip install 'verl[trackers]', or take it out of "
+                f"trainer.logger={name!r}: {name} is not installed; pip install -e '.[trackers]', or take it out of "
                 "trainer.logger"
             )
         if name == "wandb" and not _wandb_can_start():

@@ -63,7 +63,7 @@ class Tracking:
             except ImportError as error:
                 raise ConfigError(
                     f"trainer.logger={name!r} needs a package that is not installed ({error}); "
-                    f"pip install 'verl[trackers]' or take {name!r} out of trainer.logger"
+                    f"pip install -e '.[trackers]' or take {name!r} out of trainer.logger"
                 ) from error
             except Exception as error:
                 raise TrackingError(f"tracker {name!r} could not start: {error}") from error

@@ -19,8 +19,11 @@ def check_engine_is_installed(rollout: RolloutConfig) -> None:
         if shutil.which(os.path.expanduser(python)) is None:
             raise ConfigError(f"{where}.server.python={python} is no program here; give the Python that has {name}")
     elif not has_module(name):
-        way = "pip install 'verl[vllm]'" if name == "vllm" else "scripts/install_sglang_server_env.sh makes one"
+        if name == "vllm":
+            way = "Install it: pip install -e '.[vllm]' in a checkout of verl"
+        else:
+            way = "Make an environment for it: scripts/install_sglang_server_env.sh"
         raise ConfigError(
-            f"{where}.name={name} needs {name}, which is not installed here ({way}, named by {where}.server.python "
-            f"where it is an environment of its own); {where}.name=native needs nothing more"
+            f"{where}.name={name} needs {name}, which is not installed here. {way}; {where}.server.python names its "
+            f"Python where that is another environment. {where}.name=native needs nothing more"
         )

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,12 @@ def test_the_size_table_counts_every_line_once():
     (total,) = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("total")]
     pages = [p for p in (ROOT / "verl").rglob("*") if p.suffix in (".js", ".css", ".html", ".j2")]
     assert pages and total == sum(len(p.read_text().splitlines()) for p in [*SOURCES, *pages])
+
+
+def test_extras_are_installed_from_a_checkout():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *SOURCES]
+    others = [str(page) for page in pages if re.search(r"install ['\"]?verl\[", page.read_text())]
+    assert others == [], "an index has another package of this name"
 
 
 def test_shell_scripts_are_sound():

