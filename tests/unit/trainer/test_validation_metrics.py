@@ -14,7 +14,7 @@ import torch
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.trainer.batch_metrics import reward_part_metrics
-from verl.trainer.ppo.training_run import dump_rollout_batch, validation_metrics
+from verl.trainer.ppo.training_run import dump_rollout_batch, left_out_lines, validation_metrics
 from verl.trainer.ppo.trajectory_source import RolloutBatch
 from verl.trainer.validation_metrics import process_validation_metrics, subset_sizes
 
@@ -137,6 +137,10 @@ def test_answers_without_a_score_are_counted_and_score_nothing():
     assert found["val-aux/toy/reward/mean@1"] == 0.5 and found["val-core/toy/acc/mean@1"] == 0.5
     assert found["val-aux/toy/reward/unscored"] == found["val-aux/toy/acc/unscored"] == 2.0
     assert found["val-aux/reward_errors"] == 1.0
+    (line,) = left_out_lines(20, RolloutBatch(answers, num_reward_errors=1))
+    assert f"step 20: 1 of {len(answers)} answers without a reward" in line and not left_out_lines(
+        20, RolloutBatch(answers)
+    )
 
 
 def test_a_source_without_any_scored_answer_still_shows():

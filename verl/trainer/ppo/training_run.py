@@ -73,6 +73,13 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     return out
 
 
+def left_out_lines(step: int, rollouts: RolloutBatch) -> list[str]:
+    """Says that scores of a validation leave answers out, because their reward failed (`reward.on_error=count`)."""
+    failed, answers = rollouts.num_reward_errors, len(rollouts.trajectories)
+    line = f"validation at step {step}: {failed} of {answers} answers without a reward, left out of its scores"
+    return [line] * (failed > 0)
+
+
 class TrainingRun:
     """Drives a trainer from its start, or from a checkpoint, to the last step."""
 
@@ -200,6 +207,8 @@ class TrainingRun:
             dump_rollout_batch(self.config.trainer.validation_data_dir, step, rollouts)
         dump_rollout_batch(str(self.root / VALIDATION_SAMPLES), step, first_prompts(rollouts, NUM_VALIDATION_SAMPLES))
         self.last_validation = metrics
+        for line in left_out_lines(step, rollouts):
+            self.note(line)
         shown = rollouts.trajectories[: self.config.trainer.log_val_generations]
         for trajectory in shown:
             self.note(format_answer(step, trajectory))
