@@ -55,12 +55,13 @@ def run(folder: Path, *command: str, **extra: str) -> str:
 def test_the_example_trains_on_the_rows_it_prepared(folder: Path, script: str):
     name = Path(script).stem
     prepare(folder, *SCRIPTS[script], "--local_save_dir", str(folder / name))
-    place = ["trainer.project_name=e2e", f"trainer.experiment_name={name}", f"trainer.default_local_dir={folder}/out"]
+    out = folder / name / "out"
+    place = ["trainer.project_name=e2e", f"trainer.experiment_name={name}", f"trainer.default_local_dir={out}"]
     env = {"MODEL_PATH": str(folder / "small"), "DATA_DIR": str(folder / name)}
     run(folder, "bash", f"examples/sft/{script}", *SMALL, *place, "trainer.resume_mode=disable", **env)
     rows = metrics(folder, name)
     assert rows[2]["train/loss"] < rows[1]["train/loss"] and rows[2]["val/loss"] > 0
-    trained = load_file(folder / "out" / "global_step_2" / "huggingface" / "model.safetensors")
+    trained = load_file(out / "global_step_2" / "huggingface" / "model.safetensors")
     start = load_file(folder / "small" / "model.safetensors")
     assert any(not tensor.equal(start[weight]) for weight, tensor in trained.items())
 

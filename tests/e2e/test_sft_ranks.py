@@ -129,7 +129,8 @@ def test_a_run_over_ranks_resumes_with_another_number_of_them(folder: Path):
     train(folder, "one", *extra, "trainer.total_training_steps=4")
     run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=2")
     make_model(folder / "other", CHARACTERS, seed=9, hidden=32, layers=1)
-    extra.append(f"model.path={folder / 'other'}")  # nothing of it is left where the checkpoint is loaded
+    # nothing of it is left where the checkpoint is loaded
+    extra += [f"model.path={folder / 'other'}", "trainer.on_existing=resume"]
     train(folder, "two", *extra, "trainer.total_training_steps=3")
     run_ranks(2, rank_run, folder, "two", *extra, "trainer.total_training_steps=4")
     assert_close(folder, "one", "two", 4)

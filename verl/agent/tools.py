@@ -152,7 +152,7 @@ def function_schema(function: Callable[..., Any], name: str | None) -> dict[str,
     return schema
 
 
-_registered_functions: dict[str, FunctionTool] = {}
+_registered_functions: dict[tuple[str, str], FunctionTool] = {}  # by module and name
 
 
 def function_tool(
@@ -169,10 +169,11 @@ def function_tool(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         tool = FunctionTool(function, name if isinstance(name, str) else None, schema, timeout)
-        other = _registered_functions.get(tool.name)
-        if other is not None and other.function is not function and other.function.__module__ == function.__module__:
+        key = (function.__module__, tool.name)
+        other = _registered_functions.get(key)
+        if other is not None and other.function is not function:
             raise ConfigError(f"two function tools are called {tool.name!r}; give one another name")
-        _registered_functions[tool.name] = tool
+        _registered_functions[key] = tool
         return function
 
     return register(name) if callable(name) else register
@@ -187,7 +188,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     if function_tool_path:
         key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
         module = load_module(function_tool_path, key)
-        module_tools = [tool for tool in _registered_functions.values() if tool.function.__module__ == module.__name__]
+        module_tools = [tool for (name, _), tool in _registered_functions.items() if name == module.__name__]
         if not module_tools:
             raise ConfigError(f"{key}={function_tool_path}: no function there is marked @function_tool")
         loaded += module_tools

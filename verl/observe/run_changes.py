@@ -10,7 +10,7 @@ from typing import Any
 # what it computes. `trainer.critic_warmup` and `trainer.seed` are of the second kind.
 _MAY_CHANGE = re.compile(
     r"trainer\.(?!critic_warmup$|seed$).*"
-    r"|(global_profiler|ray_kwargs)\..*|.*\.(profiler|checkpoint|trace|prometheus)\..*"
+    r"|(global_profiler|ray_kwargs)\..*|(.*\.)?(profiler|checkpoint|trace|prometheus)\..*"
     r"|.*\.optim\.total_training_steps|optim\.total_training_steps"
     r"|.*micro_batch_size_per_gpu|.*max_token_len_per_gpu|.*use_dynamic_bsz|.*_offload|.*offload_policy"
     r"|.*\.(forward_prefetch|reshard_after_forward|fsdp_size|gpu_memory_utilization|free_cache_engine|max_num_seqs)"

@@ -137,7 +137,7 @@ def test_a_wrong_tool_file_says_what_is_wrong(tmp_path: Path, text: str, says: s
         ("- name: [", r"is not YAML"),
         ("name: x", r"expected a list of entries with `name` and `_target_`"),
         ("- {name: x, _target_: Mine}", r"_target_='Mine' must be the dotted path of an agent loop"),
-        ("- {name: x, _target_: no_such_module.Mine}", r"importing no_such_module failed"),
+        ("- {name: x, _target_: no_such_module.Mine}", r"there is no module 'no_such_module'"),
         ("- {name: x, _target_: pathlib.Path}", r"_target_='pathlib.Path' must be the dotted path of an agent loop"),
         ("- {name: x, _target_: verl.agent.tool_agent.ToolAgentLoop}\n" * 2, r"two loops are called 'x'"),
     ],
@@ -168,3 +168,13 @@ def test_a_yaml_file_beyond_reading_is_one_sentence(tmp_path: Path, read: Any, t
     with pytest.raises(ConfigError, match=says) as caught:
         read(str(tmp_path / "deep.yaml"))
     assert "deep.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_two_files_may_have_a_tool_of_one_name(tmp_path: Path):
+    text = "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef add(a: int) -> str:\n"
+    for name in ("one", "two"):
+        body = f'    """Add.\n\n    Args:\n        a: number.\n    """\n    return "{name}"\n'
+        (tmp_path / f"{name}.py").write_text(text + body)
+    for name in ("one", "two", "one"):
+        tools = load_tools(None, str(tmp_path / f"{name}.py"))
+        assert tools["add"].function(1) == name

@@ -315,7 +315,7 @@ def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):
     (tmp_path / "empty" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(CheckpointError, match=r"cannot be read .*: it was not downloaded whole"):
         build_engine(tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"model\.external_lib=nowhere: importing nowhere failed"):
+    with pytest.raises(ConfigError, match=r"model\.external_lib=nowhere: there is no module 'nowhere'"):
         build_engine(folder, model={"external_lib": "nowhere"})
     with pytest.raises(ConfigError, match=r"libs/mine\.py is a file, not a module; write mine"):
         build_engine(folder, model={"external_lib": "libs/mine.py"})
