@@ -361,7 +361,7 @@ def test_a_failing_tracker_names_itself_and_the_others_still_receive_the_step(mo
 
 def test_a_missing_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"'wandb'.*verl\[trackers\]"):
+    with pytest.raises(ConfigError, match=r"'wandb'.*-e '\.\[trackers\]'"):
         Tracking("p", "e", "wandb")
 
 
