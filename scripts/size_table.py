@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3260,
+    "config": 3500,
     "plugin": 1350,
-    "data": 2400,
-    "algorithms": 650,
-    "runtime": 890,
-    "observe": 2100,
-    "models": 5705,
-    "workers/engine": 3550,
-    "workers/rollout": 3200,
-    "workers": 850,  # the driver-side handles
+    "data": 2500,
+    "algorithms": 2000,
+    "runtime": 950,
+    "observe": 2150,
+    "models": 5850,
+    "workers/engine": 3700,
+    "workers/rollout": 3250,
+    "workers": 950,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
     "agent": 2000,
-    "rewards": 1000,
-    "trainer": 4401,
-    "commands": 4500,
+    "rewards": 1100,
+    "trainer": 4900,
+    "commands": 4650,
     "utils": 1360,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 11600, 38600, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 13500, 40500, 400
 
 
 def package_of(path: Path) -> str:
