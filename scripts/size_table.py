@@ -23,7 +23,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "workers": 950,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
-    "agent": 2000,
+    "agent": 2030,
     "rewards": 1100,
     "trainer": 4900,
     "commands": 4650,

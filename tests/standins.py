@@ -78,6 +78,11 @@ class FakeServer(ABC):
         return completion
 
 
+def bias_and_min_p(given: dict[str, Any]) -> dict[str, Any]:
+    bias = tuple((int(token), value) for token, value in (given.get("logit_bias") or {}).items())
+    return {"min_p": given.get("min_p", 0.0), "logit_bias": bias}
+
+
 class FakeSGLangServer(FakeServer):
     """The endpoints of SGLang 0.5.23 that the engine uses, with the fields of its request classes."""
 
@@ -102,7 +107,7 @@ class FakeSGLangServer(FakeServer):
             temperature=given.get("temperature", 1.0), top_p=given.get("top_p", 1.0), top_k=given.get("top_k", -1),
             max_tokens=given["max_new_tokens"], min_tokens=given.get("min_new_tokens", 0),
             stop=tuple(given.get("stop") or ()), stop_token_ids=tuple(given.get("stop_token_ids") or ()),
-            ignore_eos=given.get("ignore_eos", False), seed=given.get("sampling_seed") or 0,
+            ignore_eos=given.get("ignore_eos", False), seed=given.get("sampling_seed") or 0, **bias_and_min_p(given),
         )  # fmt: skip
         meta: dict[str, Any] = {}
         if body.get("logprob_start_len") == 0:
@@ -198,6 +203,7 @@ class FakeTGIServer(FakeServer):
             temperature=body["temperature"], top_p=body["top_p"], max_tokens=body["max_tokens"], seed=body["seed"],
             stop=tuple(body.get("stop") or ()), min_tokens=body.get("min_tokens", 0), top_k=body.get("top_k", -1),
             stop_token_ids=tuple(body.get("stop_token_ids") or ()), ignore_eos=body.get("ignore_eos", False),
+            **bias_and_min_p(body),
         )  # fmt: skip
         done = await self.answer("", body["prompt"], sampling)
         choice = {

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from tests.conftest import skip_without_vllm
 from tests.standins import FakeOpenAIServer, FakeServer, FakeSGLangServer, FakeTGIServer
 from verl.config.rollout import RolloutConfig, ServerConfig
-from verl.utils.errors import DataError, WorkerError
+from verl.utils.errors import ConfigError, DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
 from verl.workers.rollout.sglang_engine import SGLangEngine
@@ -157,6 +157,7 @@ LACKING = {
     "tgi": {
         "test_update_weights_is_sampled_and_stamped": NO_PUSH,
         "test_an_update_between_two_tokens_stamps_both_versions": NO_PUSH,
+        "test_min_p_of_one_is_greedy_and_a_bias_forces_or_forbids_a_token": "TGI has neither",
         "test_min_tokens_holds_back_every_stop": NO_IDS,
         "test_stop_token_ids_end_a_completion_beside_eos": NO_IDS,
         "test_ignore_eos_goes_on_to_max_tokens": NO_IDS,
@@ -257,6 +258,14 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy(engine: RolloutEngine):
     assert greedy.token_ids == top_k.token_ids == top_p.token_ids
 
 
+def test_min_p_of_one_is_greedy_and_a_bias_forces_or_forbids_a_token(engine: RolloutEngine):
+    [greedy], [min_p] = complete(engine, ask(temperature=0.0), ask(1, min_p=1.0))
+    assert greedy.token_ids == min_p.token_ids
+    never, always = ((i, -100.0) for i in range(EOS // 2)), ((5, 50.0), (EOS, -50.0))
+    [without], [forced] = complete(engine, ask(2, logit_bias=tuple(never)), ask(3, logit_bias=always))
+    assert min(without.token_ids) >= EOS // 2 and forced.token_ids == [5] * 24
+
+
 def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd_of_any_size(adapter: Adapter, model: PreTrainedModel):
     mine = ask(7, n=2, prompt=[9, 8, 7])
     crowd = [ask(100 + i, prompt=[i % 26] * (1 + i % 16), n=1 + i % 3, top_p=0.9, temperature=1.3) for i in range(20)]
@@ -278,7 +287,8 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(engine: Rollou
         complete(engine, ask(prompt=[1] * 17))
 
 
-WRONG = [{"prompt": [10**6]}, {"prompt": [-1]}, {"temperature": 1e-300}, {"temperature": math.nan}]
+WRONG = [{"prompt": [10**6]}, {"prompt": [-1]}, {"temperature": 1e-300}, {"temperature": math.nan}, {"min_p": 2.0}]
+WRONG += [{"logit_bias": ((10**6, 1.0),)}]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -288,7 +298,7 @@ def test_a_request_that_cannot_be_answered_leaves_the_others_alone(engine: Rollo
         return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
     first, refused, last = asyncio.run(together())
-    assert isinstance(refused, DataError | WorkerError) and len(first) == 4 and len(last) == 1
+    assert isinstance(refused, ConfigError | DataError | WorkerError) and len(first) == 4 and len(last) == 1
 
 
 def test_update_weights_is_sampled_and_stamped(adapter: Adapter):

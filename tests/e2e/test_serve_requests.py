@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
+from verl.agent.tool_parsers import ToolParser
 from verl.commands.serve.request_body import CHAT_FIELDS, FIELDS, NEUTRAL, RequestError
 from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
@@ -231,8 +232,96 @@ def test_a_tool_call_comes_as_a_call_and_its_answer_goes_back(tokenizer: Any, st
         assert "<tool_response>\n2\n</tool_response>" in text and '"arguments": {"a": 1}' in text
         none = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
         assert not none.tool_calls and CALL in none.content and '"add"' not in tokenizer.decode(engine.prompts[2])
-        with pytest.raises(openai.BadRequestError, match="tool_choice must be"):
-            client.chat.completions.create(**asked, tool_choice="required")
+
+
+NAMED: Any = {"type": "function", "function": {"name": "add"}}
+TWO: Any = [*TOOLS, {"type": "function", "function": {"name": "sub"}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("tools", "choice", "opening", "rest"),
+    [
+        (TWO, NAMED, '<tool_call>\n{"name": "add", "arguments":', ' {"a": 1}}\n</tool_call>'),
+        (TOOLS, "required", '<tool_call>\n{"name": "add", "arguments":', ' {"a": 1}}\n</tool_call>'),
+        (TWO, "required", '<tool_call>\n{"name": "', 'add", "arguments": {"a": 1}}\n</tool_call>'),
+        (TWO, NAMED, '<tool_call>\n{"name": "add", "arguments":', f' {{"a": 1}}}}\n</tool_call>\n{CALL}'),
+    ],
+)
+def test_a_forced_call_begins_in_the_prompt_and_comes_whole(
+    tokenizer: Any, stream: bool, tools: Any, choice: Any, opening: str, rest: str
+):
+    server, engine = tool_client(tokenizer, f"{rest}<|im_end|>")
+    with serving(server) as address:
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+        asked: Any = dict(model="tools", messages=CHAT, tools=tools, tool_choice=choice)
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                answer = events.get_final_completion().choices[0]
+        else:
+            answer = client.chat.completions.create(**asked).choices[0]
+    assert tokenizer.decode(engine.prompts[0]).endswith(f"<|im_start|>assistant\n{opening}")
+    [call] = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert answer.finish_reason == "tool_calls" and not answer.message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tool_choice": "required"}, '"required" needs one of the tools, which are: none'),
+        ({"tool_choice": {**NAMED, "function": {"name": "mul"}}, "tools": TWO}, "which are: add, sub"),
+        (
+            {"tool_choice": NAMED, "tools": TWO, "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TWO}, "tool_choice must be"),
+    ],
+)
+def test_a_call_that_cannot_be_forced_is_refused(tokenizer: Any, fields: dict[str, Any], says: str):
+    server, _ = tool_client(tokenizer, "ok")
+    with pytest.raises(RequestError, match=says):
+        server.read_job(json.dumps({"messages": CHAT, **fields}).encode(), True)
+
+
+def test_a_format_whose_calls_begin_in_an_unknown_way_forces_none(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    server, _ = tool_client(tokenizer, "ok")
+    monkeypatch.setattr(type(server.parser), "opening", ToolParser.opening)
+    with pytest.raises(RequestError, match="HermesParser does not say how a call begins"):
+        server.read_job(json.dumps({"messages": CHAT, "tools": TOOLS, "tool_choice": "required"}).encode(), True)
+
+
+def test_a_forced_call_that_was_cut_is_text_with_its_opening(tokenizer: Any):
+    server, _ = tool_client(tokenizer, ' {"a":')
+    with serving(server) as address:
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+        asked: Any = dict(model="tools", messages=CHAT, tools=TOOLS, tool_choice="required")
+        text = client.chat.completions.create(**asked).choices[0].message.content
+        chunks = client.chat.completions.create(**asked, stream=True)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
+    assert text == '<tool_call>\n{"name": "add", "arguments": {"a":'
+
+
+def test_a_bias_forces_or_forbids_a_token_and_shows_in_the_log_probs(client: openai.OpenAI, server: OpenAIServer):
+    def ask(**more: Any) -> Any:
+        asked: Any = dict(model="small", prompt="1", max_tokens=8, logprobs=0, seed=1)
+        return client.completions.create(**asked, extra_body={"return_token_ids": True, **more}).choices[0]
+
+    plain = ask()
+    first = plain.token_ids[0]
+    assert ask(logit_bias={str(first): -100}).token_ids.count(first) == 0
+    forced = ask(logit_bias={str(first): 100})
+    assert forced.token_ids == [first] * 8
+    assert forced.logprobs.token_logprobs == pytest.approx([0.0] * 8, abs=1e-6)
+    assert ask(logit_bias={}).token_ids == plain.token_ids
+
+
+def test_min_p_of_one_is_greedy(client: openai.OpenAI):
+    def ask(**more: Any) -> str:
+        return client.completions.create(model="small", prompt="1", max_tokens=8, **more).choices[0].text
+
+    greedy = ask(temperature=0)
+    assert ask(extra_body={"min_p": 1}) == greedy and len({ask() for _ in range(3)}) > 1
 
 
 def test_text_without_a_call_is_whole_where_tools_are_offered(tokenizer: Any):

@@ -284,8 +284,8 @@ def test_the_official_client_talks_to_the_server(address: str):
         client.completions.create(model="small", prompt="1" * 12, max_tokens=6)
     with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
         client.completions.create(model="small", prompt="1", extra_body={"temperature": "hot"})
-    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
-        client.completions.create(model="small", prompt="1", max_tokens=2, logit_bias={"3": 5})
+    with pytest.raises(openai.BadRequestError, match=r"logit_bias \{1000000: 5.0\} must give token ids in 0 to"):
+        client.completions.create(model="small", prompt="1", max_tokens=2, logit_bias={"1000000": 5})
     client.completions.create(model="small", prompt="1", max_tokens=2, presence_penalty=0, echo=False)
 
 
@@ -319,7 +319,9 @@ def post(address: str, path: str, data: bytes) -> tuple[int, str]:
         ('{"prompt": "1", "stream": "yes"}', "stream must be true or false"),
         ('{"prompt": "1", "stream": true, "stream_options": "x"}', "stream_options must be an object"),
         ('{"prompt": "1", "logprobs": 21}', "logprobs must be a whole number of at most 20"),
-        ('{"prompt": "1", "min_p": 0.1}', "min_p is not supported here"),
+        ('{"prompt": "1", "min_p": 1.1}', "min_p must be a number from 0 to 1"),
+        ('{"prompt": "1", "logit_bias": {"3": 101}}', "each with a number from -100 to 100"),
+        ('{"prompt": "1", "logit_bias": {"x": 1}}', "logit_bias must be an object such as"),
         ('{"prompt": "1", "stop_token_ids": [99999], "max_tokens": 2}', "stop_token_ids=[99999] must be in 0 to"),
         (
             '{"prompt": "1", "response_format": {"type": "json_object"}}',

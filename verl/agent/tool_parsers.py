@@ -50,6 +50,13 @@ class ToolParser(ABC):
         """Tokens that end a turn with a call, besides the end-of-sequence token."""
         return []
 
+    def opening(self, name: str | None) -> str | None:
+        """The text with which a call of tool `name` (None: of any) begins; None if it is not known.
+
+        It ends where the policy goes on as it would have, so that an answer can be made to begin with it.
+        """
+        return None
+
     @abstractmethod
     async def extract_tool_calls(
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
@@ -153,6 +160,9 @@ class HermesParser(TagParser):
 
     start_mark, end_mark = "<tool_call>", "</tool_call>"
 
+    def opening(self, name: str | None) -> str:
+        return self.start_mark + '\n{"name": "' + (f'{name}", "arguments":' if name else "")
+
     def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
         return [_parse_json_call(piece)]
 
@@ -162,6 +172,9 @@ class Qwen3CoderParser(TagParser):
     """`<function=name><parameter=key>value</parameter></function>` in `<tool_call>` (Qwen3-Coder, Qwen3.5)."""
 
     start_mark, end_mark = "<tool_call>", "</tool_call>"
+
+    def opening(self, name: str | None) -> str:
+        return f"{self.start_mark}\n<function=" + (f"{name}>\n" if name else "")
 
     def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
         return [
@@ -193,6 +206,9 @@ class MiniMaxParser(TagParser):
     start_mark, end_mark = "<minimax:tool_call>", "</minimax:tool_call>"
     tag_prefix = ""  # before the name of every tag
     parameter_pattern = re.compile(r'"?([^"]+)"?(?:\s+string="(true|false)")?')
+
+    def opening(self, name: str | None) -> str:
+        return f'{self.start_mark}\n<{self.tag_prefix}invoke name="' + (f'{name}">\n' if name else "")
 
     def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
         calls = []
@@ -232,6 +248,9 @@ class GLMParser(TagParser):
 
     start_mark, end_mark = "<tool_call>", "</tool_call>"
 
+    def opening(self, name: str | None) -> str:
+        return self.start_mark + (f"{name}\n" if name else "")
+
     def parse_block(self, piece: str, types: dict[str, dict[str, str]]) -> list[FunctionCall]:
         values = {}
         for argument in extract_between(piece, "<arg_key>", "</arg_value>")[1]:
@@ -245,6 +264,10 @@ class KimiParser(TextParser):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section (Kimi-K2)."""
 
     start_mark = "<|tool_calls_section_begin|>"
+
+    def opening(self, name: str | None) -> str:
+        rest = f"{name}:0<|tool_call_argument_begin|>" if name else ""
+        return f"{self.start_mark}<|tool_call_begin|>functions.{rest}"
 
     def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
         outside, sections = extract_between(text, self.start_mark, "<|tool_calls_section_end|>", allow_unclosed=True)
@@ -267,6 +290,9 @@ class GPTOSSParser(TextParser):
         r"(?:<\|call\|>|<\|end\|>|$)",
         re.DOTALL,
     )
+
+    def opening(self, name: str | None) -> str:
+        return "<|channel|>commentary to=functions." + (f"{name} <|constrain|>json<|message|>" if name else "")
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -291,6 +317,9 @@ class Gemma4Parser(TextParser):
     start_mark = "<|tool_call>"
     string_pattern = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
     key_pattern = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
+
+    def opening(self, name: str | None) -> str:
+        return f"{self.start_mark}call:" + (f"{name}{{" if name else "")
 
     def parse_text(self, text: str, types: dict[str, dict[str, str]]) -> tuple[str, list[FunctionCall]]:
         outside, pieces = extract_between(text, self.start_mark, "<tool_call|>")

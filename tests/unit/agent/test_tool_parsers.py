@@ -69,6 +69,18 @@ def test_text_without_calls_is_left_alone(name: str):
     assert find(name, "3 < 4 and nothing else") == ("3 < 4 and nothing else", [])
 
 
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("tool", ["add", None])
+def test_a_call_that_goes_on_after_the_opening_is_the_whole_call(name: str, tool: str | None):
+    """The opening of a forced call is what the call begins with, up to spaces."""
+    opening = TOOL_PARSERS.get(name)(None).opening(tool)
+    whole = ONE[name].removeprefix("<|start|>assistant")  # the generation prompt has it
+    cuts = (cut for cut in range(len(whole)) if "".join(whole[:cut].split()) == "".join(opening.split()))
+    assert ("add" in opening) == (tool is not None)
+    [call] = find(name, opening + whole[next(cuts) :])[1]
+    assert call.name == "add" and json.loads(call.arguments) == {"a": 3, "note": "x<y"}
+
+
 def test_a_broken_json_call_is_handed_on_so_that_the_policy_is_told():
     [call] = find("hermes", '<tool_call>{"name": "add", "arguments": {"a": 3}</tool_call>')[1]
     assert call.name == "add" and call.arguments.startswith('{"name"')

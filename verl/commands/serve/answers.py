@@ -25,6 +25,7 @@ class Job:
     stop: tuple[str, ...]
     tools: list[dict[str, Any]]
     parser: ToolParser
+    opening: list[int]  # tokens of a forced call, at the end of the prompt
 
     def header(self, suffix: str = "") -> dict[str, Any]:
         kind = "chat.completion" if self.chat else "text_completion"
@@ -57,10 +58,13 @@ class Job:
             ids = completion.token_ids
             if completion.stop_reason == "stop" and ids and ids[-1] in self.tokenizer.all_special_ids:
                 ids = ids[:-1]  # the end of the turn; a call's own end mark may stay open
-            outside, calls = await self.parser.extract_tool_calls(ids, self.tools)
+            outside, calls = await self.parser.extract_tool_calls([*self.opening, *ids], self.tools)
             if calls:
-                return outside, calls if self.body.get("parallel_tool_calls", True) else calls[:1]
-        return cut_at_stop(self.decode(completion.token_ids), self.stop), []
+                single = isinstance(self.body.get("tool_choice"), dict) or not self.body.get(
+                    "parallel_tool_calls", True
+                )
+                return outside, calls[:1] if single else calls
+        return cut_at_stop(self.decode([*self.opening, *completion.token_ids]), self.stop), []
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -142,8 +146,8 @@ class ChoiceStream:
         self.logprobs += logprobs
         if alternatives is not None:
             self.alternatives = [*(self.alternatives or ()), *alternatives]
-        if self.job.tools and not self.mark:
-            return []  # this format has no fixed first mark: only the whole answer says what is a call
+        if self.job.opening or (self.job.tools and not self.mark):
+            return []  # inside a call, or the format has no fixed first mark: only the whole answer says what is a call
         text = self.text.add(token_ids)
         return [self._chunk({"content": text}, text, None)] if text else []
 

@@ -2,14 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from verl.agent.tool_parsers import ToolParser
 from verl.agent.tools import OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.base import JSON_FORMATS, MAX_TOP_LOGPROBS
+from verl.workers.rollout.base import JSON_FORMATS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 MAX_ANSWERS = 1024  # answers to one request
+MAX_BIASES = 1024  # tokens in the logit_bias of one request
 MAX_STOPS, MAX_STOP_LENGTH = 64, 4096  # stop strings of one request, characters of one
 _INT32 = 2**31
 
@@ -38,6 +40,23 @@ def _is_text_list(value: Any) -> bool:
     return isinstance(values, list) and all(isinstance(v, str) and 0 < len(v) <= MAX_STOP_LENGTH for v in values)
 
 
+def _is_bias(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_BIASES
+        and all(token.isascii() and token.isdecimal() and len(token) <= 9 for token in value)
+        and len({int(token) for token in value}) == len(value)
+        and all(NUMBER.accepts(bias) and abs(bias) <= MAX_LOGIT_BIAS for bias in value.values())
+    )
+
+
+def _is_choice(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value in ("auto", "none", "required")
+    function = value.get("function")
+    return value.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 TEXT = Kind("a text", lambda v: isinstance(v, str))
 OBJECT = Kind("an object", lambda v: isinstance(v, dict))
@@ -51,23 +70,32 @@ STOP = Kind(
     lambda v: _is_text_list(v) and (isinstance(v, str) or len(v) <= MAX_STOPS),
 )
 LIST = Kind("a list", lambda v: isinstance(v, list))
+SHARE = Kind("a number from 0 to 1", lambda v: NUMBER.accepts(v) and 0 <= v <= 1)
+BIAS = Kind(
+    f'an object such as {{"1234": -5}} of at most {MAX_BIASES} token ids, each with a number from {-MAX_LOGIT_BIAS} to '
+    f"{MAX_LOGIT_BIAS}",
+    _is_bias,
+)
+CHOICE = Kind(
+    '"auto", "none", "required" or {"type": "function", "function": {"name": NAME}}',
+    _is_choice,
+)
 FIELDS = {
     "model": TEXT, "n": whole(1, MAX_ANSWERS), "max_tokens": whole(1, _INT32), "min_tokens": whole(0, _INT32),
     "max_completion_tokens": whole(1, _INT32), "temperature": NUMBER, "top_p": NUMBER, "top_k": whole(-1, _INT32),
     "seed": whole(-(2**63), 2**64), "stop": STOP, "stop_token_ids": TOKEN_IDS, "ignore_eos": FLAG, "stream": FLAG,
     "stream_options": OBJECT, "return_token_ids": FLAG, "frequency_penalty": NUMBER, "presence_penalty": NUMBER,
-    "repetition_penalty": NUMBER, "response_format": OBJECT,
+    "repetition_penalty": NUMBER, "response_format": OBJECT, "min_p": SHARE, "logit_bias": BIAS,
     "user": TEXT, "metadata": OBJECT, "store": FLAG,  # these have no effect
 }  # fmt: skip
 CHAT_FIELDS = {
     "messages": LIST, "logprobs": FLAG, "top_logprobs": whole(0, MAX_TOP_LOGPROBS), "chat_template_kwargs": OBJECT,
-    "tools": LIST, "tool_choice": Kind('"auto" or "none": calls cannot be forced', lambda v: v in ("auto", "none")),
-    "parallel_tool_calls": FLAG,
+    "tools": LIST, "tool_choice": CHOICE, "parallel_tool_calls": FLAG,
 }  # fmt: skip
 PROMPT = Kind("a text, token ids, or a list of either", lambda v: isinstance(v, str | list))
 TEXT_FIELDS = {"prompt": PROMPT, "logprobs": whole(0, MAX_TOP_LOGPROBS)}
 NEUTRAL: dict[str, Any] = {  # unsupported fields with the value that has no effect; other values are refused
-    "functions": [], "function_call": "none", "min_p": 0, "logit_bias": {}, "echo": False, "suffix": "", "best_of": 1,
+    "functions": [], "function_call": "none", "echo": False, "suffix": "", "best_of": 1,
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "top_logprobs": 0, "modalities": ["text"],
     "service_tier": "auto",
 }  # fmt: skip
@@ -113,6 +141,31 @@ def read_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(schema.function.name, str):
             raise RequestError(f"tools: the name of tool {number} must be a text", "tools")
     return tools if body.get("tool_choice") != "none" else []
+
+
+def read_opening(body: dict[str, Any], tools: Sequence[dict[str, Any]], parser: ToolParser) -> str:
+    """The text with which the answer must begin, as `tool_choice` forces a call; empty where none is forced."""
+    choice = body.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return ""
+    names = [tool["function"]["name"] for tool in tools]
+    name = names[0] if len(names) == 1 else None
+    if choice != "required":
+        name = choice["function"]["name"]
+    if not names or (name is not None and name not in names):
+        known = ", ".join(names) or "none"
+        raise RequestError(
+            f"tool_choice {json.dumps(choice):.80} needs one of the tools, which are: {known}", "tool_choice"
+        )
+    if body.get("response_format", {}).get("type", "text") != "text":
+        raise RequestError("tool_choice forces a call, which response_format forbids; leave one out", "tool_choice")
+    opening = parser.opening(name)
+    if opening is None:
+        raise RequestError(
+            f'tool_choice must be "auto" or "none" here: {type(parser).__name__} does not say how a call begins',
+            "tool_choice",
+        )
+    return opening
 
 
 def read_response_format(body: dict[str, Any], supported: Any) -> str | None:

@@ -8,14 +8,17 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from verl.commands.serve.answers import Job, finish_reason
-from verl.commands.serve.request_body import FLAG, LIST, NUMBER, OBJECT, TEXT, Kind, RequestError, whole
+from verl.commands.serve.request_body import CHOICE, FLAG, LIST, NUMBER, OBJECT, TEXT, Kind, RequestError, whole
 from verl.workers.rollout.base import Completion
 
 _INPUT = Kind(
     "a text, or a list of messages, function_call and function_call_output items",
     lambda v: bool(v) and isinstance(v, str | list),
 )
-_CHOICE = Kind('"auto" or "none": calls cannot be forced', lambda v: v in ("auto", "none"))
+_CHOICE = Kind(
+    '"auto", "none", "required" or {"type": "function", "name": NAME}',
+    lambda v: isinstance(v, str | dict) and CHOICE.accepts(_choice(v)),
+)
 _FIELDS = {
     "model": TEXT, "input": _INPUT, "instructions": TEXT, "max_output_tokens": whole(1, 2**31), "stream": FLAG,
     "temperature": NUMBER, "top_p": NUMBER, "tools": LIST, "tool_choice": _CHOICE, "parallel_tool_calls": FLAG,
@@ -56,6 +59,8 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     items = [{"role": "user", "content": body["input"]}] if isinstance(body["input"], str) else body["input"]
     given = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat["messages"] = given + [_message(item) for item in items]
+    if "tool_choice" in chat:
+        chat["tool_choice"] = _choice(chat["tool_choice"])
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in body["tools"]]
     form = body.get("text", {}).get("format") or {"type": "text"}
@@ -88,6 +93,12 @@ def _message(item: Any) -> dict[str, Any]:
         )
     role = item.get("role")
     return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _choice(choice: Any) -> Any:
+    """`tool_choice` in the form of a chat request."""
+    named = isinstance(choice, dict) and choice.keys() == {"type", "name"}
+    return {"type": choice["type"], "function": {"name": choice["name"]}} if named else choice
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from verl.commands.serve.prompt_reader import PromptReader
 from verl.commands.serve.request_body import (
     RequestError,
     read_body,
+    read_opening,
     read_response_format,
     read_tools,
     stop_strings,
@@ -202,11 +203,12 @@ class OpenAIServer:
         body = read_body(data, chat)
         self._check_model(body.get("model", self.name))
         tools = read_tools(body) if chat else []
+        opening = self.tokenizer.encode(read_opening(body, tools, self.parser), add_special_tokens=False)
         body["response_format"] = read_response_format(body, self.engine.response_formats)
-        prompts = [self.prompts.read_chat(body, tools)] if chat else self.prompts.read_prompts(body)
+        prompts = [self.prompts.read_chat(body, tools) + opening] if chat else self.prompts.read_prompts(body)
         requests = [self.read_request(body, ids, number, tools) for number, ids in enumerate(prompts)]
         stop = stop_strings(body, self.sampling.stop)
-        return Job(self.tokenizer, self.name, chat, body, requests, stop, tools, self.parser)
+        return Job(self.tokenizer, self.name, chat, body, requests, stop, tools, self.parser, opening)
 
     def read_request(
         self, body: dict[str, Any], ids: list[int], number: int = 0, tools: Sequence[Any] = ()
@@ -238,6 +240,8 @@ class OpenAIServer:
             frequency_penalty=body.get("frequency_penalty", 0),
             presence_penalty=body.get("presence_penalty", 0),
             repetition_penalty=body.get("repetition_penalty", 1),
+            min_p=body.get("min_p", 0),
+            logit_bias=tuple((int(token), float(bias)) for token, bias in body.get("logit_bias", {}).items()),
             top_logprobs=body.get("top_logprobs", 0) if "messages" in body else body.get("logprobs", 0),
             response_format=body.get("response_format"),
         )

@@ -69,12 +69,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest one are not sampled
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     top_logprobs: int = 0  # most likely tokens reported at each position
     response_format: str | None = None  # JSON text of an OpenAI response_format, for engines that list its type
 
     @property
     def has_penalties(self) -> bool:
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.has_penalties or bool(self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,9 @@ Alternatives = list[tuple[int, float]]  # the most likely tokens of one position
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. `logprobs`: nats at the sampling temperature, one per token, before top-p and top-k.
+    """One sampled answer. `logprobs`: nats at the sampling temperature, one per token, before top-p, top-k and min-p.
 
-    Penalties change them. `alternatives`: one list per token, if `top_logprobs` asked for them.
+    Penalties and `logit_bias` change them. `alternatives`: one list per token, if `top_logprobs` asked for them.
     """
 
     token_ids: list[int]
@@ -276,6 +282,7 @@ def named_weights(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterable
 
 
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100
 
 
 def same_on_all_ranks(replica: int, by_rank: list[Manifest]) -> Manifest:
@@ -330,6 +337,14 @@ def check_request(
             f"request {request.request_id}: frequency_penalty={penalties[0]} and presence_penalty={penalties[1]} must "
             f"be in [-2, 2], repetition_penalty={params.repetition_penalty} in [0.01, 100]"
         )
+    if not 0 <= params.min_p <= 1:
+        raise DataError(f"request {request.request_id}: min_p={params.min_p} must be in [0, 1]")
+    for token, bias in params.logit_bias:
+        if not 0 <= token < vocab_size or not abs(bias) <= MAX_LOGIT_BIAS:
+            raise DataError(
+                f"request {request.request_id}: logit_bias {{{token}: {bias}}} must give token ids in 0 to "
+                f"{vocab_size - 1} a number in [{-MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}]"
+            )
     if not 0 <= params.top_logprobs <= MAX_TOP_LOGPROBS:
         raise DataError(f"top_logprobs={params.top_logprobs} must be in 0 to {MAX_TOP_LOGPROBS}")
     if params.stop_token_ids and not (min(params.stop_token_ids) >= 0 and max(params.stop_token_ids) < vocab_size):

@@ -280,9 +280,9 @@ class NativeCore:
         started = time.perf_counter()
         table, column = self.table, self.column
         uniforms_B, steps = uniforms(table.keys[rows], column - table.first_columns[rows]), table.sampling_steps()
-        if steps.penalties:
+        if steps.changed_logits:
             logits = logits.float()
-            table.penalise(logits, rows, column)
+            table.change_logits(logits, rows, column)
         if steps.top_logprobs:
             table.record_alternatives(logits, rows)
         tokens, logprobs = sample(logits, uniforms_B, table.sampling_tensors(rows, column))

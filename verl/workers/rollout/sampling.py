@@ -56,7 +56,14 @@ class SamplingTensors:
     greedy_B: Tensor | None = None  # bool
     top_k_B: Tensor | None = None  # int64; V where off
     top_p_B: Tensor | None = None  # float32; 1 where off
+    min_p_B: Tensor | None = None  # float32; 0 where off
     forbidden_BK: Tensor | None = None  # int64 token ids that may not be sampled, -1 for none
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens of some row may not be sampled."""
+        limits = (self.top_k_B, self.top_p_B, self.min_p_B, self.forbidden_BK)
+        return any(limit is not None for limit in limits)
 
     def select(self, chunk: slice) -> "SamplingTensors":
         columns = (getattr(self, f.name) for f in fields(self))
@@ -66,8 +73,8 @@ class SamplingTensors:
 def sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Token ids (B,) and their log-probs (B,) float32 nats; `logits_BV` (any float type) may be overwritten.
 
-    Log-probs are those of the full softmax at the temperature (1 if greedy), as the trainer computes them. top-k,
-    top-p and forbidden tokens only restrict which token is sampled; tokens that tie with the last allowed
+    Log-probs are those of the full softmax at the temperature (1 if greedy), as the trainer computes them.
+    min-p, top-k, top-p and forbidden tokens only restrict which token is sampled; tokens that tie with the last allowed
     probability stay allowed. A row whose logits are not finite returns a log-prob of nan.
     """
     rows, size = logits_BV.shape
@@ -88,11 +95,11 @@ def _sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> 
         logits_BV.div_(tensors.temperature_B.unsqueeze(1))
     peak_B1 = logits_BV.amax(-1, keepdim=True)
     weights_BV = (logits_BV - peak_B1).exp_()
-    if tensors.top_k_B is None and tensors.top_p_B is None and tensors.forbidden_BK is None:
-        tokens_B, total_B = _inverse_cdf(weights_BV, uniforms_B)
-    else:
+    if tensors.restricts:
         total_B = weights_BV.sum(-1, dtype=torch.float64)
-        tokens_B, _ = _inverse_cdf(apply_top_k_top_p(weights_BV, tensors), uniforms_B)
+        tokens_B, _ = _inverse_cdf(restrict(weights_BV, tensors), uniforms_B)
+    else:
+        tokens_B, total_B = _inverse_cdf(weights_BV, uniforms_B)
     if tensors.greedy_B is not None:
         allowed = (
             logits_BV if tensors.forbidden_BK is None else _forbid(logits_BV.clone(), tensors.forbidden_BK, -torch.inf)
@@ -102,10 +109,16 @@ def _sample(logits_BV: Tensor, uniforms_B: Tensor, tensors: SamplingTensors) -> 
     return tokens_B, picked_B - peak_B1.squeeze(1) - total_B.log().to(torch.float32)
 
 
-def apply_top_k_top_p(weights_BV: Tensor, tensors: SamplingTensors) -> Tensor:
-    """`weights_BV` with zeros at forbidden tokens, at tokens outside top-k, and then at tokens outside top-p."""
+def restrict(weights_BV: Tensor, tensors: SamplingTensors) -> Tensor:
+    """`weights_BV` with zeros at forbidden tokens, then at tokens outside min-p, top-k and top-p, in this order.
+
+    Source of min-p: Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024), section 3.
+    """
     if tensors.forbidden_BK is not None:
         weights_BV = _forbid(weights_BV.clone(), tensors.forbidden_BK, 0.0)
+    if tensors.min_p_B is not None:
+        least_B1 = weights_BV.amax(-1, keepdim=True) * tensors.min_p_B.unsqueeze(1)
+        weights_BV = weights_BV.where(weights_BV >= least_B1, 0.0)
     if tensors.top_k_B is not None:
         max_top_k = int(tensors.top_k_B.where(tensors.top_k_B < weights_BV.shape[1], 1).max())
         ranked = weights_BV.topk(max_top_k, dim=-1).values
@@ -153,6 +166,13 @@ def penalise(logits_V: Tensor, prompt_ids: Tensor, generated_ids: Tensor, params
     if len(generated_ids):
         seen, counts = generated_ids.unique(return_counts=True)
         logits_V[seen] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def add_bias(logits_V: Tensor, params: SamplingParams) -> None:
+    """Add `logit_bias` to the logits, in place."""
+    if params.logit_bias:
+        ids, values = zip(*params.logit_bias, strict=True)
+        logits_V[list(ids)] += torch.tensor(values, device=logits_V.device)
 
 
 def most_likely(logits_V: Tensor, temperature: float, count: int) -> Alternatives:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest
-from verl.workers.rollout.sampling import SamplingTensors, most_likely, penalise, stream_key
+from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise, stream_key
 
 
 @dataclass
@@ -146,9 +146,10 @@ class SamplingSteps:
     greedy: bool
     top_k: bool
     top_p: bool
+    min_p: bool
     min_tokens: int
     stop_texts: bool
-    penalties: bool
+    changed_logits: bool
     top_logprobs: bool
 
 
@@ -262,18 +263,20 @@ class RowTable:
                 greedy=any(p.temperature == 0 for p in params),
                 top_k=any(0 < p.top_k < self.vocab_size for p in params),
                 top_p=any(p.top_p < 1 for p in params),
+                min_p=any(p.min_p > 0 for p in params),
                 min_tokens=max((p.min_tokens for p in params), default=0),
                 stop_texts=any(p.stop for p in params),
-                penalties=any(p.has_penalties for p in params),
+                changed_logits=any(p.changes_logits for p in params),
                 top_logprobs=any(p.top_logprobs for p in params),
             )
         return self._sampling_steps
 
-    def penalise(self, logits_BV: Tensor, rows: slice, column: int) -> None:
-        """Apply the penalties of `rows` to the logits of the token for `column`, in place."""
+    def change_logits(self, logits_BV: Tensor, rows: slice, column: int) -> None:
+        """Apply the bias, then the penalties of `rows` to the logits of the token for `column`, in place."""
         for logits_V, number in zip(logits_BV, range(rows.start, rows.stop), strict=True):
             row = self.rows[number]
             request = row.state.request
+            add_bias(logits_V, request.sampling)
             if request.sampling.has_penalties:
                 prompt = torch.tensor(request.prompt_ids, device=self.device)
                 penalise(logits_V, prompt, self.tokens[number, row.first_column : column], request.sampling)
@@ -288,7 +291,9 @@ class RowTable:
 
     def sampling_tensors(self, rows: slice, column: int) -> SamplingTensors:
         """Sampling settings of `rows` for the token in `column`; None for settings that no row needs."""
-        sampling_steps, forbidden = self.sampling_steps(), None
+        sampling_steps, forbidden, min_p = self.sampling_steps(), None, None
+        if sampling_steps.min_p:
+            min_p = torch.tensor([row.state.request.sampling.min_p for row in self.rows[rows]], device=self.device)
         if sampling_steps.min_tokens:
             forbidden = torch.where((column < self.min_stop_columns[rows]).unsqueeze(1), self.stop_ids[rows], -1)
         return SamplingTensors(
@@ -296,5 +301,6 @@ class RowTable:
             greedy_B=self.greedy[rows] if sampling_steps.greedy else None,
             top_k_B=self.top_k[rows] if sampling_steps.top_k else None,
             top_p_B=self.top_p[rows] if sampling_steps.top_p else None,
+            min_p_B=min_p,
             forbidden_BK=forbidden,
         )

@@ -176,6 +176,8 @@ class SGLangEngine(CopyingEngine):
                 "frequency_penalty": params.frequency_penalty,
                 "presence_penalty": params.presence_penalty,
                 "repetition_penalty": params.repetition_penalty,
+                "min_p": params.min_p,
+                "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
                 "json_schema": response_schema(params),
             },
         })  # fmt: skip

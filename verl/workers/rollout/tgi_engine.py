@@ -109,6 +109,8 @@ class TGIEngine(RolloutEngine):
         }  # fmt: skip
         if params.presence_penalty:
             raise ConfigError("TGI has no presence_penalty; leave it out, or use frequency_penalty")
+        if params.min_p or params.logit_bias:
+            raise ConfigError("TGI has neither min_p nor logit_bias; leave them out")
         extra = {"frequency_penalty": params.frequency_penalty, "top_n_tokens": params.top_logprobs}
         parameters |= {name: value for name, value in extra.items() if value}
         parameters |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}
@@ -140,6 +142,8 @@ class TGIEngine(RolloutEngine):
         extra |= {"frequency_penalty": params.frequency_penalty, "presence_penalty": params.presence_penalty}
         body |= {name: value for name, value in extra.items() if value not in (-1, 0, [])}
         body |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}
+        body |= {"min_p": params.min_p} if params.min_p else {}
+        body |= {"logit_bias": {str(i): bias for i, bias in params.logit_bias}} if params.logit_bias else {}
         body |= {"response_format": json.loads(params.response_format)} if params.response_format else {}
         body |= {"ignore_eos": True} if params.ignore_eos else {}
         [choice] = (await self.client.call("POST", "/v1/completions", body))["choices"]

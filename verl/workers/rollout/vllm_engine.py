@@ -173,6 +173,8 @@ class VLLMEngine(CopyingEngine):
             ignore_eos=True,  # stop_token_ids has our EOS ids: vLLM has no tokenizer
             seed=derive_seed(params.seed, request.stream_id, sample),
             **{name: getattr(params, name) for name in PENALTIES},
+            min_p=params.min_p,
+            logit_bias=dict(params.logit_bias) or None,
             logprobs=params.top_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

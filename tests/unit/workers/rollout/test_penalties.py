@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.sampling import most_likely, penalise
+from verl.workers.rollout.sampling import add_bias, most_likely, penalise
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,14 @@ def test_penalties_are_the_definition_token_by_token(presence: float, frequency:
     assert params.has_penalties
     penalise(logits, torch.tensor(prompt), torch.tensor(generated), params)
     torch.testing.assert_close(logits, torch.tensor(expected))
+
+
+def test_a_bias_is_added_to_the_logits_of_its_tokens_alone():
+    logits = torch.arange(6.0)
+    params = SamplingParams(logit_bias=((4, -2.5), (0, 100.0)))
+    assert params.changes_logits and not params.has_penalties
+    add_bias(logits, params)
+    assert logits.tolist() == [100.0, 1.0, 2.0, 3.0, 1.5, 5.0]
 
 
 def test_the_most_likely_tokens_are_those_of_the_softmax_at_the_temperature():

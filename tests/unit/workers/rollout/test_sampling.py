@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.workers.rollout.sampling import SamplingTensors, apply_top_k_top_p, sample, stream_key, uniforms
+from verl.workers.rollout.sampling import SamplingTensors, restrict, sample, stream_key, uniforms
 
 NONE = SamplingTensors()
 
@@ -118,10 +118,30 @@ def test_top_k_then_top_p_keep_what_the_definition_keeps_row_by_row():
     top_k[::4] = 1500
     top_p = torch.rand(40) * 0.98 + 0.01
     top_p[::5] = 1.0
-    kept = apply_top_k_top_p(weights, SamplingTensors(top_k_B=top_k, top_p_B=top_p)) > 0
+    kept = restrict(weights, SamplingTensors(top_k_B=top_k, top_p_B=top_p)) > 0
     for row in range(40):
         expected = naive_kept(weights[row].double().tolist(), int(top_k[row]), float(top_p[row]))
         assert set(kept[row].nonzero().flatten().tolist()) == expected, row
+
+
+@pytest.mark.parametrize("first_forbidden", [False, True])
+def test_min_p_keeps_the_tokens_with_that_share_of_the_likeliest_one(first_forbidden: bool):
+    torch.manual_seed(3)
+    logits, shares = torch.randn(5, 40) * 2, torch.tensor([0.0, 0.05, 0.3, 0.9, 1.0])
+    best = logits.argmax(-1, keepdim=True)
+    tensors = SamplingTensors(min_p_B=shares, forbidden_BK=best if first_forbidden else None)
+    for row in range(5):
+        probabilities = logits[row].double().softmax(-1)
+        if first_forbidden:
+            probabilities[best[row]] = 0
+        allowed = {i for i, p in enumerate(probabilities.tolist()) if p > 0 and p >= shares[row] * max(probabilities)}
+        rows = SamplingTensors(**{name: None if value is None else value[[row] * 4000]
+                                  for name, value in vars(tensors).items()})  # fmt: skip
+        tokens, logprobs = sample(logits[[row] * 4000], spread(4000), rows)
+        assert set(tokens.tolist()) <= allowed
+        rare = {i for i in allowed if probabilities[i] < 1e-3}
+        assert allowed - set(tokens.tolist()) <= rare
+        torch.testing.assert_close(logprobs, logits[row].log_softmax(-1)[tokens])  # of the whole softmax
 
 
 def test_logits_that_are_not_finite_give_a_logprob_of_nan():
