@@ -23,8 +23,6 @@ MAX_IMBALANCE = 1.05  # highest ratio of most expensive part to mean part in a s
 _TOLERANCE = 0.002  # a step whose ratio is at most 1 + this is not improved further
 _MAX_SWAPS = 200  # per step
 _EXTRA_STEPS = 2  # larger numbers of steps that are tried after the first feasible one
-_MAX_ENUMERATED = 12  # two parts with at most this many sequences are split by exhaustive search
-_POWER = 16.0  # exponent of the norm of part costs; a higher one approaches the maximum
 _CROSS_STEP_MARGIN = 0.02  # swaps between steps are tried if the ratio is above MAX_IMBALANCE minus this
 _CROSS_STEP_SEARCHES = 60  # searches for swaps between steps: this many plus one per step
 
@@ -108,7 +106,7 @@ def _balanced_steps(lengths: list[int], costs: np.ndarray, ranks: int, micro: Mi
     """The fewest steps whose parts cost nearly the same, or the most balanced of those tried.
 
     Three initial assignments are tried: largest first into equal parts, with parts of similar cost in one step; one
-    step at a time around the most expensive remaining sequence; and first fit. `_LocalSearch` improves each.
+    step at a time around the most expensive remaining sequence; and first fit. Swaps improve each.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
     limits, count = _Limits.of(micro), _min_micro_steps(lengths, ranks, micro)
@@ -119,11 +117,11 @@ def _balanced_steps(lengths: list[int], costs: np.ndarray, ranks: int, micro: Mi
             if (steps := initial_steps(order, lengths, costs, (count, ranks), limits)) is None:
                 continue
             steps = [step for step in steps if any(step)] or steps[:1]
-            search = _LocalSearch(steps, np.asarray(lengths), costs, limits)
-            worst_ratio, total_cost = search.run()
+            swaps = _Swaps(steps, np.asarray(lengths), costs, limits)
+            worst_ratio, total_cost = swaps.run()
             if worst_ratio <= MAX_IMBALANCE:
-                return search.steps()
-            candidates.append((round(worst_ratio, 3), total_cost, search.steps()))
+                return swaps.steps()
+            candidates.append((round(worst_ratio, 3), total_cost, swaps.steps()))
             last = min(last, count + _EXTRA_STEPS)
         count += 1
     return min(candidates, key=lambda plan: plan[:2])[2]
@@ -218,38 +216,19 @@ def _assign_to_cheapest(
     return parts, remaining
 
 
-def _min_ratios(lengths: np.ndarray, costs: np.ndarray, ranks: int, limits: _Limits) -> np.ndarray:
-    """(N,) lower bound, for the step of each sequence, of the ratio of its most expensive part to its mean part.
+class _Swaps:
+    """Moves a sequence to another part, or swaps two, while that makes the most uneven step more even.
 
-    In the bound, the other ranks fill their token budget with the most expensive sequences, the last one cut, and
-    cost no more than this one.
-    """
-    if limits.tokens == float("inf"):
-        return np.ones(len(lengths))
-    order = np.argsort(-lengths, kind="stable")
-    ends, sums = np.cumsum(np.append(0, lengths[order])), np.cumsum(np.append(0, costs[order]))
-    starts = np.empty(len(lengths))
-    starts[order] = ends[:-1]
-    is_filler = starts < limits.tokens
-    filled = np.interp(limits.tokens + lengths * is_filler, ends, sums) - costs * is_filler
-    return ranks * costs / (costs + (ranks - 1) * np.minimum(costs, filled))
-
-
-class _LocalSearch:
-    """Local search: moves a sequence to another part, or swaps two, while that makes their steps more balanced.
-
-    Every part also has an empty slot of cost 0: a swap with it is a move. The imbalance of a step is the
-    `_POWER`-norm of its part costs, divided by their mean and by the step's lower bound (`_min_ratios`). This norm is
-    close to the maximum but also depends on the other parts.
+    Every part also has an empty slot of cost 0: a swap with it is a move. How uneven a step is: the sum of the squared
+    costs of its parts over their squared mean.
     """
 
     def __init__(self, steps: Steps, lengths: np.ndarray, costs: np.ndarray, limits: _Limits):
         parts = [part for step in steps for part in step]
-        empty_slots = np.zeros(len(parts))
+        slots = np.zeros(len(parts))
         self.shape, self.limits, self.num_sequences = (len(steps), len(steps[0])), limits, len(lengths)
-        self.costs, self.lengths = np.append(costs / costs.sum(), empty_slots), np.append(lengths, empty_slots)
-        self.counts = np.append(np.ones(len(lengths)), empty_slots)
-        self.min_ratios = _min_ratios(lengths, costs, self.shape[1], limits)
+        self.costs, self.lengths = np.append(costs / costs.sum(), slots), np.append(lengths, slots)
+        self.counts = np.append(np.ones(len(lengths)), slots)
         self.part_of = np.append(np.zeros(len(lengths), dtype=int), np.arange(len(parts)))
         for number, part in enumerate(parts):
             self.part_of[part] = number
@@ -270,30 +249,26 @@ class _LocalSearch:
         finished: set[int] = set()
         searches = _CROSS_STEP_SEARCHES + self.shape[0]
         for _ in range(_MAX_SWAPS * self.shape[0]):
-            part_costs = self.part_costs()
-            ratios, _ = self.ratios(part_costs)
-            step = max((k for k in range(len(part_costs)) if k not in finished), key=ratios.__getitem__, default=-1)
+            ratios = self.ratios()
+            step = max(set(range(len(ratios))) - finished, key=ratios.__getitem__, default=-1)
             if step < 0 or ratios[step] <= 1 + _TOLERANCE:
                 break
-            changed = self._apply_best_swap(step, part_costs, [step])
-            changed = changed or self._repartition_pair(step, part_costs)
+            changed = self._swap(step, [step])
             if not changed and ratios[step] > MAX_IMBALANCE - _CROSS_STEP_MARGIN and searches > 0:
                 searches -= 1
-                changed = self._apply_best_swap(step, part_costs, range(len(part_costs)))
+                changed = self._swap(step, range(len(ratios)))
             finished = finished - changed if changed else finished | {step}
+        return float(self.ratios().max()), float(self.part_costs().max(1).sum())
+
+    def ratios(self) -> np.ndarray:
+        """(K,) most expensive part over the mean part."""
         part_costs = self.part_costs()
-        return float(self.ratios(part_costs)[0].max()), float(part_costs.max(1).sum())
+        means = part_costs.mean(1)
+        return np.divide(part_costs.max(1), means, out=np.ones_like(means), where=means > 0)
 
-    def ratios(self, part_costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(K,) most expensive part over the mean part, divided by its lower bound; and (K,) that lower bound."""
-        lower_bounds, means = np.ones(len(part_costs)), part_costs.mean(1)
-        np.maximum.at(lower_bounds, self.part_of[: self.num_sequences] // self.shape[1], self.min_ratios)
-        ratios = np.where(means > 0, part_costs.max(1), 1.0) / np.where(means > 0, means, 1.0)
-        return ratios / lower_bounds, lower_bounds
-
-    def _apply_best_swap(self, step: int, part_costs: np.ndarray, others: Sequence[int]) -> set[int]:
+    def _swap(self, step: int, others: Sequence[int]) -> set[int]:
         """Make the best swap between `step` and `others`; the steps that changed, empty if no swap helps."""
-        ranks = self.shape[1]
+        ranks, part_costs = self.shape[1], self.part_costs()
         a = np.flatnonzero(self.part_of // ranks == step)
         b = np.flatnonzero(np.isin(self.part_of // ranks, others))
         p, q = self.part_of[a][:, None], self.part_of[b][None]
@@ -301,17 +276,14 @@ class _LocalSearch:
         for size, limit in ((self.lengths, self.limits.tokens), (self.counts, self.limits.sequences)):
             totals, moved = np.bincount(self.part_of, size), size[a][:, None] - size[b][None]
             allowed &= (totals[p] - moved <= limit) & (totals[q] + moved <= limit)
-        moved, same_step, j = self.costs[a][:, None] - self.costs[b][None], q // ranks == step, q // ranks
-        weights, means, flat = self.ratios(part_costs)[1] ** -_POWER, part_costs.mean(1), part_costs.ravel()
-        sums = (part_costs**_POWER).sum(1) * weights
-        p_change = ((flat[p] - moved) ** _POWER - flat[p] ** _POWER) * weights[step]
-        q_change = ((flat[q] + moved) ** _POWER - flat[q] ** _POWER) * weights[j]
-        before = _imbalance(sums, means)
-        same_step_after = _imbalance(sums[step] + p_change + q_change, means[step])
-        cross_step_after = _imbalance(sums[step] + p_change, means[step] - moved / ranks)
-        cross_step_after += _imbalance(sums[j] + q_change, means[j] + moved / ranks)
-        gain = np.where(same_step, before[step] - same_step_after, before[step] + before[j] - cross_step_after)
-        gain[~allowed] = -np.inf
+        moved, j, flat = self.costs[a][:, None] - self.costs[b][None], q // ranks, part_costs.ravel()
+        squares, means = (part_costs**2).sum(1), part_costs.mean(1)
+        p_change, q_change = moved * (moved - 2 * flat[p]), moved * (moved + 2 * flat[q])
+        before = _unevenness(squares, means)
+        within = before[step] - _unevenness(squares[step] + p_change + q_change, means[step])
+        across = before[step] - _unevenness(squares[step] + p_change, means[step] - moved / ranks)
+        across += before[j] - _unevenness(squares[j] + q_change, means[j] + moved / ranks)
+        gain = np.where(allowed, np.where(j == step, within, across), -np.inf)
         i, k = np.unravel_index(int(gain.argmax()), gain.shape)
         if gain[i, k] <= _TOLERANCE**2:
             return set()
@@ -319,31 +291,8 @@ class _LocalSearch:
         self.part_of[self.num_sequences :] = np.arange(len(flat))
         return {step, int(j[0, k])}
 
-    def _repartition_pair(self, step: int, part_costs: np.ndarray) -> set[int]:
-        """Split the sequences of the most expensive part and another one optimally, if they are few."""
-        first, sizes = step * self.shape[1], np.stack([self.costs, self.lengths, self.counts])
-        expensive = first + int(part_costs[step].argmax())
-        candidates: list[tuple[float, np.ndarray, np.ndarray]] = []
-        for other in range(first, first + self.shape[1]):
-            indices = np.flatnonzero(np.isin(self.part_of[: self.num_sequences], (expensive, other)))
-            if other == expensive or len(indices) > _MAX_ENUMERATED:
-                continue
-            splits = np.arange(2 ** len(indices))[:, None] >> np.arange(len(indices)) & 1
-            both = np.stack([sizes[:, indices] @ splits.T, sizes[:, indices] @ (1 - splits.T)])  # (2, 3, splits)
-            largest, other_costs = both.max(0), np.delete(part_costs[step], (expensive - first, other - first))
-            allowed = (largest[1] <= self.limits.tokens) & (largest[2] <= self.limits.sequences)
-            powers = np.where(allowed, (both[:, 0] ** _POWER).sum(0) + (other_costs**_POWER).sum(), np.inf)
-            candidates.append((float(powers.min()), indices, np.where(splits[powers.argmin()], other, expensive)))
-        if not candidates:
-            return set()
-        best_power, indices, owners = min(candidates, key=lambda split: split[0])
-        if (part_costs[step] ** _POWER).sum() - best_power <= _TOLERANCE**2 * part_costs[step].mean() ** _POWER:
-            return set()
-        self.part_of[indices] = owners
-        return {step}
 
-
-def _imbalance(sums: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """Sum of the `_POWER`-th powers of parts over that power of their mean; infinite for an empty step."""
+def _unevenness(squares: np.ndarray, means: np.ndarray) -> np.ndarray:
+    """Sum of the squared costs of parts over their squared mean; infinite for an empty step."""
     empty = means < 1e-9
-    return np.where(empty, np.inf, np.abs(sums) / np.where(empty, 1.0, means) ** _POWER)
+    return np.where(empty, np.inf, np.abs(squares) / np.where(empty, 1.0, means) ** 2)
