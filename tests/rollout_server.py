@@ -45,10 +45,10 @@ def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) 
     return ReplicaModuleEngine(replica, model.eval(), getattr(torch, config.dtype))
 
 
-def python_wrapper(folder: Path) -> str:
-    """A program to give as `rollout.server.python`: it runs this module whatever module it is asked to run."""
+def python_wrapper(folder: Path, module: str = "tests.rollout_server") -> str:
+    """A program to give as `rollout.server.python`: it runs `module` whatever module it is asked to run."""
     script = folder / "python"
-    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -m tests.rollout_server "$@"\n')
+    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -m {module} "$@"\n')
     script.chmod(0o700)
     return str(script)
 

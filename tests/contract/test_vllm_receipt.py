@@ -3,19 +3,28 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests import vllm_server
 from tests.conftest import skip_without_vllm
 from tests.contract.test_rollout import CONFIG, EOS, own_logprobs
+from tests.contract.test_transports import Rank
+from tests.rollout_server import python_wrapper
+from verl.checkpoint_engine.endpoint import TransportSettings
+from verl.config.rollout import ServerConfig
+from verl.runtime.inline import InlineGroup
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
-from verl.workers.rollout.base import StaleWeightsError
+from verl.weight_sync.weight_transfer import WeightTransfer
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
+from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.router import Router
 from verl.workers.rollout.vllm_engine import VLLMEngine
 
@@ -38,6 +47,28 @@ def small_model(tied: bool, layers: int = 2) -> PreTrainedModel:
         pad_token_id=EOS + 1,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).eval()
+
+
+def model_with_experts(layers: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=EOS + 2, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        tie_word_embeddings=False, eos_token_id=EOS, bos_token_id=None, pad_token_id=EOS + 1,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def by_expert(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights in a checkpoint's names: one tensor an expert and projection."""
+    for name, weight in model.named_parameters():
+        if ".experts." not in name:
+            yield name, weight
+            continue
+        parent, _, leaf = name.rpartition(".")
+        for number, one in enumerate(weight):
+            parts = zip(("gate_proj", "up_proj"), one.chunk(2), strict=True) if leaf == "gate_up_proj" else []
+            yield from ((f"{parent}.{number}.{n}.weight", p) for n, p in parts or [("down_proj", one)])
 
 
 def step(model: PreTrainedModel, size: float = 2e-3) -> None:
@@ -134,16 +165,91 @@ def test_exchanged_queries_and_keys_are_caught_at_the_first_publish(
         asyncio.run(CopySync(lambda: model.named_parameters(), engine).publish(0))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_fault_of_joined_experts_is_caught_at_its_publish_and_named(
+    dtype: str, tmp_path: Path, opened: list[VLLMEngine]
+):
+    model = model_with_experts(layers=1)
+    model.save_pretrained(tmp_path)
+    opened.append(engine := VLLMEngine(replace(SMALL, dtype=dtype), tmp_path))
+    caught, tensors = check_every_fault(model, engine, "replica 0", [stale, scaled]), len(list(model.parameters()))
+    assert caught == 2 * tensors if dtype == "float32" else caught >= tensors  # bfloat16 rounds 1.001 to 1
+
+
+def test_experts_are_read_back_one_by_one_and_compute_what_was_sent(
+    tmp_path: Path, opened: list[VLLMEngine], monkeypatch: pytest.MonkeyPatch
+):
+    model, ids = model_with_experts(), list(range(12))
+    model.save_pretrained(tmp_path)
+    opened.append(engine := VLLMEngine(SMALL, tmp_path))
+    sync, last = CopySync(lambda: by_expert(model), engine), "model.layers.1.mlp.experts.3.up_proj.weight"
+    receipt = asyncio.run(sync.publish(0))
+    assert receipt.num_read_back == receipt.num_tensors == len(list(by_expert(model))) and not receipt.unread
+    logprobs = torch.tensor(asyncio.run(engine.compute_logprobs([ids]))[0][1:])
+    torch.testing.assert_close(logprobs, own_logprobs(model, ids[1:], ids[:1]), atol=1e-5, rtol=0)
+    engine.llm.collective_rpc(inject, args=(scaled, last, {}))
+    with pytest.raises(StaleWeightsError, match=f"routed_experts computes with another {last} than version 1"):
+        asyncio.run(sync.publish(1))
+    engine.llm.collective_rpc(inject, args=(None, "", {}))
+    kept = [(n, p) for n, p in by_expert(model) if n != last]
+    with pytest.raises(StaleWeightsError, match=r"64 of 512 rows of model.layers.1.mlp.experts.routed_experts.w13"):
+        asyncio.run(CopySync(lambda: kept, engine).publish(2))
+    # as vLLM itself leaves them
+    monkeypatch.setattr("verl.workers.rollout.vllm_worker.repack_experts", lambda model: None)
+    with pytest.raises(StaleWeightsError, match="routed_experts computes with another"):
+        asyncio.run(sync.publish(3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make"), [("bfloat16", partial(small_model, True, layers=1)), ("float32", partial(model_with_experts, 1))]
+)
 def test_ranks_of_tensor_parallelism_show_their_shards(
-    dtype: str, tmp_path: Path, opened: list[VLLMEngine], monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    make: Callable[[], PreTrainedModel],
+    tmp_path: Path,
+    opened: list[VLLMEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    model = small_model(tied=True, layers=1)
+    model = make()
     model.save_pretrained(tmp_path)
     opened.append(engine := VLLMEngine(replace(SMALL, dtype=dtype, tensor_model_parallel_size=2), tmp_path))
     assert check_every_fault(model, engine, "replica 0, rank 0", [stale]) == len(list(model.parameters()))
+
+
+def test_of_two_live_replicas_the_one_that_is_wrong_is_named_with_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two vLLM processes behind the router, and a transport between them and the trainer."""
+    model, fault = small_model(tied=True, layers=1), tmp_path / "fault"
+    model.save_pretrained(tmp_path)
+    fault.write_text("none")
+    monkeypatch.setenv(vllm_server.FAULT_FILE, str(fault))
+    python = ServerConfig(python=python_wrapper(tmp_path, "tests.vllm_server"))
+    engines = [RemoteEngine(replace(SMALL, server=python), tmp_path, (), number) for number in range(2)]
+    router = Router(engines)
+    try:
+        for engine in engines:
+            engine.ready()
+        trainer = InlineGroup(Rank(lambda: list(model.named_parameters())))
+        transfer = WeightTransfer(TransportSettings("naive", 60_000, {"timeout": 60.0}), trainer, router)
+        sync = CopySync(lambda: [], router, weight_transfer=transfer)
+        receipt = asyncio.run(sync.publish(0))
+        assert receipt.num_replicas == 2 and receipt.num_read_back == receipt.num_tensors and not receipt.unread
+        for version, (name, _) in enumerate(model.named_parameters(), 1):
+            for replica in (0, 1):
+                step(model)
+                fault.write_text(f"{replica} {name}")
+                whose = f"replica {replica}, rank 0: .* computes with another {name} than version {version}"
+                with pytest.raises(StaleWeightsError, match=whose):
+                    asyncio.run(sync.publish(version))
+        fault.write_text("none")
+        asyncio.run(sync.publish(version + 1))
+        request = GenerationRequest(0, [3, 1, 4], SamplingParams(max_tokens=4))
+        assert asyncio.run(router.generate(request))[0].policy_version == (version + 1, version + 1)
+    finally:
+        router.close()
 
 
 def test_the_replica_that_is_wrong_is_named(tmp_path: Path, opened: list[VLLMEngine]):

@@ -19,6 +19,7 @@ ADAPTERS = {
     "ray": {"verl.runtime.ray"},
     "vllm": {
         "verl.workers.rollout.vllm_engine",
+        "verl.workers.rollout.vllm_experts",
         "verl.workers.rollout.vllm_layout",
         "verl.workers.rollout.vllm_worker",
     },

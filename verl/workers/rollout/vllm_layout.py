@@ -22,10 +22,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from verl.models.fingerprint import fingerprint
 from verl.workers.rollout.base import ReadBack
+from verl.workers.rollout.vllm_experts import Index, expert_places, packed_experts, unpacked
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 UNIT_VECTORS = 512  # at a time: bounds the memory of their outputs
-Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,10 @@ class WeightReader:
         wrong, read, missing = [], set(), []
         for (path, parameter, packed), parts in by_parameter.items():
             module = self.modules[path]
-            value = from_unit_vectors(module) if packed else getattr(module, parameter).detach()
+            if packed_experts(module):
+                value = unpacked(module, parameter)
+            else:
+                value = from_unit_vectors(module) if packed else getattr(module, parameter).detach()
             missing += missing_rows(f"{path}.{parameter}", module, [part for _, part in parts], value)
             for name, part in parts:
                 found, wanted = part.found(value), self.expected[name, part]
@@ -117,7 +120,11 @@ class WeightReader:
 
     def locate(self, name: str) -> list[WeightPart]:
         """Where the layers hold a tensor of the checkpoint; empty if its layout is not known."""
-        path, _, parameter = (self.rename(name) or name).rpartition(".")
+        name = self.rename(name) or name
+        if ".experts." in name:
+            path, parameter, found = expert_places(self.modules, name)
+            return [WeightPart(path, parameter, self._dtype(path, parameter), *place, False) for place in found]
+        path, _, parameter = name.rpartition(".")
         shard = None
         if path not in self.modules:
             parent, _, leaf = path.rpartition(".")
@@ -152,6 +159,11 @@ class WeightReader:
         packed = multiplies and (hasattr(module, "cpu_linear") or not self._keeps_shape(path, parameter, local))
         packed = packed and parameter == "weight"
         return WeightPart(path, parameter, local.dtype, sent, rows, packed)
+
+    def _dtype(self, path: str, parameter: str) -> torch.dtype:
+        loading = self.modules[path]._parameters[parameter]
+        assert loading is not None, "a layer of experts has both matrices"
+        return loading.dtype
 
     def _keeps_shape(self, path: str, parameter: str, loading: Tensor) -> bool:
         """Whether the kernel's parameter has the shape that is loaded."""
@@ -209,15 +221,17 @@ def shard_sizes(module: Any) -> list[tuple[int, int, int]]:
 
 def missing_rows(name: str, module: nn.Module, parts: list[WeightPart], value: Tensor) -> list[str]:
     """`name` if some projections of a fused layer received nothing."""
-    if not isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
+    if not isinstance(module, QKVParallelLinear | MergedColumnParallelLinear) and not packed_experts(module):
         return []
-    covered = sum(len(range(*part.local[0].indices(len(value)))) for part in parts)
-    return [] if covered == len(value) else [f"{len(value) - covered} of {len(value)} rows of {name}"]
+    num_rows = value.numel() // value.shape[-1] if value.dim() > 1 else len(value)
+    covered = sum(value[part.local].numel() for part in parts) * num_rows // value.numel()
+    return [] if covered == num_rows else [f"{num_rows - covered} of {num_rows} rows of {name}"]
 
 
 def from_unit_vectors(module: Any) -> Tensor:
     """(rows, columns): the matrix that the layer multiplies with, from its own kernel."""
-    columns = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    columns = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
+    columns = columns or module.embedding_dim
     weight, matrix = module.weight, None
     for start in range(0, columns, UNIT_VECTORS):
         count = min(UNIT_VECTORS, columns - start)

@@ -2,8 +2,9 @@
 
 Weights arrive in the checkpoint's names and layout, bucket by bucket, between `verl_begin` and `verl_finish`; vLLM's
 layerwise reload converts each layer as soon as it is complete. This module does what the reload leaves out: it renews
-a tied head, which has its own converted copy of the embedding on some platforms; it reports parameters that received
-nothing, as names that match no parameter are not errors to vLLM; and it reads every layer back.
+a tied head, which has its own converted copy of the embedding on some platforms; it packs joined experts for the CPU;
+it reports parameters that received nothing, as names that match no parameter are not errors to vLLM; and it reads every
+layer back.
 """
 
 import logging
@@ -19,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
 from verl.workers.rollout.base import ReadBack
+from verl.workers.rollout.vllm_experts import repack_experts
 from verl.workers.rollout.vllm_layout import WeightReader
 
 # It warns at each publish of layers that get nothing, such as tied heads. `verl_finish` reports missing parameters.
@@ -74,6 +76,7 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(model, self.model_runner.model_config)
             refresh_tied_weights(model)
+            repack_experts(model)
         self._verl_loading = False
         self.model_runner.reset_encoder_cache()
         missing = sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)

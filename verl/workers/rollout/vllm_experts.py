@@ -1,0 +1,86 @@
+"""Joined experts in vLLM: where they hold a checkpoint's tensors, and how to read them back from the CPU's kernel.
+
+The kernel keeps both matrices of each expert in a packed form, which only moves values: packing the numbers 0, 1, 2, …
+shows where each value goes. Experts of other kernels are not read back; the probe checks them.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+Index = tuple[slice | int, ...]
+
+
+def packed_experts(module: nn.Module | None) -> CPUUnquantizedExperts | None:
+    """The CPU kernel of a layer of joined experts whose packing is known; None for any other module."""
+    if not isinstance(module, RoutedExperts):
+        return None
+    kernel = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
+    known = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
+    return kernel if known else None
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Pack the experts that a reload has left as they were loaded: vLLM packs them at its first load only."""
+    for module in model.modules():
+        if kernel := packed_experts(module):
+            kernel.process_weights_after_loading(module)
+
+
+def expert_places(modules: dict[str, nn.Module], name: str) -> tuple[str, str, list[tuple[Index, Index]]]:
+    """(layer, parameter, [(part of the checkpoint's tensor, part of the parameter on this rank)]) of tensor `name`.
+
+    Names are those of joined tensors (`experts.gate_up_proj`, `experts.down_proj`) or of one expert
+    (`experts.3.up_proj.weight`). No places where the layout is not known.
+    """
+    parent, found, rest = name.rpartition(".experts.")
+    path = f"{parent}.experts.routed_experts"
+    module: Any = modules.get(path)
+    kernel, (number, _, leaf) = packed_experts(module), rest.removesuffix(".weight").rpartition(".")
+    config = getattr(module, "moe_config", None)
+    if not found or kernel is None or config.moe_parallel_config.use_ep or module.is_fused_checkpoint_transposed:
+        return path, "", []
+    if leaf not in ("gate_proj", "up_proj", "gate_up_proj", "down_proj") or not (number.isdecimal() or not number):
+        return path, "", []
+    size, rank = config.intermediate_size_per_partition, config.moe_parallel_config.tp_rank
+    count = config.moe_parallel_config.tp_size
+    expert: Index = (int(number),) if number else (slice(None),)
+    sent: Index = () if number else (slice(None),)
+    own = slice(rank * size, (rank + 1) * size)
+    if leaf == "down_proj":
+        return path, "w2_weight", [((*sent, slice(None), own), expert)]
+    halves = {"gate_proj": [0], "up_proj": [1], "gate_up_proj": [0, 1]}[leaf]
+    joined = leaf == "gate_up_proj"
+    return path, "w13_weight", [
+        ((*sent, slice(own.start + half * size * count * joined, own.stop + half * size * count * joined)),
+         (*expert, slice(half * size, (half + 1) * size)))
+        for half in halves
+    ]  # fmt: skip
+
+
+def unpacked(module: Any, parameter: str) -> Tensor:
+    """(experts, rows, columns): `w13_weight` or `w2_weight` of a packed layer as it was loaded."""
+    packed, kernel = module._parameters[parameter].detach(), packed_experts(module)
+    assert kernel is not None, "expert_places names packed layers only"
+    order = packing_order(*packed.shape[1:], packed.dtype, kernel.isa)
+    plain = torch.empty_like(packed)
+    plain.view(len(packed), -1)[:, order] = packed.view(len(packed), -1)
+    return plain
+
+
+@functools.cache
+def packing_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
+    """(rows * columns,) int64: the place in a plain expert of each value of the packed one."""
+    places, words = torch.arange(rows * columns), torch.int32 if dtype.itemsize == 4 else torch.int16
+    order, bits = torch.zeros_like(places), 8 * dtype.itemsize
+    for shift in range(0, int(places[-1]).bit_length(), bits):
+        part = ((places >> shift) & ((1 << bits) - 1)).to(words).view(dtype).view(1, rows, columns)
+        moved = cpu_prepack_moe_weight(part, isa).view(words).flatten().long() & ((1 << bits) - 1)
+        order |= moved << shift
+    assert torch.equal(order.sort().values, places), f"packing for {isa} does not only move values"
+    return order
