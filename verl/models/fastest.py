@@ -20,7 +20,7 @@ from verl.utils.paths import atomic_write_text
 
 logger = logging.getLogger(__name__)
 
-BUDGET_S = 0.3  # for one choice; at most two are made per engine
+BUDGET_S = 0.25  # for one choice; a run makes at most three
 ROUNDS, ENOUGH_ROUNDS = 15, 3
 MIN_GAIN = 1.05  # the plain way is taken unless another is faster by this factor
 
@@ -60,25 +60,32 @@ def fastest(name: str, ways: Ways) -> str:
 def measure(ways: Ways) -> tuple[str, bool]:
     """The fastest way by its smallest time, in interleaved rounds; and whether there was time for enough of them.
 
-    One thread, by its processor time: what else runs on the machine must not decide.
+    One thread, by its processor time: what else runs on the machine must not decide. The first round warms up; its
+    times count only if there is no time for another.
     """
     deadline, num_rounds, num_threads = time.perf_counter() + BUDGET_S, 0, torch.get_num_threads()
-    best = dict.fromkeys(ways, float("inf"))
+    best = first = dict.fromkeys(ways, float("inf"))
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
             functions = {name: make() for name, make in ways.items()}
-            for function in functions.values():
-                function()
-            while num_rounds < ROUNDS and (not num_rounds or time.perf_counter() < deadline):
-                for name, function in functions.items():
-                    started = time.thread_time()
-                    function()
-                    best[name] = min(best[name], time.thread_time() - started)
+            first = _round(functions)
+            while num_rounds < ROUNDS and time.perf_counter() < deadline:
+                best = {name: min(best[name], seconds) for name, seconds in _round(functions).items()}
                 num_rounds += 1
     finally:
         torch.set_num_threads(num_threads)
-    return pick(best), num_rounds >= ENOUGH_ROUNDS
+    return pick(best if num_rounds else first), num_rounds >= ENOUGH_ROUNDS
+
+
+def _round(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Processor time in seconds of one call of each."""
+    times = {}
+    for name, function in functions.items():
+        started = time.thread_time()
+        function()
+        times[name] = time.thread_time() - started
+    return times
 
 
 def pick(seconds: Mapping[str, float]) -> str:

@@ -23,6 +23,7 @@ from verl.data.conversations import Conversations
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
+from verl.models.fastest import keep_choices_in
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
 from verl.observe.run_summary import RunSummary
@@ -71,6 +72,7 @@ class SFTTrainer:
         self.global_step = self.first_step = self.trained_tokens = 0
         self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
         self.root = Path(config.trainer.default_local_dir)
+        keep_choices_in(self.root)
         data, settings = config.data, config.trainer
         self.steps_per_epoch = len(train) // data.train_batch_size
         if self.steps_per_epoch == 0:

@@ -1,5 +1,6 @@
 """Which of several ways is chosen, and that a run and its ranks stay with it."""
 
+import itertools
 import json
 import logging
 import subprocess
@@ -8,12 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from verl.models import fastest as module
-from verl.models.decoder.decode_attention import attend_by_kernel, attend_by_products
+from verl.models.decoder.decode_attention import attend_by_kernel, attend_by_products, fastest_attention
+from verl.models.decoder.lean_weights import decoder_shape, fastest_layout
 from verl.models.decoder.onednn_weights import padded_rows
 from verl.models.decoder.weight_layouts import possible_layouts
 from verl.models.fastest import fastest, keep_choices_in, machine, pick, processor
+from verl.models.fused_rms_norm import fused_norm_is_faster
 
 CPU = torch.device("cpu")
 
@@ -96,6 +101,44 @@ def test_ranks_that_start_together_agree(tmp_path: Path):
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert len({rank.communicate()[0] for rank in ranks}) == 1
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+CHOICES = {
+    "layout": lambda: fastest_layout(small_decoder(), torch.float32, CPU).name,
+    "attention": lambda: fastest_attention(decoder_shape(small_decoder()), torch.float32, CPU),
+    "norm": lambda: fused_norm_is_faster(Qwen3RMSNorm, 32),
+}
+PLAIN = {"layout": "plain", "attention": attend_by_kernel, "norm": False}
+
+
+def small_decoder() -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                        num_attention_heads=1, num_key_value_heads=1, head_dim=32))  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("plain_is_faster", [True, False])
+def test_every_choice_is_the_plain_way_where_the_clock_says_so(
+    choice: str, plain_is_faster: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """By a clock that gives the first way 1 s and each other way the double or half of that."""
+
+    def timed(ways: dict) -> tuple[str, bool]:
+        started: list[float] = [0.0]
+        ticks = itertools.cycle(
+            1.0 if number == 0 else (2.0 if plain_is_faster else 0.5) for number in range(len(ways))
+        )
+
+        def clock() -> float:
+            started.append(started[-1] + (next(ticks) if len(started) % 2 == 0 else 0.0))
+            return started[-1]
+
+        monkeypatch.setattr(module.time, "thread_time", clock)
+        return real(ways)
+
+    real = module.measure
+    monkeypatch.setattr(module, "measure", timed)
+    assert (CHOICES[choice]() == PLAIN[choice]) == plain_is_faster
 
 
 def test_the_plain_layout_is_always_possible_and_alone_on_devices():

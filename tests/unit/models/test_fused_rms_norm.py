@@ -11,8 +11,15 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
+from verl.models import fused_rms_norm
 from verl.models.float64 import keep_float64
 from verl.models.fused_rms_norm import is_plain_rms_norm, use_fused_rms_norm
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_rms_norm, "fastest", lambda name, ways: "fused")
+
 
 EPS = 0.1  # large, so that where it stands matters
 
@@ -44,6 +51,13 @@ def test_values_and_gradients_are_those_of_the_definition(layout, dtype, toleran
     found = [norm(x), *torch.autograd.grad(norm(x), (x, norm.weight), grad)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_the_class_keeps_its_forward_where_that_is_faster(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused_rms_norm, "fastest", lambda name, ways: "plain")
+    norm = Qwen3RMSNorm(8)
+    use_fused_rms_norm(norm)
+    assert type(norm) is Qwen3RMSNorm
 
 
 def test_only_norms_that_compute_the_same_are_taken_over():
