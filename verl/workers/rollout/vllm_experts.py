@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+    CPUUnquantizedExperts,
+    cpu_prepack_moe_weight,
+    is_zentorch_moe_supported,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 Index = tuple[slice | int, ...]
@@ -21,7 +24,7 @@ def packed_experts(module: nn.Module | None) -> CPUUnquantizedExperts | None:
     if not isinstance(module, RoutedExperts):
         return None
     kernel = getattr(getattr(module.quant_method, "moe_kernel", None), "fused_experts", None)
-    known = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
+    known = isinstance(kernel, CPUUnquantizedExperts) and not is_zentorch_moe_supported(module)
     return kernel if known else None
 
 
