@@ -44,11 +44,14 @@ EQUAL = GRPOCase("equal", 64, natural=False)
 NATURAL = GRPOCase("natural", 512, natural=True)
 
 
-def prepare_1m(folder: Path) -> None:
-    """The 1M model, the prompts (`12+34=` padded to eight characters) and the reward, under `folder`."""
+def prepare_1m(folder: Path, vocab_size: int = 128) -> None:
+    """The 1M model, the prompts (`12+34=` padded to eight characters) and the reward, under `folder`.
+
+    A larger vocabulary makes the model larger; the tokenizer knows 128 of its tokens.
+    """
     tokenizer = make_tokenizer(CHARACTERS_1M)
     config = Qwen3Config(
-        vocab_size=128, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip

@@ -16,14 +16,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from verl.config import load_config
+from verl.config import RewardConfig, load_config
 from verl.config.evaluation import EvalConfig
 from verl.data.chat import read_messages
 from verl.data.data_files import FileRows
-from verl.rewards.base import RewardInput, Score
-from verl.rewards.reward_setup import built_in_reward, custom_reward
+from verl.observe.progress import Progress
+from verl.rewards.base import NoScorerError, RewardInput, Score
+from verl.rewards.scorer_lookup import find_scorer
 from verl.utils.command_line import run_command
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, Mistakes
+from verl.utils.external_code import user_file
 
 HELP = f"""{__doc__}
 usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.path=FILE] key=value ...
@@ -42,16 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def score_file(config: EvalConfig) -> dict[str, float]:
     """Score the file and print the table; returns every metric by name."""
-    if not config.data.path:
-        raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
-    rows = FileRows(config.data.path)
-    inputs, prompt_indices, sources = read_answers(config, rows)
     reward, custom = config.reward, config.custom_reward_function
     if custom.path:
         function = replace(reward.custom_reward_function, path=custom.path, name=custom.name)
         reward = replace(reward, custom_reward_function=function)
-    scorer = custom_reward(reward) if reward.custom_reward_function.path else built_in_reward(reward)
-    scores = asyncio.run(scorer.score(inputs))
+    inputs, prompt_indices, sources = read_and_check(config, reward)
+    scores = score_all(inputs, reward)
     figures: dict[str, float] = {}
     table = Table(Column("data source", overflow="fold"))  # a terminal breaks long names; nothing is cut
     for header in ("prompts", "answers", "figure", "value", "95 % interval"):
@@ -77,6 +75,39 @@ def score_file(config: EvalConfig) -> dict[str, float]:
     means = {name: value for name, value in figures.items() if name.startswith("test_score/")}
     print(json.dumps({name: None if math.isnan(value) else value for name, value in means.items()}))
     return figures
+
+
+def read_and_check(config: EvalConfig, reward: RewardConfig) -> tuple[list[RewardInput], list[int], list[str]]:
+    """`read_answers`; one error with all that keeps them from being scored, before heavy libraries are loaded."""
+    mistakes, answers = Mistakes(), None
+    function = reward.custom_reward_function.path
+    with mistakes:
+        user_file(function, "custom_reward_function")
+    with mistakes:
+        if not config.data.path:
+            raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
+        answers = read_answers(config, FileRows(config.data.path))
+    if answers is not None and function is None and reward.on_error == "stop":
+        for source in dict.fromkeys(answers[2]):
+            try:
+                find_scorer(source)
+            except NoScorerError as error:
+                mistakes.add(DataError(f"{config.data.path}: {error}"))
+    mistakes.refuse("things keep these answers from being scored")
+    assert answers is not None  # without a mistake
+    return answers
+
+
+def score_all(inputs: list[RewardInput], reward: RewardConfig) -> list[Score]:
+    """The scores, while a line on stderr says what is done."""
+    with Progress() as progress:
+        progress.stage("loading libraries")
+        from verl.rewards.reward_setup import built_in_reward, custom_reward  # torch, whose random state is guarded
+
+        scorer = custom_reward(reward) if reward.custom_reward_function.path else built_in_reward(reward)
+        progress.stage("scoring")
+        progress.count(f"{len(inputs):,} answers")
+        return asyncio.run(scorer.score(inputs))
 
 
 def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput], list[int], list[str]]:

@@ -14,6 +14,11 @@ from verl.config.sft import SFTConfig
 from verl.config.value_rules import check_value
 from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 
+NO_MODEL = (
+    "model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer): "
+    "actor_rollout_ref.model.path=DIR, or model.path=DIR in fine-tuning"
+)
+
 
 def check(config: Any, combinations: bool = True) -> None:
     """One ConfigError for all values out of range; without any, and with `combinations`, for all that cannot work."""
@@ -66,8 +71,7 @@ def check_supported(config: Any) -> None:
             raise ConfigError(f"data.tokenizer={tokenizer} is not a folder; give one with a tokenizer, or null")
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
     if not model.path:
-        prefix = "actor_rollout_ref.model" if isinstance(config, RunConfig) else "model"
-        raise ConfigError(f"{prefix}.path is not set; give the folder of a Hugging Face model: {prefix}.path=DIR")
+        raise ConfigError(NO_MODEL)
 
 
 def uses_critic(config: RunConfig) -> bool:

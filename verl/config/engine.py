@@ -5,6 +5,8 @@ from typing import Any
 
 from verl.config.base import LARGEST_SEED, Section, key, section
 
+STRATEGIES = ("fsdp", "fsdp2")  # the engines that are not a plug-in's
+
 
 @dataclass(frozen=True, kw_only=True)
 class WrapPolicyConfig(Section):

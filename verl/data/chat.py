@@ -3,12 +3,14 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from verl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class PromptTemplate:
     the tokenizer adds, except a final end-of-sequence token. This is logged once as a warning.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any] | None = None):
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
         reserved = [key for key in self._kwargs if key in RESERVED_TEMPLATE_KWARGS]

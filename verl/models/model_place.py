@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from verl.config.check import NO_MODEL
 from verl.utils.errors import ConfigError
 from verl.utils.paths import expand_home
 
@@ -30,7 +31,7 @@ def _cached_folder(hub_id: str) -> Path | None:
 def existing_folder(path: str | Path | None, key: str) -> Path:
     """`find_folder`, or ConfigError that says how to get the model."""
     if path is None:
-        raise ConfigError("model.path is not set; give the folder of a model (config.json, *.safetensors, tokenizer)")
+        raise ConfigError(NO_MODEL)
     folder = find_folder(path, key)
     if folder is not None:
         return folder

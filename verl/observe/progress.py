@@ -28,7 +28,7 @@ STAGE_WORDS = {
     "save_checkpoint": "saving",
 }
 WIDE = 100  # columns of a terminal with room for the bar and for tokens per second
-HEARTBEAT_S = 1.0  # how often a thread looks whether a plain line is due, while a stage is long
+HEARTBEAT_S = 1.0  # how often at the least a thread looks whether a plain line is due, while a stage is long
 
 
 class Silence:
@@ -52,7 +52,7 @@ class Progress:
     """Progress of a run of `total_steps`: on a terminal a line redrawn in place, otherwise a line every `interval_s`.
 
     Call `begin(total_steps, step)` where the number of steps becomes known after the start, `stage(name)` when a stage
-    begins (StageTimer does so through `on_enter`), `count(done, of, what)` as it advances, and `step(step, metrics)`
+    begins (StageTimer does so through `on_enter`), `count("3 of 8 answers")` as it advances, and `step(step, metrics)`
     when a step is done. Time left is the mean time of the last 20 steps times the number of remaining steps.
 
     >>> with Progress(total_steps=10) as progress:
@@ -99,9 +99,9 @@ class Progress:
             self.stage_name, self.counted = STAGE_WORDS.get(name, name), ""
         self.display.show(self, force=False)
 
-    def count(self, done: int, of: int, what: str) -> None:
-        """The stage has done that many `what` of all."""
-        self.counted = f"{done:,} of {of:,} {what}"
+    def count(self, text: str) -> None:
+        """How far the stage is."""
+        self.counted = text
         self.display.show(self, force=False)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -172,8 +172,10 @@ class PlainLines:
             print(progress.describe(), file=self.stream, flush=True)
 
     def _beat(self, progress: Progress) -> None:
-        while not self._closed.wait(HEARTBEAT_S):
+        due = 0.0
+        while not self._closed.wait(min(HEARTBEAT_S, max(0.01, due))):
             self.show(progress, force=False)
+            due = (self._last or 0.0) + self.interval_s - progress.clock()
 
     def close(self) -> None:
         """End the thread."""

@@ -1,6 +1,7 @@
 """Curves of one or several runs as the geometry of small SVG drawings."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from verl.observe.trackers import format_number
 
 MAX_POINTS = 600  # per line; more would not be visible
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 200, 54, 14, 12, 26
+NOISE = 0.03  # an estimate of a KL may be below 0 by this share of its highest value
 Points = Sequence[tuple[float, float]]
 
 
@@ -47,10 +49,13 @@ class StackedTimes:
 
 
 class Frame:
-    """Maps values to pixels, with round numbers at the axes."""
+    """Maps values to pixels, with round numbers at the axes; `from_zero` starts at 0, below which little is noise."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float]):
-        ticks = nice_ticks(min(ys), max(ys))
+    def __init__(self, xs: Sequence[float], ys: Sequence[float], from_zero: bool = False):
+        low, high = min(ys), max(ys)
+        if from_zero and low >= -NOISE * abs(high):
+            low, high = 0.0, max(high, 0.0)
+        ticks = nice_ticks(low, high)
         self.x_low, self.x_high, self.y_low, self.y_high = min(xs), max(xs), ticks[0], ticks[-1]
         self.y_ticks = [(self.pixel(self.x_low, y)[1], tick_label(y)) for y in ticks]
         ends = dict.fromkeys((self.x_low, self.x_high))
@@ -58,7 +63,7 @@ class Frame:
 
     def pixel(self, x: float, y: float) -> tuple[float, float]:
         across = (x - self.x_low) / (self.x_high - self.x_low) if self.x_high > self.x_low else 0.5
-        up = (y - self.y_low) / (self.y_high - self.y_low)
+        up = max(0.0, (y - self.y_low) / (self.y_high - self.y_low))
         return (
             round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
             round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
@@ -76,7 +81,8 @@ def make_curve(name: str, runs: Mapping[int, Points], band: tuple[Points, Points
     runs = {run: downsample(list(points)) for run, points in runs.items()}
     edges = [downsample(list(edge)) for edge in band] if band else []
     everything = [point for points in [*runs.values(), *edges] for point in points]
-    frame = Frame([x for x, _ in everything], [y for _, y in everything])
+    is_kl = "kl" in re.split("[/_]", name)  # whose distance from 0 is what it says
+    frame = Frame([x for x, _ in everything], [y for _, y in everything], from_zero=is_kl)
     lines = []
     for run, points in runs.items():
         ys = [y for _, y in points]
@@ -130,8 +136,7 @@ def smooth(values: list[float]) -> list[float]:
 def nice_ticks(low: float, high: float) -> list[float]:
     """3 to 8 round numbers that enclose [low, high]."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal except for rounding
-        pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if high else (0.0, 1.0)
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)

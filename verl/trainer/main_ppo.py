@@ -6,12 +6,11 @@ from contextlib import ExitStack
 
 from verl.config import RunConfig, load_config
 from verl.observe.progress import Progress
-from verl.trainer.early_checks import check_what_is_there
+from verl.trainer.early_checks import say_early_mistakes
 from verl.trainer.interrupt import BeforeFirstStep
 from verl.trainer.run_folder import claimed_run
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
-from verl.utils.errors import VerlError
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -41,16 +40,13 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
     with claimed_run(config) as (config, place):
         for line in opening_lines(config, place):
             announce(line)
-        try:  # here as well as in the preflight, which says all reasons, but loads libraries for seconds
-            check_what_is_there(config)
-        except VerlError as error:
-            announce(f"error: {error}\nlooking for what else keeps this run from starting")
+        said = say_early_mistakes(config, announce)  # the preflight says the others, but loads libraries for seconds
         with ExitStack() as stack:
             progress = stack.enter_context(Progress())
             progress.stage("loading libraries")
             from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
 
-            run = build_run(config, progress)
+            run = build_run(config, progress, said)
             for line in run.facts():
                 announce(line)
             stack.enter_context(run.tracking)

@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from verl.observe.tracker_checks import check_trackers
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
 from verl.runtime.rank import num_cores
+from verl.trainer.early_checks import WHAT
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class Findings:
 
     rows: list[Finding] = field(default_factory=list)
     mistakes: Mistakes = field(default_factory=Mistakes)
+    said: Sequence[VerlError] = ()  # mistakes that the user has read already
 
     @property
     def errors(self) -> list[VerlError]:
@@ -57,6 +59,11 @@ class Findings:
         """Whether `check` did not raise; `text` is what is then shown."""
         return self.run(name, lambda: (check(), True), lambda _: text) is not None
 
+    def missing(self, mistakes: Mistakes) -> None:
+        """Keep what is not on this machine."""
+        for error in mistakes.errors:
+            self.refusal("on this machine", error)
+
     def attempt(self, look: Callable[[], int]) -> int:
         """The number that `look` finds; 0 where it cannot look, which another check says."""
         try:
@@ -73,7 +80,7 @@ class Findings:
         for row in self.rows:
             if row.status is Status.WARN:
                 say(row.detail)
-        self.mistakes.refuse("things keep this run from starting")
+        self.mistakes.refuse(WHAT, self.said)
 
 
 def find_device(device: str, found: Findings) -> PlatformBase | None:

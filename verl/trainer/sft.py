@@ -5,7 +5,7 @@ saves.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from verl.trainer.lost_ranks import report_when_ended
 from verl.trainer.preflight import Findings
 from verl.trainer.resume import find_resume
 from verl.trainer.sft_preparation import prepare_sft
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, VerlError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import with_schedule_length
 from verl.workers.engine.base import EngineRegistry
@@ -179,12 +179,23 @@ class SFTTrainer:
 
     def update(self, batch: Batch) -> Metrics:
         """Token-mean negative log-likelihood over the whole batch, one optimiser step."""
-        local_metrics, _ = self.worker.update(self.rank_shard(with_loss_weights(batch, "token-mean", None)), 1.0)
+        shard = self.rank_shard(with_loss_weights(batch, "token-mean", None))
+        self.count(0, shard[0].num_sequences)
+        local_metrics, _ = self.worker.update(shard, 1.0)
         self.worker.advance_schedule()
         metrics = Metrics()
         for part in self.gather_from_replicas(local_metrics):
             metrics.merge(part)
         return metrics.with_prefix("train/")
+
+    def count(self, done: int, of: int) -> None:
+        """Show how far the stage is: `done` of `of` sequences, and those that the engine's next call computes."""
+
+        def show(inside: int) -> None:
+            self.progress.count(f"{min(done + inside, of):,} of {of:,} sequences")
+
+        show(0)
+        self.worker.engine.on_sequences = show
 
     def rank_shard(self, batch: Batch) -> tuple[Batch, MicroBatching]:
         """This rank's shard of a batch, and its micro-batch limits; ranks of one Ulysses group get the same shard."""
@@ -204,9 +215,11 @@ class SFTTrainer:
 
     def validate(self, rows: Conversations) -> float:
         """Mean negative log-likelihood per trained token over all validation rows."""
-        total, count = 0.0, 0
+        total, count, done = 0.0, 0, 0
         for batch in batches(rows, self.config.data.train_batch_size):
             shard, micro = self.rank_shard(batch)
+            self.count(done, len(rows))
+            done += self.config.data.train_batch_size
             logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)[1]["logprobs"]
             total -= float(logprobs[shard["loss_mask"]].double().sum())
             count += int(shard["loss_mask"].sum())
@@ -273,12 +286,13 @@ def build_sft(
     note: Callable[[str], None] = print,
     collectives: Collectives | None = None,
     progress: Progress | None = None,
+    said: Sequence[VerlError] = (),
 ) -> SFTTrainer:
-    """The trainer with its model, rows and trackers; only rank 0 prints notes."""
+    """The trainer with its model, rows and trackers; only rank 0 prints notes. A refusal leaves out what was `said`."""
     collectives, progress = collectives or Collectives(), progress or Progress.silent()
     if not collectives.is_rank_zero:
         note = ignore_note
-    settings, found = config.trainer, Findings()
+    settings, found = config.trainer, Findings(said=said)
     seed_generators(settings.seed)
     progress.stage("reading and filtering rows")
     prepared = prepare_sft(config, found)

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.config import SFTConfig
 from verl.config.check import check_supported
 from verl.data.conversations import Conversations, load_conversations
+from verl.trainer.early_checks import early_mistakes
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
@@ -33,6 +34,7 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
     """The tokenizer, and what `found` says about everything but the rows, which each rank reads."""
     settings, strategy = config.trainer, config.engine.strategy
     found.check("features", lambda: check_supported(config), "every configured feature is supported")
+    found.missing(early_mistakes(config))
     find_device(settings.device, found)
     check_logging(settings.logger, found)
     if found.check("external_lib", lambda: import_external(config.model.external_lib)):

@@ -12,6 +12,7 @@ from verl import __version__
 from verl.config import SFTConfig, load_config
 from verl.config.run_name import with_trainer_values
 from verl.observe.progress import Progress
+from verl.trainer.early_checks import say_early_mistakes
 from verl.trainer.interrupt import BeforeFirstStep
 from verl.trainer.run_folder import claimed_run, named_for_ranks
 from verl.trainer.run_header import closing_lines, opening_lines, say
@@ -47,6 +48,7 @@ def _run(arguments: list[str]) -> int:
         config = load_config(arguments, config_name="sft_trainer")
         if "WORLD_SIZE" not in os.environ:
             say(f"verl {__version__}: fine-tuning of {config.model.path}")
+        said = say_early_mistakes(config, say) if os.environ.get("RANK", "0") == "0" else []
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_after_loss
@@ -55,14 +57,14 @@ def _run(arguments: list[str]) -> int:
     is_one_of_many = False
     try:
         with BeforeFirstStep():
-            if count := num_ranks(config):
+            if count := num_ranks(config, said):
                 config, place = named_for_ranks(config)
                 name = f"trainer.experiment_name={config.trainer.experiment_name}"
                 say(f"starting {count} ranks; {place.state}")
                 return start_ranks(count, [*arguments, name], Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
-            run_sft(config)
+            run_sft(config, said=said)
     except Interrupted as stop:
         if not is_one_of_many:
             raise
@@ -82,22 +84,27 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def num_ranks(config: SFTConfig) -> int:
-    """How many ranks must be started, 0 for none; before they are, ConfigError with all that keeps them from work."""
+def num_ranks(config: SFTConfig, said: Sequence[VerlError] = ()) -> int:
+    """How many ranks must be started, 0 for none; before they are, ConfigError with all that keeps them from work.
+
+    It leaves out what was `said` before.
+    """
     from verl.trainer.preflight import Findings
     from verl.trainer.rank_launch import num_ranks_to_start
 
-    found = Findings()
+    found = Findings(said=said)
     count = found.run("ranks", lambda: num_ranks_to_start(config))
-    if count != 0:
-        from verl.trainer.sft_preparation import check_sft
+    if count != 0 or said:
+        from verl.trainer.sft_preparation import check_sft, prepare_sft
 
-        check_sft(config, found)
+        (prepare_sft if said else check_sft)(config, found)
         found.refuse(lambda line: None)  # the first rank says the doubts
     return count or 0
 
 
-def run_sft(config: SFTConfig, announce: Callable[[str], None] = say) -> dict[str, float]:
+def run_sft(
+    config: SFTConfig, announce: Callable[[str], None] = say, said: Sequence[VerlError] = ()
+) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step. `announce` gets the lines of header and summary."""
     is_first = os.environ.get("RANK", "0") == "0"
     values: dict[str, Any] = {}
@@ -109,7 +116,7 @@ def run_sft(config: SFTConfig, announce: Callable[[str], None] = say) -> dict[st
                 announce(line)
         progress = stack.enter_context(Progress() if is_first else Progress.silent())
         progress.stage("loading libraries")
-        trainer = _build(config, values, progress)
+        trainer = _build(config, values, progress, said)
         stack.enter_context(trainer.tracking)
         if is_first:
             for line in trainer.facts():
@@ -124,7 +131,7 @@ def run_sft(config: SFTConfig, announce: Callable[[str], None] = say) -> dict[st
                     announce(line)
 
 
-def _build(config: SFTConfig, values: dict[str, Any], progress: Progress) -> "SFTTrainer":
+def _build(config: SFTConfig, values: dict[str, Any], progress: Progress, said: Sequence[VerlError]) -> "SFTTrainer":
     """The trainer on this rank; the first rank's `values` of `trainer` hold on all."""
     from verl.plugin.platform import choose_platform
     from verl.runtime.collectives import Collectives
@@ -137,7 +144,7 @@ def _build(config: SFTConfig, values: dict[str, Any], progress: Progress) -> "SF
         rank.init_process_group()
     collectives = Collectives(rank.rank, rank.world_size)
     config = with_trainer_values(config, collectives.all_gather(values)[0])
-    return build_sft(config, collectives=collectives, progress=progress)
+    return build_sft(config, collectives=collectives, progress=progress, said=said)
 
 
 if __name__ == "__main__":

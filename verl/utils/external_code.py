@@ -35,15 +35,23 @@ def load_object(path: str, name: str, key: str) -> Any:
 
 def load_module(path: str, key: str) -> ModuleType:
     """The Python file or module `path`, run once per process."""
-    if path.startswith("pkg://"):
+    file = user_file(path, key)
+    if file is None:
         name = path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", ".")
         return _import(name, f"{key}.path={path!r}")
+    return _run_file(file, path, key)
+
+
+def user_file(path: str | None, key: str) -> Path | None:
+    """The Python file `path`; None for a module or nothing; ConfigError where it is not there. Runs nothing."""
+    if path is None or path.startswith("pkg://"):
+        return None
     file = expand_home(path.removeprefix("file://"), f"{key}.path").absolute()
     if not file.is_file():
         siblings = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
         hint = did_you_mean(file.name, siblings) if siblings else "give the path of a Python file, or pkg://module"
         raise ConfigError(f"{key}.path={path!r}: there is no file {file}; {hint}")
-    return _run_file(file, path, key)
+    return file
 
 
 def import_external(names: str | Sequence[str] | None) -> None:

@@ -76,7 +76,7 @@ class Actor:
         first: dict[str, Tensor] = {}
         tokens_seen = 0
         indexed = batch.with_columns(token_indices=torch.arange(batch.num_tokens))
-        self.dispatcher.tokens_per_rank[:] = 0
+        self.dispatcher.begin_update(batch.num_sequences * actor.ppo_epochs)
         for _, mini in self.mini_batches.split(indexed, step):
             mini = with_loss_weights(
                 mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length

@@ -1,6 +1,6 @@
 """Sends shards of a batch to the data-parallel ranks and gathers columns in the order of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ class ShardDispatcher:
         self.can_cast: bool = model_facts["can_cast"]
         self.attention_length: float = model_facts["attention_length"]
         self.forward_memory = Metrics()  # perf/*memory*_gb of the last forward pass, maximum over ranks
-        # tokens that each rank has received in updates; the caller resets it
-        self.tokens_per_rank = np.zeros(group.layout.dp)
+        self.on_sequences: Callable[[int, int], None] = lambda done, of: None  # told how far a pass is
+        self.begin_update(0)
 
     def forward(
         self,
@@ -39,9 +39,11 @@ class ShardDispatcher:
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
         """The outputs `names` as columns (T,), without gradient; computed in `dtype`, if it is given."""
+        self._begin_pass(batch.num_sequences)
         shards = self.shards(batch, micro)
         cast = [] if dtype is None else [str(dtype).removeprefix("torch.")]
         results = self.group.scatter("forward", self.rank_batches(batch, shards), names, temperature, *cast)
+        self._end_pass(batch.num_sequences)
         self.forward_memory = Metrics()
         for memory, _ in results:
             self.forward_memory.merge(memory)
@@ -49,13 +51,35 @@ class ShardDispatcher:
 
     def update(self, batch: Batch, micro: MicroBatching, temperature: float) -> tuple[Metrics, dict[str, Tensor]]:
         """Run one optimiser step on all ranks; return metrics of the whole batch, and the loss's model outputs (T,)."""
+        self._watch_engine()
         shards = self.shards(batch, micro)
         results = self.group.scatter("update", self.rank_batches(batch, shards), temperature)
+        self._end_pass(batch.num_sequences)
         self.tokens_per_rank += [batch.lengths[list(shard.indices)].sum() for shard in shards]
         metrics = Metrics()
         for update_metrics, _ in results:
             metrics.merge(update_metrics)
         return metrics, gather_columns(batch, shards, [outputs for _, outputs in results])
+
+    def begin_update(self, num_sequences: int) -> None:
+        """The optimiser steps of a training step begin, with so many sequences in all."""
+        self.tokens_per_rank = np.zeros(self.group.layout.dp)  # that each rank has received since
+        self._begin_pass(num_sequences)
+
+    def _begin_pass(self, num_sequences: int) -> None:
+        self._sequences_done, self._sequences = 0, num_sequences
+        self.on_sequences(0, num_sequences)
+        self._watch_engine()
+
+    def _end_pass(self, num_sequences: int) -> None:
+        self._sequences_done += num_sequences
+        self.on_sequences(self._sequences_done, self._sequences)
+
+    def _watch_engine(self) -> None:
+        """Count the sequences inside a call, where the engine is in this process; roles may share an engine."""
+        if self.group.local_worker is not None:
+            done, of = self._sequences_done, self._sequences
+            self.group.local_worker.engine.on_sequences = lambda inside: self.on_sequences(done + inside, of)
 
     def shards(self, batch: Batch, micro: MicroBatching) -> list[Shard]:
         return assign_shards(batch, self.group.layout.dp, micro, self.attention_length, self.balanced)

@@ -38,6 +38,7 @@ class Critic:
     def update(self, batch: Batch, step: int) -> Metrics:
         """Run all optimiser steps on one batch; return metrics."""
         critic, metrics = self.config.critic, Metrics()
+        self.dispatcher.begin_update(batch.num_sequences * critic.ppo_epochs)
         for _, mini in self.mini_batches.split(batch, step):
             mini = with_loss_weights(
                 mini, critic.loss_agg_mode, critic.loss_scale_factor or self.config.data.max_response_length

@@ -58,6 +58,9 @@ class RankRollout:
         if self.native is not None:
             await self.native.abort(request_id)
 
+    async def sampled_tokens(self) -> int:
+        return 0 if self.native is None else await self.native.sampled_tokens()
+
     def stats(self) -> dict[str, float]:
         return {} if self.native is None else self.native.stats()
 

@@ -83,6 +83,9 @@ class MultiRankRolloutEngine(RolloutEngine):
         """The results of all ranks; the event loop goes on meanwhile."""
         return await asyncio.to_thread(self.group.broadcast, f"{ROLE}.{method}", *args)
 
+    async def sampled_tokens(self) -> int:
+        return sum(await self._on_all_ranks("sampled_tokens"))
+
     def stats(self) -> dict[str, float]:
         """Counts and seconds summed over the ranks; shares (occupancy, cache use) averaged."""
         by_rank = self.group.broadcast(f"{ROLE}.stats")

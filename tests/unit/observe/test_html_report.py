@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import skip_or_fail
 from verl.observe.html_report import AnswerComparison, metric_points, nice_ticks, tick_label, write_report
+from verl.observe.svg_curves import make_curve
 from verl.observe.terminal_curve import draw_curve
 
 RISING = [(i, i / 50) for i in range(51)]
@@ -54,6 +55,24 @@ def test_ticks_are_few_and_enclose_the_values(low, high):
     ticks = nice_ticks(low, high)
     assert 3 <= len(ticks) <= 8 and ticks[0] <= low <= high <= ticks[-1]
     assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "lowest"),
+    [
+        ("actor/ppo_kl", [6.0, -1e-4, 0.2], "0"),
+        ("actor/kl_loss", [0.52, 0.58], "0"),
+        ("actor/ppo_kl", [0.0, 0.0], "0"),
+        ("actor/ppo_kl", [0.1, -0.1], "-0.1"),
+        ("actor/entropy", [0.52, 0.58], "0.52"),
+        ("critic/score/mean", [6.0, -1e-4], "-2"),
+        ("reward/errors", [0.0, 0.0], "0"),
+    ],
+)
+def test_the_axis_of_a_kl_starts_at_zero_unless_it_is_below_by_more_than_noise(name, values, lowest):
+    curve = make_curve(name, {0: list(enumerate(values))})
+    assert curve.y_ticks[0][1] == lowest
+    assert max(y for y, _ in curve.y_ticks) >= max(y for _, y, _ in curve.lines[0].dots)  # nothing below the axis
 
 
 @pytest.mark.parametrize(

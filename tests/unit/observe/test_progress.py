@@ -109,7 +109,7 @@ def test_a_stage_says_how_far_it_is_and_the_steps_begin_when_their_number_is_kno
     assert progress.describe() == "loading the model | 0s so far"
     progress.begin(total_steps=9, start_step=4)
     progress.stage("gen")
-    progress.count(1000, 4096, "answers")
+    progress.count("1,000 of 4,096 answers")
     assert progress.describe() == "step 4/9 | generating 1,000 of 4,096 answers | 0s so far"
     progress.stage("update_actor")
     assert "answers" not in progress.describe()

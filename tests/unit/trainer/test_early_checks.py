@@ -1,31 +1,122 @@
-"""Reasons against a run that are said before heavy libraries are loaded."""
+"""Reasons against a run that are said before heavy libraries are loaded, each once."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.e2e import jobs
+from verl.config.engine import STRATEGIES
+from verl.trainer import main_ppo, sft_trainer
+from verl.workers.engine.base import EngineRegistry
+
+ARR = "actor_rollout_ref"
+# Ends the program at the first line with a reason, and says whether a heavy library was loaded before it.
 SCRIPT = """
-import sys
-from verl.config import load_config
-from verl.trainer.main_ppo import run_ppo
+import os, signal, sys
 
-def announce(line):
-    if line.startswith("error: "):
-        print(line)
-        sys.exit(40 if "torch" in sys.modules or "transformers" in sys.modules else 0)
+class Watched:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+        if "error: " in text:
+            heavy = {"torch", "transformers"} & set(sys.modules)
+            print("\\nheavy" if heavy else "\\nlight", file=self.stream, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
-words = ["actor_rollout_ref.model.path=/m", "actor_rollout_ref.rollout.name=sglang", "data.train_files=/x.jsonl"]
-words += ["data.val_files=[/y.jsonl]"]
-run_ppo(load_config(words), announce)
+sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
+from verl.cli import main
+sys.exit(50 + main(sys.argv[1:]))
 """
+MISSING = {
+    "train": (
+        f"{ARR}.model.path=/m {ARR}.rollout.name=sglang {ARR}.actor.strategy=fsdp3 data.train_files=/x.jsonl "
+        "data.val_files=[/y.jsonl] reward.custom_reward_function.path=/r.py algorithm.adv_estimator=grpo "
+        f"{ARR}.actor.ppo_micro_batch_size_per_gpu=1",
+        ["model.path=/m is not a folder", "no engine named 'fsdp3'", "needs sglang, which is not installed here",
+         "/x.jsonl does not exist", "/y.jsonl does not exist", "there is no file /r.py"],
+    ),
+    "sft": (
+        "model.path=/m engine.strategy=fsdp3 data.train_files=/x.jsonl data.val_files=/y.jsonl",
+        ["model.path=/m is not a folder", "no engine named 'fsdp3'", "/x.jsonl does not", "/y.jsonl does not"],
+    ),
+    "eval": (
+        "data.path=/x.jsonl custom_reward_function.path=/r.py", ["there is no file /r.py", "/x.jsonl does not exist"],
+    ),
+    "certify": (
+        f"{ARR}.model.path=/m {ARR}.actor.strategy=fsdp3 data.train_files=/x.jsonl critic.model.path=/c "
+        "critic.strategy=fsdp",
+        ["model.path=/m is not a folder", "no engine named 'fsdp3'", "/x.jsonl does not", "model.path=/c is not"],
+    ),
+}  # fmt: skip
 
 
-def test_a_missing_engine_model_and_data_are_said_at_once_before_heavy_libraries_are_loaded(tmp_path: Path):
+@pytest.fixture(autouse=True)
+def _metrics_go_to_the_test_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+
+
+@pytest.mark.parametrize("verb", MISSING)
+def test_what_is_missing_is_said_at_once_before_heavy_libraries_are_loaded(verb: str, tmp_path: Path):
+    words, reasons = MISSING[verb]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("error: 4 things keep this run from starting:")
-    for text in ("model.path=/m is not a folder", "/x.jsonl does not exist", "/y.jsonl does not exist"):
-        assert text in done.stdout
-    assert "rollout.name=sglang needs sglang, which is not installed here" in done.stdout
+        [sys.executable, "-c", SCRIPT, verb, *words.split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert "\nlight\n" in said, said
+    assert f"error: {len(reasons)} things keep" in said
+    assert [reason for reason in reasons if reason not in said] == []
+
+
+def test_the_scorers_of_all_sources_of_an_answers_file_are_looked_up_at_once(tmp_path: Path):
+    row = '{"data_source": "%s", "responses": ["1"], "reward_model": {"ground_truth": "1"}}\n'
+    (tmp_path / "answers.jsonl").write_text(row % "mine" + row % "openai/gsm8k" + row % "yours")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "eval", "data.path=answers.jsonl"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert "\nlight\n" in done.stderr, done.stderr
+    assert "error: 2 things keep" in done.stderr and "'mine'" in done.stderr and "'yours'" in done.stderr
+
+
+def test_a_run_says_each_reason_once_the_early_ones_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    jobs.prepare(tmp_path)
+    words = [f"{ARR}.rollout.name=sglang", "reward.custom_reward_function.path=/r.py", "trainer.logger=[consol]"]
+    assert main_ppo.main(jobs.overrides(tmp_path, "run", *words, "algorithm.adv_estimator=grpoo")) == 2
+    out, err = capsys.readouterr()
+    assert "error: 2 things keep this run from starting:" in out
+    assert "error: besides what is said above:\n  3. " in err and "\n  4. " in err and "\n  5. " not in err
+    for reason in ("needs sglang, which", "there is no file /r.py", "unknown tracker 'consol'", "estimator 'grpoo'"):
+        assert (out + err).count(reason) == 1, reason
+
+
+def test_a_run_whose_reasons_were_all_said_early_does_not_repeat_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    jobs.prepare(tmp_path)
+    assert main_ppo.main(jobs.overrides(tmp_path, "run", f"{ARR}.model.path={tmp_path}/nowhere")) == 2
+    out, err = capsys.readouterr()
+    assert (out + err).count("nowhere is not a folder") == 1
+    assert "error: nothing else is wrong; repair what is said above" in err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fine_tuning_says_each_reason_once(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]):
+    words = [f"model.path={tmp_path}/nowhere", f"data.train_files={tmp_path}/none.jsonl", "engine.strategy=fsdp3"]
+    words += ["trainer.device=cpu", f"trainer.n_gpus_per_node={ranks}", "trainer.logger=[consol]"]
+    assert sft_trainer.main([*words, f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    out, err = capsys.readouterr()
+    assert "error: 3 things keep this run from starting:" in out and "\n  4. unknown tracker" in err
+    for reason in ("nowhere is not a folder", "none.jsonl does not exist", "no engine named 'fsdp3'", "'consol'"):
+        assert (out + err).count(reason) == 1, reason
+
+
+def test_the_engines_known_early_are_those_that_register():
+    for strategy in STRATEGIES:
+        EngineRegistry.get_engine_cls("language_model", strategy)
+    assert set(STRATEGIES) <= set(EngineRegistry._engines["language_model"])

@@ -2,7 +2,7 @@
 
 import sys
 
-from verl.commands.certify.comparison import main
+from verl.commands.certify.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,13 +1,12 @@
-"""`verl certify [key=value ...]`: check that the gradient does not depend on how a mini-batch is split."""
+"""Compares every way to compute the gradient of a mini-batch with the gradient by definition."""
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +20,13 @@ from verl.commands.certify.certificate import (
     TOLERANCE,
     Certificate,
     CertificateRow,
-    print_table,
 )
 from verl.commands.certify.random_batch import random_trajectories, with_loss_columns
 from verl.commands.certify.rank_gradients import RankGradients
 from verl.commands.certify.subject import Subject, build_engine, subjects, with_random_adapters, with_tiny_model
 from verl.commands.certify.variants import Variant, prefix_sharing_variants, rank_variants, variants
-from verl.config import AlgorithmConfig, RunConfig, SFTConfig, load_config
+from verl.config import AlgorithmConfig, RunConfig, SFTConfig
+from verl.config.check import uses_critic
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
 from verl.models.device_moves import move_model
@@ -35,51 +34,15 @@ from verl.models.float64 import keep_float64
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.lora import add_adapters, wants_lora
 from verl.models.registry import check_prefix_sharing, runs_packed
+from verl.observe.progress import Progress
 from verl.plugin.platform import choose_platform
-from verl.utils.errors import ConfigError, VerlError
+from verl.trainer.ppo.preparation import check_functions
+from verl.trainer.preflight import Findings, check_weights_are_there, find_device
+from verl.utils.errors import ConfigError
+from verl.utils.external_code import import_external
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.torch_engine import TorchEngine, platform_device
 from verl.workers.engine_worker import with_loss_weights
-
-HELP = """Check that the gradient does not depend on how a mini-batch is split, packed and computed.
-
-usage: verl certify [options] key=value ...
-
-  verl certify actor_rollout_ref.model.path=DIR          the model, with the loss of this configuration
-  verl certify --tiny actor_rollout_ref.model.path=DIR   a random two-layer model of the same family: seconds
-  verl certify --tiny actor_rollout_ref.model.external_lib=my_loss actor_rollout_ref.actor.policy_loss.loss_mode=mine
-
-Every variant is compared in float64 with the definition: one sequence at a time, no packing, every formula written out.
-A relative difference above 1e-10 is a violation. In float32, more than twice the error of the plain computation is one
-too. Exit code 0: all equal; 1: a violation, named; 2: a mistake the message explains.
-"""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the certificate of a configuration."""
-    parser = argparse.ArgumentParser("verl certify", description=HELP, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tiny", action="store_true", help="random weights in the shape of a two-layer model")
-    parser.add_argument("--ranks", type=int, default=1, help="also shard the model over this many processes (1)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--sequences", type=int, default=14, help="sequences of the mini-batch (14)")
-    parser.add_argument("--length", type=int, default=48, help="tokens of the longest one (48)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mini-batch and of a tiny model (0)")
-    options, overrides = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    if options.ranks < 1:
-        parser.error(f"--ranks {options.ranks}: at least 1")
-    try:
-        certificate = certify(
-            load_config(overrides), options.tiny, options.sequences, options.length, options.seed, options.ranks
-        )
-    except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if not options.json:
-        print_table(certificate)
-    else:
-        print(json.dumps(certificate.as_json(), indent=2))
-    return 0 if certificate.holds else 1
 
 
 def certify(
@@ -89,12 +52,16 @@ def certify(
     longest: int = 48,
     seed: int = 0,
     num_ranks: int = 1,
+    progress: Progress | None = None,
 ) -> Certificate:
     """The certificate of every model that `config` trains; `num_ranks` > 1 adds variants sharded over processes."""
     if num_sequences < 4 or longest < 8:
         raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
+    if isinstance(config, RunConfig):
+        check_configuration(config, tiny)
     choose_platform(config.trainer.device)
     rows: list[CertificateRow] = []
+    progress = progress or Progress.silent()
     with contextlib.ExitStack() as stack:
         ranks = None
         if num_ranks > 1:
@@ -107,7 +74,11 @@ def certify(
             if wants_lora(subject.model) and subject.model.lora_adapter_path is None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 subject = with_random_adapters(subject, Path(folder), seed)
-            rows += GradientComparison(config, subject, num_sequences, longest, seed, ranks).rows()
+            progress.stage(f"computing the gradient of the {subject.role} by definition")
+            for row in GradientComparison(config, subject, num_sequences, longest, seed, ranks).rows():
+                rows.append(row)
+                progress.stage(f"comparing gradients of the {subject.role}")
+                progress.count(f"{len(rows)} done, last {row.dimension}")
     return Certificate(rows)
 
 
@@ -272,6 +243,19 @@ def lacks_prefix_sharing(config: PreTrainedConfig, packed: bool) -> bool:
 
 def norm(gradient: definition.Gradient) -> float:
     return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
+
+
+def check_configuration(config: RunConfig, tiny: bool) -> None:
+    """One error with all that keeps `config` from being checked: device, functions chosen by name, models."""
+    found = Findings()
+    find_device(config.trainer.device, found)
+    models = [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]
+    if all(found.check("external_lib", partial(import_external, model.external_lib)) for model in models):
+        check_functions(config, found)
+    for model in models:
+        if model.path and not tiny:
+            found.check("model", partial(check_weights_are_there, model))
+    found.refuse()
 
 
 def check_model(subject: Subject) -> None:

@@ -20,7 +20,7 @@ from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
-from verl.trainer.early_checks import files_read
+from verl.trainer.early_checks import early_mistakes, files_read
 from verl.trainer.engine_installed import check_engine_is_installed
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
@@ -60,10 +60,11 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     """The preparation of a run; None where `found` holds a refusal. Each check runs whose needs are met."""
     arr, data = config.actor_rollout_ref, config.data
     found.check("features", lambda: check_supported(config), "every configured feature is supported")
+    found.missing(early_mistakes(config))
     _check_machine(config, found)
     seed_generators(arr.actor.fsdp_config.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
-        _check_functions(config, found)
+        check_functions(config, found)
     found.check("rollout", lambda: check_rollout_engine(arr.rollout), arr.rollout.name)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
@@ -106,7 +107,7 @@ def _check_started_once() -> None:
         )
 
 
-def _check_functions(config: RunConfig, found: Findings) -> None:
+def check_functions(config: RunConfig, found: Findings) -> None:
     """What is chosen by name, after external_lib, which may register it."""
     actor = config.actor_rollout_ref.actor
     found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor))

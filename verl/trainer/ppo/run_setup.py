@@ -1,6 +1,7 @@
 """Builds a run from its configuration: engines, data, reward and weight sync."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
 from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource
 from verl.trainer.preflight import Findings
+from verl.utils.errors import VerlError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
@@ -32,9 +34,12 @@ from verl.workers.rollout.base import RolloutEngine
 logger = logging.getLogger(__name__)
 
 
-def build_run(config: RunConfig, progress: Progress | None = None) -> TrainingRun:
-    """The run, loaded and connected. Mistakes in the configuration raise ConfigError here, before any step."""
-    progress, found = progress or Progress.silent(), Findings()
+def build_run(config: RunConfig, progress: Progress | None = None, said: Sequence[VerlError] = ()) -> TrainingRun:
+    """The run, loaded and connected. Mistakes in the configuration raise ConfigError here, before any step.
+
+    It leaves out those that were `said` before.
+    """
+    progress, found = progress or Progress.silent(), Findings(said=said)
     progress.stage("reading and filtering prompts")
     prepared = prepare_run(config, found)
     found.refuse()
@@ -87,6 +92,9 @@ def assemble_run(
         config, trainer, build_validation(config, prepared, collector), total_steps, build_tracking(config)
     )
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
+    for role in (actor, reference, critic):
+        if role is not None:
+            role.dispatcher.on_sequences = run.count_sequences
     return run
 
 

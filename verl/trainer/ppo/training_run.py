@@ -27,7 +27,7 @@ from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
-from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector
+from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
 from verl.trainer.resume import find_resume
 from verl.trainer.run_files import LEDGER
 from verl.trainer.validation_metrics import process_validation_metrics
@@ -217,11 +217,15 @@ class TrainingRun:
         self.tracking.log_samples(samples, step)
         return metrics
 
-    def count_answers(self, done: int, of: int) -> None:
-        """Show how far sampling is; its first call begins the stage."""
-        if not done and not self.is_validating:
+    def count_answers(self, counts: CollectCounts) -> None:
+        """Show how far sampling and scoring are; the first call begins the stage."""
+        if not counts.answered and not counts.tokens and not self.is_validating:
             self.progress.stage("gen")
-        self.progress.count(done, of, "answers")
+        self.progress.count(counts.text())
+
+    def count_sequences(self, done: int, of: int) -> None:
+        """Show how far a pass of a model over the batch is."""
+        self.progress.count(f"{done:,} of {of:,} sequences")
 
     def facts(self) -> list[str]:
         """What is known once everything is loaded: devices, rows, steps."""

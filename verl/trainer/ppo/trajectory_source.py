@@ -1,6 +1,7 @@
 """Sources of scored trajectories: their interface, and the synchronous one."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+TOKENS_EVERY_S = 1.0  # how often the engine is asked how many tokens it has sampled
 
 
 @dataclass
@@ -33,6 +36,22 @@ class RolloutBatch:
     engine_stats: dict[str, float] = field(default_factory=dict)  # statistics of the rollout engine meanwhile
 
 
+@dataclass
+class CollectCounts:
+    """How far the answers to some prompts are."""
+
+    total: int
+    answered: int = 0
+    scored: int = 0
+    tokens: int = 0  # sampled, also of unfinished answers; 0 where the engine does not say
+
+    def text(self) -> str:
+        """`64 of 512 answers, 8,300 tokens`, or how many are scored once all are there."""
+        if self.answered == self.total and self.scored < self.total:
+            return f"{self.scored:,} of {self.total:,} answers scored"
+        return f"{self.answered:,} of {self.total:,} answers" + (f", {self.tokens:,} tokens" if self.tokens else "")
+
+
 class RolloutCollector:
     """Samples and scores answers of many prompts concurrently; each is scored as soon as it is complete."""
 
@@ -46,23 +65,22 @@ class RolloutCollector:
     ):
         self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
         self.free_cache = free_cache
-        self.on_answers: Callable[[int, int], None] = lambda done, of: None  # told how many answers are complete
+        self.on_answers: Callable[[CollectCounts], None] = lambda counts: None
 
     async def collect(
         self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
     ) -> RolloutBatch:
         """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward."""
-        start, done, total = time.perf_counter(), 0, len(rows) * sampling.n
+        start, counts = time.perf_counter(), CollectCounts(len(rows) * sampling.n)
         out = RolloutBatch(rows=list(rows))
-        self.on_answers(done, total)
+        self.on_answers(counts)
         await self.engine.wake()
 
         async def answer_prompt(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
-            nonlocal done
             trajectories = await self.agent_runner.answer(row, request_id, sampling, self.engine)
             out.generate_s = time.perf_counter() - start
-            done += sampling.n
-            self.on_answers(done, total)
+            counts.answered += sampling.n
+            self.on_answers(counts)
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
                 RewardInput.from_row(row, text, t)
@@ -71,16 +89,23 @@ class RolloutCollector:
             ]
             new_scores = iter(await self.reward.score(inputs) if inputs else [])
             scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
+            counts.scored += sampling.n
+            self.on_answers(counts)
             return [
                 (t.with_reward(s.value, s.extra, row.data_source, text), s)
                 for t, s, text in zip(trajectories, scores, texts, strict=True)
             ]
 
+        watcher = asyncio.create_task(self._watch_tokens(counts))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(answer_prompt(row, i)) for row, i in zip(rows, request_ids, strict=True)]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
         out.engine_stats = self.engine.stats()
         if self.free_cache:
             await self.engine.sleep()
@@ -91,6 +116,13 @@ class RolloutCollector:
             out.num_abstained += score.value is None and score.error is None
         out.reward_s = time.perf_counter() - start - out.generate_s
         return out
+
+    async def _watch_tokens(self, counts: CollectCounts) -> None:
+        """Keep `counts.tokens` up to date, so that long answers are seen to grow."""
+        while True:
+            await asyncio.sleep(TOKENS_EVERY_S)
+            counts.tokens = await self.engine.sampled_tokens()
+            self.on_answers(counts)
 
 
 def first_failure(group: BaseExceptionGroup) -> BaseException:

@@ -73,6 +73,7 @@ class BaseEngine(ABC):
     """
 
     model: nn.Module
+    on_sequences: Callable[[int], None] = staticmethod(lambda done: None)  # told how many of a call are computed
     place: RankPlace  # the data of this rank, and whether it returns outputs; every rank its own unless it is set
 
     def __init__(
@@ -205,7 +206,7 @@ class EngineRegistry:
         if backends is None:
             raise ConfigError(f"no engine for model type {model_type!r}; {did_you_mean(model_type, cls._engines)}")
         if backend not in backends:
-            raise ConfigError(f"no engine named {backend!r} for {model_type}; {did_you_mean(backend, backends)}")
+            raise ConfigError(f"no engine named {backend!r}; {did_you_mean(backend, backends)}")
         engines = backends[backend]
         keys: list[EngineKey] = [(device, vendor), device]
         if device == "cuda" and vendor != "nvidia":

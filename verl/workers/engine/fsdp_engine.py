@@ -1,5 +1,6 @@
 """The engines of strategies `fsdp` and `fsdp2`. On one rank both are the torch engine, unsharded."""
 
+from verl.config.engine import STRATEGIES
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp1 import FSDP1Parameters
@@ -7,7 +8,6 @@ from verl.workers.engine.fsdp2 import FSDP2Parameters
 from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.torch_engine import TorchEngine
 
-STRATEGIES = ["fsdp", "fsdp2"]
 DEVICES = ["cpu", "cuda"]
 
 
@@ -28,20 +28,20 @@ class FSDPEngine(TorchEngine):
         return parameters_class(self.model, self.rank_mesh, self.engine_config, self.precision, self.device)
 
 
-@EngineRegistry.register(model_type="language_model", backend=STRATEGIES, device=DEVICES)
+@EngineRegistry.register(model_type="language_model", backend=list(STRATEGIES), device=DEVICES)
 class FSDPEngineWithLMHead(FSDPEngine):
     """Trains a causal language model."""
 
     has_value_head = False
 
 
-@EngineRegistry.register(model_type="value_model", backend=STRATEGIES, device=[*DEVICES, "npu"])
+@EngineRegistry.register(model_type="value_model", backend=list(STRATEGIES), device=[*DEVICES, "npu"])
 class FSDPEngineWithValueHead(FSDPEngine):
     """Trains a model with one value per token."""
 
     has_value_head = True
 
 
-@EngineRegistry.register(model_type="language_model", backend=STRATEGIES, device="npu")
+@EngineRegistry.register(model_type="language_model", backend=list(STRATEGIES), device="npu")
 class FSDPNPUEngineWithLMHead(FSDPEngineWithLMHead):
     """Trains a causal language model on an Ascend NPU."""

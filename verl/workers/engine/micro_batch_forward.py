@@ -107,8 +107,11 @@ def micro_batches(
     device: torch.device,
     max_over_ranks: Callable[[int], int],
     sequence_group: dist.ProcessGroup | None = None,
+    on_sequences: Callable[[int], None] = lambda done: None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of a shard, with only `columns`: those of the plan, or else those with sampled tokens.
+
+    `on_sequences` is told after each how many sequences were given out so far.
 
     Without a plan, ranks may have different numbers of them: dummies fill up to the maximum (`max_over_ranks`).
     """
@@ -122,9 +125,12 @@ def micro_batches(
         sampled = batch.sum_per_sequence(batch["loss_mask"].int()).tolist()
         parts = [indices for indices in parts if any(sampled[i] for i in indices)]
         parts += [[]] * (max_over_ranks(len(parts)) - len(parts))
+    done = 0
     for number, indices in enumerate(parts, 1):
         micro_batch = MicroBatch.of(selected, indices, device, micro.share_prefixes, sequence_group)
         yield replace(micro_batch, is_last=number == len(parts))
+        done += len(indices)
+        on_sequences(done)
 
 
 def limit_to_cpu_cache(batch: Batch, micro: MicroBatching) -> MicroBatching:

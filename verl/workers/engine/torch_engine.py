@@ -217,13 +217,13 @@ class TorchEngine(BaseEngine):
             )
         self.weights.zero_grad()
 
-    def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching | None) -> Iterator[MicroBatch]:
-        micro = micro or MicroBatching()
+    def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching) -> Iterator[MicroBatch]:
         if batch.num_sequences:
             registry.check_sequences(self.model.config, int(batch.lengths.max()), int(batch["tokens"].max()))
         if micro.share_prefixes:
             registry.check_prefix_sharing(self.model.config, self.packed)
-        return micro_batches(batch, columns, micro, self.device, self._max_over_ranks, self.sequence_group)
+        ranks = self._max_over_ranks, self.sequence_group, self.on_sequences
+        return micro_batches(batch, columns, micro, self.device, *ranks)
 
     def _max_over_ranks(self, number: int) -> int:
         return self.rank_mesh.max_over_ranks(number, self.device)

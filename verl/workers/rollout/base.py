@@ -215,6 +215,10 @@ class RolloutEngine(ABC):
         """Counters since the last call (tokens, batch occupancy, cache use, time in model and sampling)."""
         return {}
 
+    async def sampled_tokens(self) -> int:
+        """Tokens sampled since the last `stats()`, also of unfinished answers; 0 from an engine that does not say."""
+        return 0
+
 
 class CopyingEngine(RolloutEngine):
     """An engine with its own copy of the weights. New weights arrive between `begin_update` and `finish_update`,

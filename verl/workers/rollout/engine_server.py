@@ -93,7 +93,7 @@ class RolloutServer:
                 return await self.engine.compute_logprobs(arguments["sequences"])
             case "stats":
                 return self.engine.stats()
-            case "begin_update" | "sleep" | "wake":
+            case "begin_update" | "sleep" | "wake" | "sampled_tokens":
                 return await getattr(self.engine, method)()
         raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")
 

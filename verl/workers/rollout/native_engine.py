@@ -170,6 +170,9 @@ class NativeEngine(RolloutEngine):
     async def abort(self, request_id: int | None = None) -> None:
         self._resolve_futures(self.core.abort(request_id))
 
+    async def sampled_tokens(self) -> int:
+        return self.core.counters.generated_tokens
+
     def stats(self) -> dict[str, float]:
         counters = self.core.counters.take()
         slots = max(counters["decode_steps"], 1) * self.limits.rows

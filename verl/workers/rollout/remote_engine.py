@@ -185,6 +185,9 @@ class RemoteEngine(CopyingEngine):
             await self._call_async("wake")
         self._asleep = False
 
+    async def sampled_tokens(self) -> int:
+        return await self._call_async("sampled_tokens")
+
     def stats(self) -> dict[str, float]:
         return self._call("stats").result(self.config.server.timeout)
 

@@ -96,6 +96,9 @@ class Router(CopyingEngine):
         for engine in self.engines:
             engine.close()
 
+    async def sampled_tokens(self) -> int:
+        return sum(await asyncio.gather(*(engine.sampled_tokens() for engine in self.engines)))
+
     def stats(self) -> dict[str, float]:
         """Means over the replicas that report a value; counts are summed."""
         all_stats = [engine.stats() for engine in self.engines]

@@ -320,6 +320,9 @@ class VLLMEngine(CopyingEngine):
         self.llm = None
         cleanup_dist_env_and_memory()
 
+    async def sampled_tokens(self) -> int:
+        return self.statistics.generated_tokens
+
     def stats(self) -> dict[str, float]:
         return self.statistics.take()
 
