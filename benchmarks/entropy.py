@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="pairs of steps of each job, after two of warm-up")
     parser.add_argument("--only", default="", help="run the jobs whose name starts with this")
     args = parser.parse_args()
+    if args.pairs < 2:
+        parser.error(f"--pairs {args.pairs}: at least 2")
     torch.set_num_threads(args.threads)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -23,7 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check-template": ("verl.commands.check_template:main", "check that a chat template works for multi-turn runs"),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
-SPEAKS_FIRST = ("train", "sft", "config", "report", "show")  # these print before they load what is slow
+SPEAKS_FIRST = ("train", "sft", "config", "report")  # these print before they load what is slow
 
 
 def usage() -> str:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: unknown verb {verb!r}; {did_you_mean(verb, VERBS)}", file=sys.stderr)
         return 2
-    if verb not in SPEAKS_FIRST and not {"-h", "--help"} & set(arguments) and sys.stderr.isatty():
+    if verb not in SPEAKS_FIRST and not {"-h", "--help", "--json"} & set(arguments):
         print(f"verl {verb}: loading libraries", file=sys.stderr, flush=True)  # they take seconds
     module_name, _, function = VERBS[verb][0].partition(":")
     try:

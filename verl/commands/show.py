@@ -16,6 +16,7 @@ from verl.utils.errors import DataError, VerlError
 from verl.utils.paths import expand_home
 
 COLOUR_COLUMNS = {"advantage": "advantages", "logprob": "old_logprobs"}
+WHITE = "rgb(255,255,255)"  # the colour called white is grey in some terminals
 EPILOG = """RUN is the folder of a run, or <project>/<experiment>.
 
   verl show tutorial/mine --step 20 --worst 5     the five lowest rewards of step 20
@@ -146,16 +147,16 @@ def coloured(tokens: Tensor, mask: Tensor, values: Tensor | None, tokenizer: Any
 
 
 def style_of(value: float, scale: float, color: str) -> str:
-    """A background: green above and red below 0 for advantages; darker blue the less probable a token was."""
+    """White on green above and on red below 0 for advantages; on a stronger blue the less probable a token was.
+
+    It sets text and background, to be read in light and dark terminals.
+    """
     if color == "logprob":
         depth = min(1.0, -value / 6.0)
-        return (
-            f"on rgb({int(20 + 40 * (1 - depth))},{int(30 + 60 * (1 - depth))},{int(60 + 150 * depth)})"
-            if depth > 0.05
-            else ""
-        )
+        rest = 1 - depth
+        return f"{WHITE} on rgb({int(20 + 40 * rest)},{int(30 + 60 * rest)},{int(60 + 150 * depth)})" * (depth > 0.05)
     depth = min(1.0, abs(value) / scale)
     if depth < 0.05:
         return ""
     strong, weak = int(50 + 110 * depth), 35
-    return f"white on rgb({weak},{strong},{weak})" if value > 0 else f"white on rgb({strong},{weak},{weak})"
+    return f"{WHITE} on rgb({weak},{strong},{weak})" if value > 0 else f"{WHITE} on rgb({strong},{weak},{weak})"

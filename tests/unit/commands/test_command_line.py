@@ -1,10 +1,15 @@
 """The command under `python -m`, into a pipe that closes, and the search for a key."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from verl import cli
+from verl.commands.show import WHITE, style_of
 from verl.config import explain
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +30,27 @@ def test_a_pipe_that_closes_ends_the_output_without_a_traceback():
     ) as process:
         process.stdout.close()  # before the first line is written
         assert process.stderr.read() == b"" and process.wait() == 0
+
+
+def test_a_command_that_loads_libraries_first_says_so_also_into_a_pipe_but_not_beside_json():
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "show", "nowhere"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.startswith("verl show: loading libraries\nerror: 'nowhere' names no run")
+    assert cli.main(["report", "nowhere"]) == 2
+
+
+@pytest.mark.parametrize("words", [["doctor", "--help"], ["doctor", "--json"], ["config", "explain", "trainer.seed"]])
+def test_help_json_and_quick_commands_say_nothing_of_libraries(words: list[str], monkeypatch, capsys):
+    module, _, function = cli.VERBS[words[0]][0].partition(":")
+    monkeypatch.setattr(importlib.import_module(module), function, lambda arguments: 0)
+    assert cli.main(words) == 0 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("color", ["advantage", "logprob"])
+def test_coloured_tokens_have_a_text_colour_for_their_background(color: str):
+    styles = {style_of(value, 1.0, color) for value in (-8.0, -3.0, -1.0, -0.5, 0.0, 1.0)}
+    assert len(styles) > 2 and all(style == "" or style.startswith(f"{WHITE} on rgb(") for style in styles)
 
 
 def test_explain_lists_the_keys_with_a_word_in_their_name_or_meaning(capsys):
