@@ -109,11 +109,10 @@ def _existing_file(raw_path: str | Path) -> Path:
         raise DataError(f"{path} is a folder; give the data files inside it (there: {listing})")
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.*") if p.suffix in _FILE_CLASSES]
-        hint = (
-            f"no data file is in {path.parent}" if path.parent.is_dir() else f"the folder {path.parent} does not exist"
-        )
-        hint = did_you_mean(path.name, siblings) if siblings else hint
-        raise DataError(f"{path} does not exist; {hint}")
+        if siblings:
+            raise DataError(f"{path} does not exist; {did_you_mean(path.name, siblings)}")
+        hint = "holds no data file" if path.parent.is_dir() else "does not exist"
+        raise DataError(f"{path} does not exist; the folder {path.parent} {hint}")
     return path
 
 

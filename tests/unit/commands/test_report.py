@@ -144,7 +144,9 @@ def test_all_answers_to_a_row_and_the_rows_there_are(runs, capsys) -> None:
 def test_tokens_are_coloured_by_sign_of_advantage_and_by_log_prob() -> None:
     good, bad = show.style_of(1.0, 2.0, "advantage"), show.style_of(-1.0, 2.0, "advantage")
     assert good != bad and "on rgb(35,1" in good and show.style_of(0.0, 2.0, "advantage") == ""
-    assert show.style_of(0.0, 1.0, "logprob") == "" and show.style_of(-5.0, 1.0, "logprob").startswith("on rgb(")
+    assert show.style_of(0.0, 1.0, "logprob") == "" and show.style_of(-5.0, 1.0, "logprob").startswith(
+        f"{show.WHITE} on rgb("
+    )
 
 
 def test_a_step_that_is_not_there_and_a_run_without_a_ledger_are_named(runs, capsys) -> None:
