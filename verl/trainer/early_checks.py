@@ -8,6 +8,7 @@ from verl.config import HFModelConfig, RunConfig, SFTConfig
 from verl.config.check import check_supported, uses_critic
 from verl.config.engine import STRATEGIES
 from verl.models.model_place import existing_folder
+from verl.observe.tracker_checks import check_trackers
 from verl.plugin.loading import GROUP, MODULES_VARIABLE
 from verl.trainer.engine_installed import check_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
@@ -28,10 +29,12 @@ def say_early_mistakes(config: RunConfig | SFTConfig, say: Callable[[str], None]
 
 
 def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
-    """What is missing on this machine of engines, model folders, data files and the file of a reward."""
+    """What is missing on this machine of engines, model folders, data files, trackers and the file of a reward."""
     mistakes = Mistakes()
     with mistakes:
         check_supported(config)
+    with mistakes:
+        check_trackers(config.trainer.logger)
     if isinstance(config, RunConfig):
         arr, reward = config.actor_rollout_ref, config.reward.custom_reward_function
         with mistakes:

@@ -87,11 +87,13 @@ def test_the_scorers_of_all_sources_of_an_answers_file_are_looked_up_at_once(tmp
 def test_a_run_says_each_reason_once_the_early_ones_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     jobs.prepare(tmp_path)
     words = [f"{ARR}.rollout.name=sglang", "reward.custom_reward_function.path=/r.py", "trainer.logger=[consol]"]
-    assert main_ppo.main(jobs.overrides(tmp_path, "run", *words, "algorithm.adv_estimator=grpoo")) == 2
+    words += [f"{ARR}.actor.policy_loss.loss_mode=vanila", "algorithm.adv_estimator=grpoo"]
+    assert main_ppo.main(jobs.overrides(tmp_path, "run", *words)) == 2
     out, err = capsys.readouterr()
-    assert "error: 2 things keep this run from starting:" in out
-    assert "error: besides what is said above:\n  3. " in err and "\n  4. " in err and "\n  5. " not in err
-    for reason in ("needs sglang, which", "there is no file /r.py", "unknown tracker 'consol'", "estimator 'grpoo'"):
+    assert "error: 3 things keep this run from starting:" in out
+    assert "error: besides what is said above:\n  4. " in err and "\n  5. " in err and "\n  6. " not in err
+    early = ["needs sglang, which", "there is no file /r.py", "unknown tracker 'consol'"]
+    for reason in (*early, "estimator 'grpoo'", "policy loss 'vanila'"):
         assert (out + err).count(reason) == 1, reason
 
 
@@ -107,12 +109,13 @@ def test_a_run_whose_reasons_were_all_said_early_does_not_repeat_them(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fine_tuning_says_each_reason_once(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]):
-    words = [f"model.path={tmp_path}/nowhere", f"data.train_files={tmp_path}/none.jsonl", "engine.strategy=fsdp3"]
+    (tmp_path / "empty").mkdir()
+    words = [f"model.path={tmp_path}/empty", f"data.train_files={tmp_path}/none.jsonl", "engine.strategy=fsdp3"]
     words += ["trainer.device=cpu", f"trainer.n_gpus_per_node={ranks}", "trainer.logger=[consol]"]
     assert sft_trainer.main([*words, f"trainer.default_local_dir={tmp_path}/run"]) == 2
     out, err = capsys.readouterr()
-    assert "error: 3 things keep this run from starting:" in out and "\n  4. unknown tracker" in err
-    for reason in ("nowhere is not a folder", "none.jsonl does not exist", "no engine named 'fsdp3'", "'consol'"):
+    assert "error: 3 things keep this run from starting:" in out and "\n  4. model.path=" in err
+    for reason in ("has no config.json", "none.jsonl does not exist", "no engine named 'fsdp3'", "'consol'"):
         assert (out + err).count(reason) == 1, reason
 
 
