@@ -9,7 +9,13 @@ from verl.config.model import FusedKernelConfig
 from verl.models.head.autograd import Budget
 from verl.models.head.block_sizes import BlockSizes
 from verl.models.head.blockwise import BlockwiseHead
-from verl.models.head.token_outputs import head_kernels, head_mode, token_logprobs, token_loss_one_pass
+from verl.models.head.token_outputs import (
+    head_kernels,
+    head_mode,
+    needed_positions,
+    token_logprobs,
+    token_loss_one_pass,
+)
 from verl.plugin.platform.cpu import PlatformCPU
 from verl.utils.errors import ConfigError
 
@@ -148,7 +154,7 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
 
     loss_columns = random_loss_columns(len(tokens))
     whole = result()
-    blocks = BlockSizes(rows=4, columns=columns, rows_per_group=10, stored_rows=6)
+    blocks = BlockSizes(rows=4, columns=columns)
     monkeypatch.setattr("verl.models.head.autograd.narrow_blocks", lambda *_, **__: blocks)
     monkeypatch.setattr("verl.models.head.autograd.one_pass_blocks", lambda *_: blocks)
     monkeypatch.setattr("verl.models.head.elementwise.TILE_BYTES", 24)
@@ -156,41 +162,30 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("most_rows", "times"), [(100, 7 + 2 * 4), (3, 3 + 2 * 8)])
-def test_one_pass_computes_the_logits_of_its_first_rows_once(most_rows, times, monkeypatch):
-    """Of 11 rows 7 fit into the memory of the weight's gradient, fewer in a short sweep; but not the first columns."""
-    hidden, weight, tokens, cu_seqlens, _ = random_head_inputs()
-    needed = torch.ones(len(tokens), dtype=torch.bool)
-    needed[torch.tensor([3, 11, 14])] = False
-    computed = []
-    logits = BlockwiseHead._logits
+@pytest.mark.parametrize(("rows_that_fit", "times"), [(2, 2), (100, 1)])
+def test_one_pass_computes_whole_rows_of_logits_once(rows_that_fit, times, monkeypatch):
+    """In low precision on a CPU, logits are computed twice where fewer rows fit than are worth storing."""
+    hidden, weight, tokens, cu_seqlens, needed = random_head_inputs(torch.bfloat16)
+    columns, computed, logits = random_loss_columns(len(tokens), torch.float32), [], BlockwiseHead._logits
 
     def counting(head, rows, columns):
         computed.append(len(rows.scaled_RD) * (columns.stop - columns.start))
         return logits(head, rows, columns)
 
-    def run():
-        loss, outputs, _ = token_loss_one_pass(
-            hidden, weight, tokens, cu_seqlens, needed, example_loss, random_loss_columns(len(tokens)), 0.7, True
-        )
-        return *outputs.values(), *gradients_of(loss, hidden, weight)
-
-    whole = run()
-    monkeypatch.setattr("verl.models.head.autograd.STORED_LOGIT_BYTES", 0)
-    monkeypatch.setattr("verl.models.head.autograd.CPU", Budget(most_rows * weight.shape[1] * 8, 9 * 8, most_rows))
-    monkeypatch.setattr("verl.models.head.autograd.MIN_BLOCK_SIDE", 1)
     monkeypatch.setattr(BlockwiseHead, "_logits", counting)
-    for got, want in zip(run(), whole, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    kept = min(7, most_rows)
-    columns = 9 // kept
-    assert sum(computed) == times * V + kept * columns
+    row_bytes = weight.shape[0] * weight.itemsize
+    monkeypatch.setattr("verl.models.head.autograd.MIN_BLOCK_SIDE", 1)
+    monkeypatch.setattr("verl.models.head.autograd.STORED_LOGIT_BYTES", rows_that_fit * row_bytes)
+    monkeypatch.setattr("verl.models.head.autograd.CPU_LOW_PRECISION", Budget(1 << 20, rows_that_fit * row_bytes, 1024))
+    token_loss_one_pass(hidden, weight, tokens, cu_seqlens, needed, example_loss, columns, 0.7, True)
+    assert sum(computed) == times * V * len(needed_positions(cu_seqlens, needed, tokens))
 
 
+@pytest.mark.parametrize("columns_at_once", [5, V], ids=["recomputed", "stored"])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, "column"])
-def test_rows_with_and_without_room_sweep_together(temperature, with_entropy, monkeypatch):
-    """BlockSizes of 4, 2 and 3 rows in the first sweep, of which 6 keep their logits, then the others; with a bias."""
+def test_one_pass_in_several_blocks_equals_the_definition(temperature, with_entropy, columns_at_once, monkeypatch):
+    """Three blocks of rows, with a bias."""
     hidden, weight, tokens, cu_seqlens, needed = random_head_inputs()
     needed[:] = True
     if temperature == "column":
@@ -207,8 +202,8 @@ def test_rows_with_and_without_room_sweep_together(temperature, with_entropy, mo
     keep = torch.ones(len(tokens), dtype=torch.bool)
     keep[cu_seqlens[:-1]] = False
     want = loss_of({"logprobs": logprobs, "entropy": entropy}, columns)[0][keep].sum()
-    blocks = BlockSizes(rows=4, columns=5, rows_per_group=9, stored_rows=6)
-    assert [len(sweep) for sweep in blocks.row_groups(int(keep.sum()))] == [3, 2]
+    blocks = BlockSizes(rows=4, columns=columns_at_once)
+    assert len(list(blocks.row_slices(int(keep.sum())))) > 2
     monkeypatch.setattr("verl.models.head.autograd.one_pass_blocks", lambda *_: blocks)
     loss = token_loss_one_pass(
         hidden, weight, *args[:3], loss_of, columns, temperature, with_entropy=with_entropy, bias=bias
@@ -219,16 +214,11 @@ def test_rows_with_and_without_room_sweep_together(temperature, with_entropy, mo
         torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 4, 9, 10, 12, 13, 27])
-def test_sweeps_take_every_row_once_and_none_is_short(num_rows):
-    blocks = BlockSizes(rows=4, columns=5, rows_per_group=8, stored_rows=5)
-    sweeps = list(blocks.row_groups(num_rows))
-    parts = [part for sweep in sweeps for part in sweep]
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(num_rows))
-    assert all(part.stop - part.start <= 4 for part in parts) and all(sweeps)
-    sizes = [sweep[-1].stop - sweep[0].start for sweep in sweeps]
-    assert max(sizes) <= 8 and (num_rows <= 8 or min(sizes) >= 2)
-    assert not any(part.start < 5 < part.stop for part in parts)
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 9, 13, 27])
+def test_blocks_take_every_row_once(num_rows):
+    parts = list(BlockSizes(rows=4, columns=5).row_slices(num_rows))
+    assert parts and [row for part in parts for row in range(part.start, part.stop)] == list(range(num_rows))
+    assert all(part.stop - part.start <= 4 for part in parts)
 
 
 def test_sums_that_overflow_are_taken_again_from_the_largest_logit(monkeypatch):

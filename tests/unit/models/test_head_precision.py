@@ -103,8 +103,8 @@ def test_gradients_of_peaked_distributions_are_as_good_as_eager(dtype, with_entr
         monkeypatch.setattr(f"verl.models.{module}.NEEDS_NO_SHIFT", 0.5)
     monkeypatch.setattr("verl.models.head.blockwise.MAX_SUM_EXP", 1e3)
     monkeypatch.setattr("verl.models.head.autograd.narrow_blocks", lambda *_, **__: BlockSizes(rows=6, columns=5))
-    for columns_at_once in (5, V):  # logits kept in the gradient's memory, and in their own
-        blocks = BlockSizes(rows=6, columns=columns_at_once, stored_rows=6 if columns_at_once < V else 0)
+    for columns_at_once in (5, V):  # logits recomputed, and kept
+        blocks = BlockSizes(rows=6, columns=columns_at_once)
         monkeypatch.setattr("verl.models.head.autograd.one_pass_blocks", lambda *_, blocks=blocks: blocks)
         for one_pass in (True, False):
             for got, eager, exactly in zip(gradients(one_pass, hidden, weight), plain, want, strict=True):

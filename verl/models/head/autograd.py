@@ -32,7 +32,7 @@ CPU = Budget(7 << 19, 1 << 21, 1024)  # 16 MB in all with gradients and matmul b
 CPU_LOW_PRECISION = Budget(7 << 19, 1 << 22, 1024)  # 40 MB: matmuls are fast, so starting one costs, and make copies
 ACCELERATOR = Budget(32 << 20, 128 << 20, 8192)  # 256 MB in all; a device needs larger matmuls to be busy
 MIN_BLOCK_SIDE = 64  # rows and columns of a block
-STORED_LOGIT_BYTES = 8 << 20  # for whole rows of logits
+STORED_LOGIT_BYTES = 8 << 20  # for whole rows of logits, where more than the least number fit
 MIN_STORED_ROWS = 256  # fewer would stream the weight and its gradient through memory too often
 
 
@@ -41,25 +41,21 @@ def narrow_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, memo
 
     `memory_factor` 2 gives logits twice the memory, for a pass without gradients.
     """
-    rows = even_part_size(num_rows, chunk_size or _max_rows(weight_VD)[0])
+    rows = even_part_size(num_rows, chunk_size or _max_rows(weight_VD))
     return BlockSizes(rows, _block_columns(weight_VD, rows, memory_factor))
 
 
-def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None, weight_gradient: bool) -> BlockSizes:
-    """Blocks with as many rows as possible whose logits are stored until their gradient is known.
+def one_pass_blocks(weight_VD: Tensor, num_rows: int, chunk_size: int | None) -> BlockSizes:
+    """Blocks of whole rows, whose logits are stored until their gradient is known.
 
-    Whole rows of logits if `chunk_size` asks for that or enough of them fit. Otherwise blocks of few columns, where as
-    many rows as the hidden size store their logits in the memory of the weight's gradient.
+    Low-precision matmuls on a CPU copy their factors: there few rows at a time cost more than recomputing logits.
     """
-    vocab_size, hidden_size = weight_VD.shape
-    fit = STORED_LOGIT_BYTES // (vocab_size * weight_VD.dtype.itemsize)
-    if chunk_size is not None or fit >= min(MIN_STORED_ROWS, num_rows):
-        return BlockSizes(even_part_size(num_rows, chunk_size or min(fit, _budget(weight_VD).max_rows)), vocab_size)
-    if not (weight_gradient and weight_VD.is_contiguous()):
+    vocab_size, budget = weight_VD.shape[0], _budget(weight_VD)
+    fit = max(STORED_LOGIT_BYTES, budget.logit_bytes) // (vocab_size * weight_VD.dtype.itemsize)
+    if chunk_size is None and _is_low_precision_on_cpu(weight_VD) and fit < min(MIN_STORED_ROWS, num_rows):
         return narrow_blocks(weight_VD, num_rows, None)
-    max_rows, group_rows = _max_rows(weight_VD)
-    rows = max(1, min(num_rows, max_rows))
-    return BlockSizes(rows, _block_columns(weight_VD, rows), group_rows, stored_rows=hidden_size)
+    most = chunk_size or min(max(fit, MIN_STORED_ROWS), budget.max_rows)
+    return BlockSizes(even_part_size(num_rows, most), vocab_size)
 
 
 def _budget(weight_VD: Tensor) -> Budget:
@@ -73,17 +69,13 @@ def _is_low_precision_on_cpu(weight_VD: Tensor) -> bool:
     return weight_VD.device.type == "cpu" and weight_VD.dtype.itemsize < 4
 
 
-def _max_rows(weight_VD: Tensor) -> tuple[int, int]:
-    """(rows of a block, rows of a pass) whose hidden states and their gradients fit."""
+def _max_rows(weight_VD: Tensor) -> int:
+    """Rows of a block whose hidden states and their gradients fit."""
     budget = _budget(weight_VD)
-    row_bytes = weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize
-    group_rows = budget.hidden_bytes // row_bytes
-    block_rows = group_rows // 2 if _is_low_precision_on_cpu(weight_VD) else group_rows
-    return _rounded_rows(block_rows, budget.max_rows), _rounded_rows(group_rows, budget.max_rows)
-
-
-def _rounded_rows(rows: int, max_rows: int) -> int:
-    return min(max_rows, max(MIN_BLOCK_SIDE, rows // MIN_BLOCK_SIDE * MIN_BLOCK_SIDE))
+    fit = budget.hidden_bytes // (weight_VD.shape[1] * statistics_dtype(weight_VD).itemsize)
+    if _is_low_precision_on_cpu(weight_VD):
+        fit //= 2
+    return min(budget.max_rows, max(MIN_BLOCK_SIDE, fit // MIN_BLOCK_SIDE * MIN_BLOCK_SIDE))
 
 
 def _block_columns(weight_VD: Tensor, rows: int, memory_factor: int = 1) -> int:
@@ -128,9 +120,8 @@ class ChunkedHead(torch.autograd.Function):
         logprobs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for parts in head.blocks.row_groups(len(targets)):
-                group = head.row_group(source, targets, temperature, parts)
-                part, stats = group.part, head.statistics(group, with_entropy)
+            for part in head.blocks.row_slices(len(targets)):
+                stats = head.statistics(head.row_block(source, targets, temperature, part), with_entropy)
                 logsumexp[part], logprobs[part] = stats.logsumexp, stats.logprobs
                 if entropy is not None:
                     entropy[part] = stats.entropy
@@ -149,11 +140,10 @@ class ChunkedHead(torch.autograd.Function):
         head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(ctx.kernel_name))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for parts in head.blocks.row_groups(len(targets)):
-                group = head.row_group(source, targets, temperature, parts)
-                part = group.part
+            for part in head.blocks.row_slices(len(targets)):
+                rows = head.row_block(source, targets, temperature, part)
                 stats = SoftmaxStatistics(logsumexp[part], logprobs[part], _part(entropy, part))
-                head.add_gradients(group, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
+                head.add_gradients(rows, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
         return (*out.finish(None if bias is None else bias.dtype), *(None,) * 6)
 
 
@@ -174,19 +164,18 @@ class OnePassHead(torch.autograd.Function):
         block_loss: BlockLoss,
         kernel_name: str = "torch",
     ) -> Tensor:
-        blocks = one_pass_blocks(weight_VD, len(targets), chunk_size, ctx.needs_input_grad[1])
+        blocks = one_pass_blocks(weight_VD, len(targets), chunk_size)
         head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(kernel_name))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for parts in head.blocks.row_groups(len(targets)):
-                spare = out.weight if blocks.stored_rows and out.empty else None
-                group = head.row_group(source, targets, temperature, parts, spare)
-                stats = head.statistics(group, with_entropy)
-                loss, grad_logprobs, grad_entropy = block_loss(group.part, stats)
+            for part in head.blocks.row_slices(len(targets)):
+                rows = head.row_block(source, targets, temperature, part)
+                stats = head.statistics(rows, with_entropy)
+                loss, grad_logprobs, grad_entropy = block_loss(part, stats)
                 loss_sum += loss
                 if out.wanted and not (grad_logprobs is None and grad_entropy is None):
-                    head.add_gradients(group, stats, grad_logprobs, grad_entropy, out)
+                    head.add_gradients(rows, stats, grad_logprobs, grad_entropy, out)
         ctx.gradients = out.finish(None if bias is None else bias.dtype)
         return loss_sum
 
