@@ -1,9 +1,9 @@
 """Out-of-memory recovery: the mini-batch restarts in smaller micro-batches, with the same gradient."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -16,7 +16,6 @@ from verl.workers.engine.micro_batch_forward import MicroBatch
 from verl.workers.engine.rank_mesh import RankMesh
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # Messages of allocators that raise a plain RuntimeError: the CPU's, cuBLAS's for its workspace, vendors' own.
 OOM_MESSAGES = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
@@ -49,6 +48,31 @@ class OOMEvent:
         return self.tokens // 2 if self.sequences > 1 else 0
 
 
+@dataclass
+class Attempt:
+    """One pass over the micro-batches of a batch, split as in `micro`. After the first that runs out of memory the
+    others are dummies, for the other ranks' collectives, or left out if there are none."""
+
+    micro: MicroBatching
+    alone: bool
+    oom: OOMEvent | None = None
+
+    def unless_out_of_memory(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches, dummies in place of those that come after an error."""
+        for micro_batch in micro_batches:
+            if self.oom is not None and self.alone:
+                return
+            yield micro_batch if self.oom is None else micro_batch.dummy()
+
+    @contextmanager
+    def recording(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """A context that records an out-of-memory error in place of raising it."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.oom = OOMEvent.of(error, micro_batch)
+
+
 class TokenLimit:
     """The limit of tokens per micro-batch, lowered after each one that did not fit; None before the first.
 
@@ -60,25 +84,19 @@ class TokenLimit:
         self.tokens: int | None = None
         self.restarts = 0
 
-    def run_within_limit(
-        self,
-        batch: Batch,
-        micro: MicroBatching,
-        attempt: Callable[[MicroBatching], tuple[T, OOMEvent | None]],
-        undo: Callable[[], None],
-    ) -> T:
-        """The result of the first `attempt` that fits on every rank; `undo` reverts one that did not fit."""
+    def attempts(self, batch: Batch, micro: MicroBatching, undo: Callable[[], None]) -> Iterator["Attempt"]:
+        """Attempts until one fits on every rank; `undo` reverts one that did not fit."""
         while True:
-            result, oom = attempt(self.apply_limit(batch, micro))
+            attempt = Attempt(self.apply_limit(batch, micro), alone=self.rank_mesh.world_size == 1)
+            yield attempt
+            oom = attempt.oom
             allowed = self.rank_mesh.min_over_ranks(NO_LIMIT if oom is None else oom.allowed, self.device)
             if allowed == NO_LIMIT:
-                return result
-            del result
+                return
             undo()
             get_platform().empty_cache()
-            self._lower_limit(
-                allowed, oom, micro.limit_key if allowed >= max(batch.lengths.tolist(), default=0) else ""
-            )
+            setting = micro.limit_key if allowed >= max(batch.lengths.tolist(), default=0) else ""
+            self._lower_limit(allowed, oom, setting)
 
     def apply_limit(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
         """`micro`, or a new plan for this shard if micro-batches of `micro` could exceed the limit.

@@ -35,7 +35,7 @@ from verl.workers.engine.micro_batch_forward import MicroBatch, head_input, micr
 from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.offload import move_optimizer_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
-from verl.workers.engine.out_of_memory import OOMEvent, TokenLimit
+from verl.workers.engine.out_of_memory import TokenLimit
 from verl.workers.engine.precision import MasterWeights, Precision, cast_parameters, other_dtype
 from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.update_totals import TokenMetricSums
@@ -147,26 +147,14 @@ class TorchEngine(BaseEngine):
     ) -> dict[str, Tensor]:
         """Each of `outputs` as (T,) on the batch's device, zero where loss_mask is False; float32 (or float64)."""
         self._set_training(False)
-        attempt = partial(self._try_forward, batch, tuple(outputs), temperature)
-        return self.forward_limit.run_within_limit(batch, micro or MicroBatching(), attempt, self.weights.reshard)
-
-    def _try_forward(
-        self, batch: Batch, outputs: tuple[str, ...], temperature: float, micro: MicroBatching
-    ) -> tuple[dict[str, Tensor], OOMEvent | None]:
-        out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
-        oom = None
-        for micro_batch in self._micro_batches(batch, (), micro):
-            if oom is not None:
-                if self.world_size == 1:
-                    break
-                micro_batch = micro_batch.dummy()
-            try:
-                columns = self.weights.run(partial(self._outputs, micro_batch, outputs, temperature))
-                write_outputs(out, columns, micro_batch)
-            except RuntimeError as error:
-                oom = OOMEvent.of(error, micro_batch)
-        self.weights.reshard()
-        return {name: column.to(batch.device) for name, column in out.items()}, oom
+        for attempt in self.forward_limit.attempts(batch, micro or MicroBatching(), self.weights.reshard):
+            out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
+            for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, (), attempt.micro)):
+                with attempt.recording(micro_batch):
+                    columns = self.weights.run(partial(self._outputs, micro_batch, tuple(outputs), temperature))
+                    write_outputs(out, columns, micro_batch)
+            self.weights.reshard()
+        return {name: column.to(batch.device) for name, column in out.items()}
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
@@ -178,36 +166,33 @@ class TorchEngine(BaseEngine):
         if not self.trains:
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
         self._set_training(True)
-        attempt = partial(self._try_forward_backward, batch, loss, temperature)
+        names = (*loss.columns, *(name for name in loss.optional_columns if name in batch), "loss_weights")
         undo = partial(self._undo_attempt, had_gradient=self.weights.has_gradient)
-        result = self.train_limit.run_within_limit(batch, micro or MicroBatching(), attempt, undo)
-        self.train_limit.add_metrics(result.metrics)
-        return result
-
-    def _try_forward_backward(
-        self, batch: Batch, loss: TokenLoss, temperature: float, micro: MicroBatching
-    ) -> tuple[TrainResult, OOMEvent | None]:
-        out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
-        metric_sums, oom = TokenMetricSums(), None
-        optional = tuple(name for name in loss.optional_columns if name in batch)
-        for micro_batch in self._micro_batches(batch, (*loss.columns, *optional, "loss_weights"), micro):
-            if oom is not None:
-                if self.world_size == 1:
-                    break
-                micro_batch = micro_batch.dummy()
-            self.weights.set_gradient_sync(micro_batch.is_last)
-            try:
-                with self.training_forward():
-                    loss_sum, columns, token_metrics = self.weights.run(
-                        partial(self._loss, micro_batch, loss, temperature)
-                    )
-                self.weights.backward(loss_sum)
-                metric_sums.add(loss_sum, token_metrics, micro_batch)
-                write_outputs(out, columns, micro_batch)
-            except RuntimeError as error:
-                oom = OOMEvent.of(error, micro_batch)
+        for attempt in self.train_limit.attempts(batch, micro or MicroBatching(), undo):
+            out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
+            metric_sums = TokenMetricSums()
+            for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, names, attempt.micro)):
+                self.weights.set_gradient_sync(micro_batch.is_last)
+                with attempt.recording(micro_batch):
+                    self._add_gradient(micro_batch, loss, temperature, metric_sums, out)
         metrics = metric_sums.metrics(int(batch["loss_mask"].sum()), updates=1 if self.rank_mesh.data_rank == 0 else 0)
-        return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()}), oom
+        self.train_limit.add_metrics(metrics)
+        return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
+
+    def _add_gradient(
+        self,
+        micro_batch: MicroBatch,
+        loss: TokenLoss,
+        temperature: float,
+        metric_sums: TokenMetricSums,
+        out: dict[str, Tensor],
+    ) -> None:
+        """Forward and backward of a micro-batch: a function, so that after an error nothing holds its activations."""
+        with self.training_forward():
+            loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, micro_batch, loss, temperature))
+        self.weights.backward(loss_sum)
+        metric_sums.add(loss_sum, token_metrics, micro_batch)
+        write_outputs(out, columns, micro_batch)
 
     def _undo_attempt(self, had_gradient: bool) -> None:
         if had_gradient:

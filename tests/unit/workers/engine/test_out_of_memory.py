@@ -137,7 +137,8 @@ def test_the_advice_names_the_key_that_decides_and_what_it_counts_on_one_rank(si
     limit = TokenLimit(RankMesh(sequence_size=sharers), torch.device("cpu"), "training")
     found = iter([OOMEvent(50, 6, "no memory"), None])
     with caplog.at_level(logging.WARNING):
-        limit.run_within_limit(random_batch(), micro, lambda _: (None, next(found)), lambda: None)
+        for attempt in limit.attempts(random_batch(), micro, lambda: None):
+            attempt.oom = next(found)
     assert advice in caplog.text
 
 
