@@ -8,6 +8,7 @@ completion, at most 512 new tokens; only real tokens are counted, for both.
 """
 
 import argparse
+import asyncio
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.engine_stats import metrics_between
 from verl.workers.rollout.native_engine import NativeEngine
 
 PAD, EOS, PROMPT = 95, 96, 32
@@ -86,10 +88,10 @@ def measure(model: PreTrainedModel, case: Case, dtype: str, repeats: int) -> dic
         seconds, tokens = time_generate(model, ids, case)
         peer.append(tokens / seconds)
         if turn == 1:
-            engine.stats()
+            before = asyncio.run(engine.stats())
         seconds, tokens = time_native(engine, ids, case, seed=turn)
         ours.append(tokens / seconds)
-    stats = engine.stats()
+    stats = metrics_between(before, asyncio.run(engine.stats()))
     total = stats["model_s"] + stats["sampling_s"] + stats["scheduling_s"]
     return {
         "case": case.name,

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Co
 
 from verl.config.rollout import RolloutConfig
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.engine_stats import metrics_between
 from verl.workers.rollout.native_engine import NativeEngine
 
 PAUSE_S = 0.5  # a peer's threads spin for a while after their work
@@ -167,7 +168,7 @@ def measure(python: str, case: Case, repeats: int, only: str) -> Iterator[dict[s
 
 def rounds(native: Native, peers: list[VLLM], repeats: int) -> dict[str, Any]:
     native.turn(0)
-    native.engine.stats()
+    before = asyncio.run(native.engine.stats())
     ours: list[float] = []
     theirs: dict[str, list[float]] = {peer.configuration.name: [] for peer in peers}
     for turn in range(1, repeats + 1):
@@ -179,7 +180,7 @@ def rounds(native: Native, peers: list[VLLM], repeats: int) -> dict[str, Any]:
         latest = ", ".join(f"{values[-1]:,.0f}" for values in theirs.values())
         print(f"  round {turn}: native {ours[-1]:,.0f}, vLLM {latest}", flush=True)
     best = max(theirs, key=lambda name: statistics.median(theirs[name]))
-    stats = native.engine.stats()
+    stats = metrics_between(before, asyncio.run(native.engine.stats()))
     total = stats["model_s"] + stats["sampling_s"] + stats["scheduling_s"]
     return {
         "native_tokens_per_s": statistics.median(ours),

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.conftest import skip_without_vllm
+from tests.engine_work import work_of
 from tests.standins import FakeOpenAIServer, FakeServer, FakeSGLangServer, FakeTGIServer
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.utils.errors import ConfigError, DataError, WorkerError
@@ -69,7 +70,6 @@ def vllm(config: RolloutConfig, model: PreTrainedModel) -> RolloutEngine:
             VLLM_ENGINES[key] = VLLMEngine(config, folder, letters_tokenizer(), eos_token_ids=(EOS,))
     engine = VLLM_ENGINES[key]
     asyncio.run(engine.update_weights(model, 0))
-    engine.stats()
     return engine
 
 
@@ -391,8 +391,12 @@ def test_a_request_id_in_flight_is_refused(engine: RolloutEngine):
         complete(engine, ask(0), ask(0))
 
 
-def test_stats_count_generated_tokens_since_the_last_call(engine: RolloutEngine):
-    groups = complete(engine, *(ask(i, n=3) for i in range(4)))
-    tokens = sum(len(c.token_ids) for group in groups for c in group)
-    assert engine.stats()["generated_tokens"] == tokens
-    assert engine.stats()["generated_tokens"] == 0
+def test_stats_count_generated_tokens(engine: RolloutEngine):
+    readings = [asyncio.run(engine.stats())]
+    for first in (0, 4):
+        groups = complete(engine, *(ask(first + i, n=3) for i in range(4)))
+        tokens = sum(len(c.token_ids) for group in groups for c in group)
+        assert work_of(engine, readings[-1])["generated_tokens"] == tokens
+        readings.append(asyncio.run(engine.stats()))
+    assert work_of(engine, readings[-1])["generated_tokens"] == 0
+    assert work_of(engine, readings[0])["generated_tokens"] > tokens  # a reader takes nothing from another

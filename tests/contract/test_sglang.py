@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import skip_or_fail
 from tests.contract.test_rollout import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
+from tests.engine_work import work_of
 from tests.standins import SGLANG_PATHS, FakeSGLangServer
 from verl.config import load_config
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
@@ -26,6 +27,7 @@ from verl.utils.errors import ConfigError, WorkerError
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
+from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.router import Router
 from verl.workers.rollout.sglang_engine import SGLangEngine, command_line, sglang_arguments
 from verl.workers.rollout.tgi_engine import CANNOT_TRAIN, TGIEngine
@@ -199,13 +201,17 @@ class Counted:
     bucket_bytes, dtype = 0, None
 
     def __init__(self, **stats: float):
-        self.stats = lambda: stats
+        totals = {name: value for name, value in stats.items() if name != "cache_use"}
+        self.read = EngineStats(totals, ratios={"cache_use": (stats["cache_use"], 1)} if "cache_use" in stats else {})
+
+    async def stats(self) -> list[EngineStats]:
+        return [self.read]
 
 
 def test_a_replica_that_had_nothing_to_do_has_no_part_in_the_means():
     busy, idle = Counted(generated_tokens=5, cache_use=0.5, preemptions=2), Counted(generated_tokens=0)
     expected = {"generated_tokens": 5, "cache_use": 0.5, "preemptions": 2}
-    assert Router([busy, idle]).stats() == Router([idle, busy]).stats() == expected
+    assert work_of(Router([busy, idle])) == work_of(Router([idle, busy])) == expected
 
 
 def test_tgi_refuses_to_be_trained(tmp_path: Path):

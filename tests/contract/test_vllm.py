@@ -16,6 +16,7 @@ from tests.conftest import skip_without_vllm
 from tests.contract.test_rollout import CONFIG, EOS, PROMPT, own_logprobs, small_model
 from tests.contract.test_transports import Rank
 from tests.e2e import jobs
+from tests.engine_work import work_of
 from verl.checkpoint_engine.endpoint import TransportSettings
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
@@ -147,10 +148,10 @@ def test_publishes_are_used_and_faults_of_the_real_engine_are_caught(
 def test_statistics_are_reported_when_they_are_wanted(folder: Path, opened: list[VLLMEngine]):
     opened.append(engine := VLLMEngine(SMALL, folder))
     answer(engine, n=4)
-    stats = engine.stats()
+    stats = work_of(engine)
     assert stats["generated_tokens"] == 64 and stats["running"] > 1 and 0 < stats["cache_use"] < 1
     assert stats.keys() >= {"waiting", "preemptions", "prefix_cache_hit_rate"}
-    assert engine.stats()["generated_tokens"] == 0
+    assert work_of(engine, asyncio.run(engine.stats()))["generated_tokens"] == 0
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
     assert asyncio.run(server.compute_logprobs([PROMPT]))[0][1:] == pytest.approx(
         own_logprobs(model, PROMPT[1:], PROMPT[:1]).tolist(), abs=1e-5
     )
-    assert server.stats()["generated_tokens"] == 32
+    assert work_of(server)["generated_tokens"] == 32
 
     async def aborted() -> Any:
         task = asyncio.create_task(

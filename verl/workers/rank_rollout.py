@@ -7,6 +7,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.models.load import build_config, load_causal_lm, load_tokenizer
 from verl.workers.engine.base import BaseEngine
 from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.native_engine import NativeEngine, rollout_dtype
 
 
@@ -21,6 +22,7 @@ class RankRollout:
         self.version = -1
         self.model_copy: nn.Module | None = None
         self.native: NativeEngine | None = None
+        self.ended = EngineStats()  # counts of the engines that `sleep` dropped
 
     async def publish(self, version: int) -> tuple[int, int]:
         """Copy the engine's current weights into the rollout; (policy version in use, bytes gathered)."""
@@ -48,6 +50,7 @@ class RankRollout:
         """Free the copy of the weights and the KV cache."""
         if self.native is not None:
             await self.native.sleep()
+            self.ended = await self.stats()
             self.native = self.model_copy = None
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -58,11 +61,12 @@ class RankRollout:
         if self.native is not None:
             await self.native.abort(request_id)
 
-    async def sampled_tokens(self) -> int:
-        return 0 if self.native is None else await self.native.sampled_tokens()
-
-    def stats(self) -> dict[str, float]:
-        return {} if self.native is None else self.native.stats()
+    async def stats(self) -> EngineStats:
+        """Counts of all engines that this rank had."""
+        if self.native is None:
+            return self.ended
+        [stats] = await self.native.stats()
+        return stats.continuing(self.ended)
 
     def _empty_model(self) -> nn.Module:
         """The policy's model with uninitialised parameters on the engine's device."""

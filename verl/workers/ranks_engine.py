@@ -8,6 +8,7 @@ from typing import Any
 from verl.runtime.group import WorkerGroup
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.engine_stats import EngineStats
 
 ROLE = "rollout"  # the attribute of `RankWorkers` that is called
 
@@ -83,16 +84,8 @@ class MultiRankRolloutEngine(RolloutEngine):
         """The results of all ranks; the event loop goes on meanwhile."""
         return await asyncio.to_thread(self.group.broadcast, f"{ROLE}.{method}", *args)
 
-    async def sampled_tokens(self) -> int:
-        return sum(await self._on_all_ranks("sampled_tokens"))
-
-    def stats(self) -> dict[str, float]:
-        """Counts and seconds summed over the ranks; shares (occupancy, cache use) averaged."""
-        by_rank = self.group.broadcast(f"{ROLE}.stats")
-        shares = {"occupancy", "cache_use"}
-        return {
-            name: sum(rank[name] for rank in by_rank) / (len(by_rank) if name in shares else 1) for name in by_rank[0]
-        }
+    async def stats(self) -> list[EngineStats]:
+        return await self._on_all_ranks("stats")
 
     @property
     def version(self) -> int:

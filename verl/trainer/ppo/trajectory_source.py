@@ -15,6 +15,7 @@ from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
+from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
 TOKENS_EVERY_S = 1.0  # how often the engine is asked how many tokens it has sampled
 
@@ -33,7 +34,7 @@ class RolloutBatch:
     num_reward_errors: int = 0
     num_abstained: int = 0
     scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
-    engine_stats: dict[str, float] = field(default_factory=dict)  # statistics of the rollout engine meanwhile
+    engine_stats: dict[str, float] = field(default_factory=dict)  # metrics of the rollout engine meanwhile
 
 
 @dataclass
@@ -75,6 +76,7 @@ class RolloutCollector:
         out = RolloutBatch(rows=list(rows))
         self.on_answers(counts)
         await self.engine.wake()
+        stats_before = await self.engine.stats()
 
         async def answer_prompt(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
             trajectories = await self.agent_runner.answer(row, request_id, sampling, self.engine)
@@ -96,7 +98,7 @@ class RolloutCollector:
                 for t, s, text in zip(trajectories, scores, texts, strict=True)
             ]
 
-        watcher = asyncio.create_task(self._watch_tokens(counts))
+        watcher = asyncio.create_task(self._watch_tokens(counts, stats_before))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(answer_prompt(row, i)) for row, i in zip(rows, request_ids, strict=True)]
@@ -106,7 +108,7 @@ class RolloutCollector:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
-        out.engine_stats = self.engine.stats()
+        out.engine_stats = metrics_between(stats_before, await self.engine.stats())
         if self.free_cache:
             await self.engine.sleep()
         for trajectory, score in (pair for task in tasks for pair in task.result()):
@@ -117,11 +119,11 @@ class RolloutCollector:
         out.reward_s = time.perf_counter() - start - out.generate_s
         return out
 
-    async def _watch_tokens(self, counts: CollectCounts) -> None:
+    async def _watch_tokens(self, counts: CollectCounts, before: Sequence[EngineStats]) -> None:
         """Keep `counts.tokens` up to date, so that long answers are seen to grow."""
         while True:
             await asyncio.sleep(TOKENS_EVERY_S)
-            counts.tokens = await self.engine.sampled_tokens()
+            counts.tokens = int(metrics_between(before, await self.engine.stats()).get("generated_tokens", 0))
             self.on_answers(counts)
 
 

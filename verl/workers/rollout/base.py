@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from verl.checkpoint_engine.buckets import buckets
 from verl.checkpoint_engine.endpoint import Manifest, TransportEndpoint
 from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.workers.rollout.engine_stats import EngineStats
 
 _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
@@ -211,13 +212,9 @@ class RolloutEngine(ABC):
         """Bytes of weight copies besides the trainer's own tensors; each publish verifies them."""
         return 0
 
-    def stats(self) -> dict[str, float]:
-        """Counters since the last call (tokens, batch occupancy, cache use, time in model and sampling)."""
-        return {}
-
-    async def sampled_tokens(self) -> int:
-        """Tokens sampled since the last `stats()`, also of unfinished answers; 0 from an engine that does not say."""
-        return 0
+    async def stats(self) -> list[EngineStats]:
+        """Counts of each replica or rank since it started, always in the same order; `metrics_between` subtracts."""
+        return []
 
 
 class CopyingEngine(RolloutEngine):

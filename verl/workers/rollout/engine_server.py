@@ -92,8 +92,8 @@ class RolloutServer:
             case "compute_logprobs":
                 return await self.engine.compute_logprobs(arguments["sequences"])
             case "stats":
-                return self.engine.stats()
-            case "begin_update" | "sleep" | "wake" | "sampled_tokens":
+                return await self.engine.stats()
+            case "begin_update" | "sleep" | "wake":
                 return await getattr(self.engine, method)()
         raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")
 

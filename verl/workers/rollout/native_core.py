@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class CacheLimits:
 
 @dataclass
 class Counters:
-    """Sums since the last `take`."""
+    """Sums since the start; they only grow."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -49,11 +49,6 @@ class Counters:
     model_s: float = 0.0
     sampling_s: float = 0.0
     scheduling_s: float = 0.0
-
-    def take(self) -> dict[str, float]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        self.__init__()
-        return values
 
 
 class NativeCore:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from verl.workers.rollout.base import (
     StaleWeightsError,
     rollout_dtype,
 )
+from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.native_core import CacheLimits, NativeCore
 
 CPU_CACHE_BYTES = 1 << 30
@@ -170,16 +172,14 @@ class NativeEngine(RolloutEngine):
     async def abort(self, request_id: int | None = None) -> None:
         self._resolve_futures(self.core.abort(request_id))
 
-    async def sampled_tokens(self) -> int:
-        return self.core.counters.generated_tokens
-
-    def stats(self) -> dict[str, float]:
-        counters = self.core.counters.take()
-        slots = max(counters["decode_steps"], 1) * self.limits.rows
-        counters["occupancy"] = counters.pop("row_steps") / slots
-        counters["cache_use"] = counters.pop("cache_columns") / (slots * self.limits.columns)
-        counters["copied_weight_bytes"] = self.copied_bytes
-        return counters
+    async def stats(self) -> list[EngineStats]:
+        totals: dict[str, float] = asdict(self.core.counters)
+        slots = totals["decode_steps"] * self.limits.rows
+        ratios = {
+            "occupancy": (totals.pop("row_steps"), slots),
+            "cache_use": (totals.pop("cache_columns"), slots * self.limits.columns),
+        }
+        return [EngineStats(totals, ratios=ratios, gauges={"copied_weight_bytes": self.copied_bytes})]
 
 
 def take_exception(task: asyncio.Task[None]) -> None:

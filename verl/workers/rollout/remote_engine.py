@@ -29,6 +29,7 @@ from verl.workers.rollout.base import (
     rollout_dtype,
 )
 from verl.workers.rollout.engine_server import HEADER_BYTES, encode_frame
+from verl.workers.rollout.engine_stats import EngineStats
 
 _EXIT_TIMEOUT_S = 10.0
 
@@ -185,11 +186,8 @@ class RemoteEngine(CopyingEngine):
             await self._call_async("wake")
         self._asleep = False
 
-    async def sampled_tokens(self) -> int:
-        return await self._call_async("sampled_tokens")
-
-    def stats(self) -> dict[str, float]:
-        return self._call("stats").result(self.config.server.timeout)
+    async def stats(self) -> list[EngineStats]:
+        return await asyncio.wait_for(self._call_async("stats"), self.config.server.timeout)
 
     def close(self) -> None:
         """End the process."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from torch import Tensor
 
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
+from verl.workers.rollout.engine_stats import EngineStats
 
 _MAX_CONVERSATIONS = 100_000  # conversations whose replica is remembered
 
@@ -96,12 +97,6 @@ class Router(CopyingEngine):
         for engine in self.engines:
             engine.close()
 
-    async def sampled_tokens(self) -> int:
-        return sum(await asyncio.gather(*(engine.sampled_tokens() for engine in self.engines)))
-
-    def stats(self) -> dict[str, float]:
-        """Means over the replicas that report a value; counts are summed."""
-        all_stats = [engine.stats() for engine in self.engines]
-        values = {name: [stats[name] for stats in all_stats if name in stats] for stats in all_stats for name in stats}
-        summed = {"generated_tokens", "preemptions"}
-        return {name: sum(v) / (1 if name in summed else len(v)) for name, v in values.items()}
+    async def stats(self) -> list[EngineStats]:
+        by_engine = await asyncio.gather(*(engine.stats() for engine in self.engines))
+        return [replica for engine in by_engine for replica in engine]

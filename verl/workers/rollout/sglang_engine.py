@@ -35,6 +35,7 @@ from verl.workers.rollout.base import (
     response_schema,
     rollout_dtype,
 )
+from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.http_client import HTTPClient
 
 RESERVED_ARGUMENTS = ("model_path", "host", "port")
@@ -260,6 +261,5 @@ class SGLangEngine(CopyingEngine):
         if self.process is not None:
             self.process.terminate()
 
-    def stats(self) -> dict[str, float]:
-        generated, self._generated = self._generated, 0
-        return {"generated_tokens": generated}
+    async def stats(self) -> list[EngineStats]:
+        return [EngineStats({"generated_tokens": self._generated})]

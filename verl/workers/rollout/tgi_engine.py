@@ -20,6 +20,7 @@ from verl.workers.rollout.base import (
     check_request,
     response_schema,
 )
+from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.http_client import HTTPClient
 
 CANNOT_TRAIN = (
@@ -169,6 +170,5 @@ class TGIEngine(RolloutEngine):
                 if not tasks:  # not sent yet
                     self._in_flight[number] = _ABORTED_TASKS
 
-    def stats(self) -> dict[str, float]:
-        generated, self._generated = self._generated, 0
-        return {"generated_tokens": generated}
+    async def stats(self) -> list[EngineStats]:
+        return [EngineStats({"generated_tokens": self._generated})]

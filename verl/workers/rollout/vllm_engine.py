@@ -29,6 +29,7 @@ from verl.workers.rollout.base import (
     max_stop_tokens,
     same_on_all_ranks,
 )
+from verl.workers.rollout.engine_stats import EngineStats
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
 RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls")  # not replaced by engine_kwargs
@@ -320,16 +321,13 @@ class VLLMEngine(CopyingEngine):
         self.llm = None
         cleanup_dist_env_and_memory()
 
-    async def sampled_tokens(self) -> int:
-        return self.statistics.generated_tokens
-
-    def stats(self) -> dict[str, float]:
-        return self.statistics.take()
+    async def stats(self) -> list[EngineStats]:
+        return [self.statistics.totals()]
 
 
 @dataclass
 class SchedulerStatistics:
-    """Sums of what vLLM's scheduler reports, since the last `take`."""
+    """Sums of what vLLM's scheduler reports; they only grow."""
 
     generated_tokens: int = 0
     engine_steps: int = 0
@@ -351,17 +349,17 @@ class SchedulerStatistics:
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
 
-    def take(self) -> dict[str, float]:
-        values: dict[str, float] = {f.name: getattr(self, f.name) for f in fields(self)}
-        steps = values["engine_steps"]
-        for name in ("running", "waiting", "cache_use"):
-            values[name] = values[name] / steps if steps else 0.0
-        queries, hits = values.pop("prefix_queries"), values.pop("prefix_hits")
-        values["prefix_cache_hit_rate"] = hits / queries if queries else 0.0
-        if not steps:  # disable_log_stats=True
-            values = {"generated_tokens": values["generated_tokens"]}
-        self.__init__()
-        return values
+    def totals(self) -> EngineStats:
+        """All of them; the tokens alone where vLLM reports nothing (`disable_log_stats=True`)."""
+        totals: dict[str, float] = {"generated_tokens": self.generated_tokens}
+        if not self.engine_steps:
+            return EngineStats(totals)
+        per_step = {name: (getattr(self, name), self.engine_steps) for name in ("running", "waiting", "cache_use")}
+        return EngineStats(
+            totals | {"preemptions": self.preemptions},
+            {"engine_steps": self.engine_steps},
+            per_step | {"prefix_cache_hit_rate": (self.prefix_hits, self.prefix_queries)},
+        )
 
 
 def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> Any:

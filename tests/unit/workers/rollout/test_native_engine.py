@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tests.engine_work import work_of
 from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError, WorkerError
@@ -39,23 +40,23 @@ def complete(engine: NativeEngine, *requests: GenerationRequest) -> list[list[Co
 def test_requests_awaited_together_share_one_prefill_and_every_step(model: PreTrainedModel):
     engine = NativeEngine(CONFIG, model)
     complete(engine, *(ask(i, prompt=(5, 6, i)) for i in range(8)))
-    stats = engine.stats()
+    stats = work_of(engine)
     assert stats["decode_steps"] == 7 and stats["occupancy"] == 1.0 and stats["prompts_computed"] == 8
 
 
 def test_the_prompt_of_a_group_is_computed_once(model: PreTrainedModel):
     engine = NativeEngine(CONFIG, model)
     complete(engine, ask(0, n=4), ask(1, n=4))
-    assert engine.stats()["prompts_computed"] == 1  # both groups have the same prompt
+    assert work_of(engine)["prompts_computed"] == 1  # both groups have the same prompt
     complete(engine, ask(0, n=4), ask(1, n=4, prompt=(9, 9)))
-    assert engine.stats()["prefill_tokens"] == 5
+    assert work_of(engine)["prefill_tokens"] == 3 + 5
 
 
 def test_rows_are_refilled_as_sequences_end(model: PreTrainedModel):
     engine = NativeEngine(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=4), model)
     complete(engine, *(ask(i, max_tokens=30 if i == 0 else 3) for i in range(30)))
     # 29 steps for the long one; the 29 short ones pass through the other three rows meanwhile, not in 7 waves after it.
-    assert engine.stats()["decode_steps"] <= 30
+    assert work_of(engine)["decode_steps"] <= 30
 
 
 def test_an_ended_sequence_is_replaced_in_the_next_step_and_the_batch_shrinks_when_nothing_waits(
@@ -79,13 +80,13 @@ def test_a_cast_copy_is_counted_versioned_and_refreshed(model: PreTrainedModel, 
     engine = NativeEngine(RolloutConfig(dtype="bfloat16", prompt_length=8, response_length=8), model)
     parameters, head = sum(p.numel() for p in model.parameters()), model.lm_head.weight.numel()
     held = 2 * (parameters + head)  # the tied head has a layout of its own
-    assert engine.stats()["copied_weight_bytes"] == held
+    assert work_of(engine)["copied_weight_bytes"] == held
     with torch.no_grad():
         model.model.embed_tokens.weight.neg_()
     asyncio.run(engine.update_weights(model, 1))
     [[fresh]] = complete(engine, ask(temperature=0.0))
     assert fresh.policy_version == (1, 1) and engine.decoder.weights_version == 1
-    assert engine.stats()["copied_weight_bytes"] == held
+    assert work_of(engine)["copied_weight_bytes"] == held
     with torch.no_grad():
         logits = model.bfloat16()(torch.tensor([[5, 6, 7]])).logits[0, -1].float()
     assert fresh.token_ids[0] == int(logits.argmax())
@@ -107,7 +108,7 @@ def test_sleep_frees_the_cache_and_the_copy(model: PreTrainedModel):
     engine = NativeEngine(RolloutConfig(dtype="bfloat16", prompt_length=8, response_length=8), model)
     before = complete(engine, ask())
     asyncio.run(engine.sleep())
-    assert not engine.decoder.keys and engine.stats()["copied_weight_bytes"] == 0
+    assert not engine.decoder.keys and work_of(engine)["copied_weight_bytes"] == 0
     asyncio.run(engine.wake())
     assert complete(engine, ask()) == before
 

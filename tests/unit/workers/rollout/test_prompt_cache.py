@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 
+from tests.engine_work import work_of
 from tests.unit.models.test_decoder import LEAN, largest_error, tiny_model
 from tests.weight_layouts import use_layout
 from verl.config.rollout import RolloutConfig
@@ -72,7 +73,7 @@ def test_a_member_that_enters_later_needs_no_prefill(monkeypatch: pytest.MonkeyP
     engine = make(rows=3)
     request = groups([(20, 16)])
     got = engine.core.run(request)
-    assert engine.stats()["prefill_tokens"] == 20
+    assert work_of(engine)["prefill_tokens"] == 20
     assert largest_error(engine.model, request, got) < 1e-5
 
 
@@ -89,7 +90,7 @@ def test_a_member_that_enters_after_new_weights_does_not_continue_the_old_ones_p
     while not state.done:
         engine.core.step()
     late = [c for c in state.result() if c.policy_version == (1, 1)]
-    assert len(late) == 2 and engine.stats()["prompts_computed"] == 2
+    assert len(late) == 2 and work_of(engine)["prompts_computed"] == 2
     assert largest_error(engine.model, [request], [late]) < 1e-5
 
 

@@ -1,0 +1,62 @@
+"""What rollout engines count: each count only grows, and every reader subtracts what it read before."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+Counts = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What one replica or rank did since it started, and how it stands now."""
+
+    totals: Counts = field(default_factory=dict)  # counts and seconds; the metric is the sum over the replicas
+    steps: Counts = field(default_factory=dict)  # counts; the metric is the mean over the replicas that worked
+    ratios: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # two counts; the mean of their quotients
+    gauges: Counts = field(default_factory=dict)  # as of now, subtracted by nobody; the sum over the replicas
+
+    def continuing(self, ended: "EngineStats") -> "EngineStats":
+        """Stats of an engine that took the place of one that `ended`."""
+        return self._plus(ended, 1)
+
+    def since(self, before: "EngineStats") -> "EngineStats":
+        """What was counted after `before`; all of it where a count is lower now, as that of an engine started anew."""
+        was, now = before._counts(), self._counts()
+        return self if any(now.get(name, 0) < count for name, count in was.items()) else self._plus(before, -1)
+
+    def _plus(self, other: "EngineStats", sign: int) -> "EngineStats":
+        ratios = {
+            name: tuple(count + sign * more for count, more in zip(ratio, other.ratios.get(name, (0, 0)), strict=True))
+            for name, ratio in self.ratios.items()
+        }
+        totals, steps = _add(self.totals, other.totals, sign), _add(self.steps, other.steps, sign)
+        return EngineStats(totals, steps, cast(dict[str, tuple[float, float]], ratios), self.gauges)
+
+    def _counts(self) -> dict[Any, float]:
+        halves = {(name, half): ratio[half] for name, ratio in self.ratios.items() for half in (0, 1)}
+        return {**self.totals, **self.steps, **halves}
+
+
+def metrics_between(before: Sequence[EngineStats], now: Sequence[EngineStats]) -> dict[str, float]:
+    """The metrics of what the replicas did between two readings of `RolloutEngine.stats`; `[]` is their start.
+
+    A replica that counts steps and made none has no part in the means.
+    """
+    starts = [*before, *(EngineStats() for _ in now[len(before) :])]
+    done = [stats.since(start) for start, stats in zip(starts, now, strict=False)]
+    worked = [stats for stats in done if not stats.steps or any(stats.steps.values())]
+    metrics: dict[str, float] = {}
+    for stats in done:
+        for name, value in (*stats.totals.items(), *stats.gauges.items()):
+            metrics[name] = metrics.get(name, 0) + value
+    means: dict[str, list[float]] = {}
+    for stats in worked:
+        quotients = {name: count / per if per else 0.0 for name, (count, per) in stats.ratios.items()}
+        for name, value in (*stats.steps.items(), *quotients.items()):
+            means.setdefault(name, []).append(value)
+    return metrics | {name: sum(values) / len(values) for name, values in means.items()}
+
+
+def _add(values: Counts, others: Counts, sign: int) -> dict[str, float]:
+    return {name: value + sign * others.get(name, 0) for name, value in values.items()}
