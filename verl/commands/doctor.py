@@ -173,8 +173,15 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
 
 def _rollout(config: RunConfig, platform: PlatformBase) -> list[Finding]:
     """Advice that depends on the device: CUDA graph capture on ROCm."""
-    rollout = config.actor_rollout_ref.rollout
-    if platform.vendor_name != "amd" or rollout.name != "vllm":
+    from verl.workers.rollout.registry import find_rollout_engine
+
+    arr, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    if platform.vendor_name != "amd":
+        return []
+    try:
+        if not find_rollout_engine(rollout.name, arr.model.external_lib).graphs_collectives:
+            return []
+    except ConfigError:  # said already
         return []
     rows = []
     if not rollout.enforce_eager and not rollout.cudagraph_capture_sizes and config.trainer.nnodes > 1:

@@ -57,7 +57,7 @@ def answer(words: list[str]) -> int:
 def generate(config: RunConfig) -> Path:
     """Answer the prompts of data.train_files; returns the file written."""
     from verl.trainer.ppo.preparation import find_model_to_answer
-    from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
+    from verl.trainer.ppo.rollout_setup import build_inference_engine, training_sampling
     from verl.trainer.preflight import Findings
 
     if not config.data.output_path:
@@ -76,7 +76,7 @@ def generate(config: RunConfig) -> Path:
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     journal = output.with_name(output.name + ".parts")
     answers = read_journal(journal, run_fingerprint(config, prompts, sampling))
-    engine = load_rollout_engine(config, tokenizer)
+    engine = build_inference_engine(config, tokenizer)
     for key in unread_keys(config):
         print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     try:

@@ -196,11 +196,6 @@ def _check_rollout(config: RunConfig) -> None:
         raise ConfigError(
             f"{where}.expert_parallel_size={rollout.expert_parallel_size} must be 1 or {tp_times_dp} (TP x DP)"
         )
-    if rollout.name in ("native", "hf") and rollout.checkpoint_engine.backend != "naive":
-        raise ConfigError(
-            f"{where}.checkpoint_engine.backend={rollout.checkpoint_engine.backend} has nothing to carry: "
-            f"rollout.name={rollout.name} samples where the trainer is; leave it at naive"
-        )
     if rollout.pipeline_model_parallel_size > 1:
         raise ConfigError(f"{where}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size} must be 1")
 

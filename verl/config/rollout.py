@@ -88,7 +88,7 @@ class CheckpointEngineConfig(Section):
 class RolloutConfig(Section):
     """The rollout engine and training-time sampling."""
 
-    name: str = key("native", "Rollout engine: native, or one registered by name.")
+    name: str = key("native", "Rollout engine: native, vllm, sglang, tgi, or one that your code registers.")
     temperature: float = key(1.0, "Softmax temperature, above 0; for greedy answers set do_sample=False.")
     top_k: int = key(-1, "Number of tokens of top-k sampling; -1 is off.")
     top_p: float = key(1.0, "Probability mass of top-p sampling; 1 is off.", greater_than=0, maximum=1)

@@ -38,7 +38,7 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
     if isinstance(config, RunConfig):
         arr, reward = config.actor_rollout_ref, config.reward.custom_reward_function
         with mistakes:
-            check_engine_is_installed(arr.rollout)
+            check_engine_is_installed(arr)
         check_model_place(arr.model, arr.actor.strategy, mistakes)
         if uses_critic(config):
             check_model_place(config.critic.model, config.critic.strategy, mistakes)

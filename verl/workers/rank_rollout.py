@@ -1,4 +1,4 @@
-"""Rollout on a rank of a sharded engine: a native engine on a full copy of the weights, freed while it sleeps."""
+"""Rollout on a rank of a sharded engine: an engine in place on a full copy of the weights, freed while it sleeps."""
 
 import torch
 from torch import nn
@@ -6,9 +6,10 @@ from torch import nn
 from verl.config import HFModelConfig, RolloutConfig
 from verl.models.load import build_config, load_causal_lm, load_tokenizer
 from verl.workers.engine.base import BaseEngine
-from verl.workers.rollout.base import Completion, GenerationRequest
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, rollout_dtype
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.native_engine import NativeEngine, rollout_dtype
+from verl.workers.rollout.native_engine import in_place_inputs
+from verl.workers.rollout.registry import find_rollout_engine
 
 
 class RankRollout:
@@ -21,51 +22,52 @@ class RankRollout:
         self.rollout, self.model, self.engine = rollout, model, engine
         self.version = -1
         self.model_copy: nn.Module | None = None
-        self.native: NativeEngine | None = None
+        self.inner: RolloutEngine | None = None
         self.ended = EngineStats()  # counts of the engines that `sleep` dropped
 
     async def publish(self, version: int) -> tuple[int, int]:
         """Copy the engine's current weights into the rollout; (policy version in use, bytes gathered)."""
         self.version = version
-        if self.native is None:
+        if self.inner is None:
             await self.wake()
         else:
             assert self.model_copy is not None
             self._copy_weights(self.model_copy)
-            await self.native.update_weights(self.model_copy, version)
-        assert self.native is not None and self.model_copy is not None
-        return self.native.version, sum(p.nbytes for p in self.model_copy.parameters())
+            await self.inner.update_weights(self.model_copy, version)
+        assert self.inner is not None and self.model_copy is not None
+        return self.inner.version, sum(p.nbytes for p in self.model_copy.parameters())
 
     async def wake(self) -> None:
         """Copy the weights in the rollout dtype, unless there is a copy."""
-        if self.native is not None:
+        if self.inner is not None:
             return
         self.model_copy = self._empty_model()
         self._copy_weights(self.model_copy)
         tokenizer = load_tokenizer(self.model)
-        self.native = NativeEngine(self.rollout, self.model_copy, tokenizer, next(self.model_copy.parameters()).device)
-        await self.native.update_weights(self.model_copy, self.version)
+        registered, device = find_rollout_engine(self.rollout.name), next(self.model_copy.parameters()).device
+        self.inner = registered.build(in_place_inputs(self.rollout, self.model_copy, tokenizer, device))
+        await self.inner.update_weights(self.model_copy, self.version)
 
     async def sleep(self) -> None:
         """Free the copy of the weights and the KV cache."""
-        if self.native is not None:
-            await self.native.sleep()
+        if self.inner is not None:
+            await self.inner.sleep()
             self.ended = await self.stats()
-            self.native = self.model_copy = None
+            self.inner = self.model_copy = None
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        assert self.native is not None, "wake() comes before generate()"
-        return await self.native.generate(request)
+        assert self.inner is not None, "wake() comes before generate()"
+        return await self.inner.generate(request)
 
     async def abort(self, request_id: int | None = None) -> None:
-        if self.native is not None:
-            await self.native.abort(request_id)
+        if self.inner is not None:
+            await self.inner.abort(request_id)
 
     async def stats(self) -> EngineStats:
         """Counts of all engines that this rank had."""
-        if self.native is None:
+        if self.inner is None:
             return self.ended
-        [stats] = await self.native.stats()
+        [stats] = await self.inner.stats()
         return stats.continuing(self.ended)
 
     def _empty_model(self) -> nn.Module:

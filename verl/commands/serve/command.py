@@ -92,12 +92,12 @@ def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAISe
     from verl.commands.serve.server import OpenAIServer, ServerLimits
     from verl.models.load import load_tokenizer
     from verl.trainer.engine_installed import check_engine_is_installed
-    from verl.trainer.ppo.rollout_setup import load_rollout_engine, training_sampling
+    from verl.trainer.ppo.rollout_setup import build_inference_engine, training_sampling
     from verl.trainer.preflight import Findings
 
     config, found = load_config(overrides), Findings()
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
-    found.check("rollout", lambda: check_engine_is_installed(rollout))
+    found.check("rollout", lambda: check_engine_is_installed(config.actor_rollout_ref))
     tokenizer = found.run("tokenizer", lambda: load_tokenizer(config.actor_rollout_ref.model))
     found.refuse()
     assert tokenizer is not None
@@ -106,7 +106,7 @@ def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAISe
     api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = ServerLimits(api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout)
     server = OpenAIServer(
-        load_rollout_engine(config, tokenizer),
+        build_inference_engine(config, tokenizer),
         tokenizer,
         options.name or model_name(Path(str(path))),
         max_length,

@@ -38,6 +38,7 @@ from verl.utils.external_code import import_external
 from verl.utils.paths import make_writable_folder
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.rng import seed_generators
+from verl.workers.rollout.registry import Weights, find_rollout_engine
 
 LENGTH_KEYS = "data.max_prompt_length + data.max_response_length"
 
@@ -65,7 +66,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     seed_generators(arr.actor.fsdp_config.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
         check_functions(config, found)
-    found.check("rollout", lambda: check_rollout_engine(arr.rollout), arr.rollout.name)
+    found.check("rollout", lambda: check_rollout_engine(arr), arr.rollout.name)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
     files = _files_there(config, found)
@@ -175,9 +176,9 @@ def _check_room(config: RunConfig, found: Findings) -> None:
 def find_model_to_answer(config: RunConfig, found: Findings) -> Any:
     """The tokenizer of a command that samples without training; `found` says whether engine and model are there."""
     arr, data = config.actor_rollout_ref, config.data
-    found.check("rollout", lambda: check_engine_is_installed(arr.rollout), arr.rollout.name)
     found.check("external_lib", lambda: import_external(arr.model.external_lib))
-    if arr.rollout.name == "tgi":  # another server's model, of which the tokenizer is here
+    engine_is_there = found.check("rollout", lambda: check_engine_is_installed(arr), arr.rollout.name)
+    if engine_is_there and find_rollout_engine(arr.rollout.name).weights is Weights.REMOTE:  # the tokenizer is here
         return found.run("tokenizer", lambda: load_tokenizer(arr.model), lambda t: f"{len(t)} tokens")
     longest = data.max_prompt_length + data.max_response_length
     return find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)

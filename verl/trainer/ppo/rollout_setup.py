@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl.checkpoint_engine.endpoint import TransportSettings
-from verl.config import RolloutConfig, RunConfig
+from verl.config import ActorRolloutRefConfig, RolloutConfig, RunConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config, model_folder
@@ -24,93 +24,79 @@ from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import Actor
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
-from verl.workers.rollout.native_engine import NativeEngine, eos_ids
-from verl.workers.rollout.remote_engine import RemoteEngine
-from verl.workers.rollout.router import Router
-from verl.workers.rollout.tgi_engine import CANNOT_TRAIN, TGIEngine
+from verl.workers.rollout.native_engine import eos_ids, in_place_inputs
+from verl.workers.rollout.registry import (
+    EngineInputs,
+    Weights,
+    engines_with,
+    find_rollout_engine,
+    why_not_trained,
+)
 
 
-def build_rollout(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """The rollout engine of `rollout.name`."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name in ("native", "hf"):
-        return NativeEngine(rollout, actor.model, tokenizer, device=get_platform().device_name)
-    if rollout.name == "tgi":
-        raise ConfigError(CANNOT_TRAIN)
-    path = str(model_folder(config.actor_rollout_ref.model.path))
-    return start_replicas(rollout, path, tokenizer, eos_token_ids(load_config(path), tokenizer))
+def build_training_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The rollout engine of `rollout.name`, which takes the actor's weights; one that only generates is refused."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    registered = find_rollout_engine(rollout.name, model.external_lib)
+    if not registered.can_train:
+        raise ConfigError(why_not_trained(rollout.name))
+    if registered.weights is Weights.IN_PLACE:
+        return registered.build(in_place_inputs(rollout, actor.model, tokenizer, get_platform().device_name))
+    return registered.build(copied_inputs(rollout, model.path or "", tokenizer))
 
 
-def load_rollout_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+def build_inference_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine without a trainer, on the weights of `model.path`: generation, serving, evaluation."""
     rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    check_engine_is_installed(rollout)
-    if rollout.name in ("native", "hf"):
+    check_engine_is_installed(config.actor_rollout_ref)
+    registered = find_rollout_engine(rollout.name, settings.external_lib)
+    if registered.weights is Weights.IN_PLACE:
         dtype = rollout_dtype(rollout.dtype) or torch.float32
         device = get_platform().device_name
         model = load_causal_lm(settings.path or "", dtype=dtype)
         if settings.lora_adapter_path is not None:
             add_adapters(model, settings, seed=0)
         model.to(torch.device(device))  # type: ignore[arg-type]
-        return NativeEngine(rollout, model, tokenizer, device=device)
+        return registered.build(in_place_inputs(rollout, model, tokenizer, device))
     if settings.lora_adapter_path is not None:
         raise ConfigError(
             f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path}: without a trainer only "
-            f"rollout.name=native takes adapters, and {rollout.name} would answer without them; merge them first "
-            "(python -m verl.model_merger)"
+            f"rollout.name={engines_with(Weights.IN_PLACE)} takes adapters, and {rollout.name} would answer without "
+            "them; merge them first (python -m verl.model_merger)"
         )
-    if rollout.name == "tgi":
-        return TGIEngine(rollout, tokenizer)
-    model_config = load_config(settings.path or "")
+    if registered.weights is Weights.REMOTE:
+        return registered.build(EngineInputs(rollout, tokenizer))
     loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
-    return start_replicas(loaded, str(model_folder(settings.path)), tokenizer, eos_token_ids(model_config, tokenizer))
+    return registered.build(copied_inputs(loaded, settings.path or "", tokenizer))
 
 
-def eos_token_ids(model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every end-of-sequence id that the model's configuration or the tokenizer names."""
-    return eos_ids(SimpleNamespace(config=model_config), tokenizer)  # type: ignore[arg-type]
+def copied_inputs(rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> EngineInputs:
+    """What an engine with a copy of the model in folder `path` is built from."""
+    eos = eos_ids(SimpleNamespace(config=load_config(path)), tokenizer)  # type: ignore[arg-type]
+    return EngineInputs(rollout, tokenizer, eos, model_path=str(model_folder(path)))
 
 
-def check_rollout_engine(rollout: RolloutConfig) -> None:
+def check_rollout_engine(arr: ActorRolloutRefConfig) -> None:
     """ConfigError where the engine of `rollout.name` cannot train, or what it needs is not installed."""
-    if rollout.name == "tgi":
-        raise ConfigError(CANNOT_TRAIN)
-    check_engine_is_installed(rollout)
-
-
-def start_replicas(
-    rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]
-) -> CopyingEngine:
-    """vLLM in this process or in servers, or SGLang servers; several replicas behind a router."""
-    if rollout.name == "sglang":
-        from verl.workers.rollout.sglang_engine import SGLangEngine
-
-        if rollout.server.url is not None and rollout.data_parallel_size > 1:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.server.url names one server, but data_parallel_size="
-                f"{rollout.data_parallel_size}; leave out one of the two"
-            )
-        servers = [SGLangEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
-        for server in servers:  # they start in parallel
-            server.ready()
-        return servers[0] if len(servers) == 1 else Router(servers)
-    if rollout.data_parallel_size == 1 and rollout.tensor_model_parallel_size == 1 and rollout.server.python is None:
-        from verl.workers.rollout.vllm_engine import VLLMEngine
-
-        return VLLMEngine(rollout, path, tokenizer, eos)
-    engines = [RemoteEngine(rollout, path, eos, number) for number in range(rollout.data_parallel_size)]
-    for engine in engines:  # they start in parallel
-        engine.ready()
-    return engines[0] if len(engines) == 1 else Router(engines)
+    rollout, registered = arr.rollout, find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    if not registered.can_train:
+        raise ConfigError(why_not_trained(rollout.name))
+    if registered.weights is Weights.IN_PLACE and rollout.checkpoint_engine.backend != "naive":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={rollout.checkpoint_engine.backend} has nothing to "
+            f"carry: rollout.name={rollout.name} samples where the trainer is; leave it at naive"
+        )
+    check_engine_is_installed(arr)
 
 
 def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
-    """In-place sync for the native engine, copy sync with a receipt for every other."""
+    """In-place sync for an engine that samples from the actor's module, copy sync with a receipt for every other."""
     rollout = config.actor_rollout_ref.rollout
+    if find_rollout_engine(rollout.name).weights is Weights.IN_PLACE:
+        return InPlaceSync(actor.model, engine)
+    engine = cast(CopyingEngine, engine)
     transport, weight_transfer = rollout.checkpoint_engine, None
-    if actor.group.local_worker is not None and not (
-        isinstance(engine, CopyingEngine) and engine.receivers[0].out_of_process
-    ):
+    if actor.group.local_worker is not None and not engine.receivers[0].out_of_process:
         if transport.backend != "naive":
             raise ConfigError(
                 f"actor_rollout_ref.rollout.checkpoint_engine.backend={transport.backend} has nothing to carry: with "
@@ -118,9 +104,7 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
                 "servers of their own (rollout.data_parallel_size, rollout.server.python)"
             )
     else:
-        weight_transfer = WeightTransfer(transport_settings(rollout), actor.group, cast(CopyingEngine, engine))
-    if not isinstance(engine, CopyingEngine):
-        return InPlaceSync(actor.model, engine)
+        weight_transfer = WeightTransfer(transport_settings(rollout), actor.group, engine)
     dtype = engine.dtype or torch.float32
 
     async def trainer_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -16,7 +16,12 @@ from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup
 from verl.trainer.ppo.preparation import Preparation, count_ranks, prepare_run
-from verl.trainer.ppo.rollout_setup import build_rollout, build_weight_sync, training_sampling, validation_sampling
+from verl.trainer.ppo.rollout_setup import (
+    build_training_engine,
+    build_weight_sync,
+    training_sampling,
+    validation_sampling,
+)
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
 from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource
@@ -30,6 +35,7 @@ from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.ranks_engine import MultiRankRolloutEngine
 from verl.workers.reference import Reference
 from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.registry import Weights, find_rollout_engine
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +122,13 @@ def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
 def build_engine_and_weight_sync(
     config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[RolloutEngine, WeightSync]:
-    """The rollout engine and its weight sync; for `native` on several ranks, one engine per rank."""
-    if group.local_worker is None and config.actor_rollout_ref.rollout.name in ("native", "hf"):
+    """The rollout engine and its weight sync; for an engine in place on several ranks, one per rank."""
+    arr = config.actor_rollout_ref
+    registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    if group.local_worker is None and registered.weights is Weights.IN_PLACE:
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)
-    engine = build_rollout(config, actor, tokenizer)
+    engine = build_training_engine(config, actor, tokenizer)
     return engine, build_weight_sync(config, actor, engine)
 
 

@@ -24,6 +24,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.native_core import CacheLimits, NativeCore
+from verl.workers.rollout.registry import EngineInputs
 
 CPU_CACHE_BYTES = 1 << 30
 CPU_PREFILL_TOKENS = 2048  # a small model's activations for this many fit the processor's caches
@@ -201,6 +202,13 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
         ids = getattr(source, "eos_token_id", None)
         collected += [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
     return tuple(dict.fromkeys(int(i) for i in collected))
+
+
+def in_place_inputs(
+    config: RolloutConfig, module: nn.Module, tokenizer: Any, device: torch.device | str
+) -> EngineInputs:
+    """What an engine that samples from `module` is built from."""
+    return EngineInputs(config, tokenizer, eos_ids(module, tokenizer), module, device)
 
 
 def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) -> CacheLimits:

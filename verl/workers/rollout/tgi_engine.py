@@ -22,11 +22,8 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.http_client import HTTPClient
+from verl.workers.rollout.registry import why_not_trained
 
-CANNOT_TRAIN = (
-    "actor_rollout_ref.rollout.name=tgi only generates: weights cannot be pushed to such a server, so it would go on "
-    "answering with the old policy. Train with rollout.name=native, vllm or sglang; use tgi with `verl generate`"
-)
 _ABORTED_TASKS: "list[asyncio.Task[Completion]]" = []  # marks a request aborted before it was sent
 _REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length", "stop": "stop"}
 
@@ -154,7 +151,7 @@ class TGIEngine(RolloutEngine):
         return Completion(ids, logprobs, _REASONS.get(choice["finish_reason"], "aborted"), (0, 0))
 
     async def update_weights(self, weights: Any, version: int) -> None:
-        raise ConfigError(CANNOT_TRAIN)
+        raise ConfigError(why_not_trained(self.config.name))
 
     async def sleep(self) -> None:
         self._asleep = True

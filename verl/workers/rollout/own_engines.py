@@ -1,0 +1,81 @@
+"""The rollout engines of this package, registered. Each imports its library when it is built."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from verl.utils.errors import ConfigError
+from verl.workers.rollout.registry import EngineInputs, Weights, register_rollout_engine
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.base import CopyingEngine, RolloutEngine
+
+
+@register_rollout_engine("native", "hf", weights=Weights.IN_PLACE)
+def build_native(inputs: EngineInputs) -> "RolloutEngine":
+    """Continuous batching on the trainer's module."""
+    from verl.workers.rollout.native_engine import NativeEngine
+
+    assert inputs.module is not None
+    return NativeEngine(inputs.config, inputs.module, inputs.tokenizer, inputs.device, inputs.eos_token_ids)
+
+
+@register_rollout_engine(
+    "vllm",
+    weights=Weights.COPIED,
+    package="vllm",
+    how_to_install="Install it: pip install -e '.[vllm]' in a checkout of verl",
+    graphs_collectives=True,
+)
+def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
+    """vLLM in this process, or in a process per replica."""
+    config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
+    if config.data_parallel_size == 1 and config.tensor_model_parallel_size == 1 and config.server.python is None:
+        from verl.workers.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine(config, path, inputs.tokenizer, eos)
+    from verl.workers.rollout.remote_engine import RemoteEngine
+
+    engines = [RemoteEngine(config, path, eos, number) for number in range(config.data_parallel_size)]
+    for engine in engines:  # they start in parallel
+        engine.ready()
+    return routed(engines)
+
+
+@register_rollout_engine(
+    "sglang",
+    weights=Weights.COPIED,
+    package="sglang",
+    how_to_install="Make an environment for it: scripts/install_sglang_server_env.sh",
+    joins_server=True,
+    graphs_collectives=True,
+)
+def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
+    """SGLang servers, started or joined."""
+    from verl.workers.rollout.sglang_engine import SGLangEngine
+
+    config = inputs.config
+    if config.server.url is not None and config.data_parallel_size > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.server.url names one server, but data_parallel_size="
+            f"{config.data_parallel_size}; leave out one of the two"
+        )
+    numbers = range(config.data_parallel_size)
+    servers = [SGLangEngine(config, inputs.model_path, inputs.eos_token_ids, number) for number in numbers]
+    for server in servers:  # they start in parallel
+        server.ready()
+    return routed(servers)
+
+
+@register_rollout_engine("tgi", weights=Weights.REMOTE)
+def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
+    """A client of a running TGI or OpenAI-compatible server."""
+    from verl.workers.rollout.tgi_engine import TGIEngine
+
+    return TGIEngine(inputs.config, inputs.tokenizer)
+
+
+def routed(replicas: "Sequence[CopyingEngine]") -> "CopyingEngine":
+    """The only replica, or a router over several."""
+    from verl.workers.rollout.router import Router
+
+    return replicas[0] if len(replicas) == 1 else Router(replicas)

@@ -1,0 +1,135 @@
+"""Rollout engines by name: what each needs, where its weights are, how it is built. Loads no heavy library.
+
+    @register_rollout_engine("mine", weights=Weights.COPIED, package="mine")
+    def build_mine(inputs: EngineInputs) -> RolloutEngine:
+        from my_package.engine import MyEngine  # the library loads when the engine is built
+
+        return MyEngine(inputs.config, inputs.model_path, inputs.eos_token_ids)
+
+in a module that `model.external_lib` names, or in a plug-in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from verl.config.rollout import RolloutConfig
+from verl.plugin import load_plugins
+from verl.utils.errors import ConfigError, PluginError
+from verl.utils.external_code import import_external
+from verl.utils.registry import Registry
+from verl.utils.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import device, nn
+
+    from verl.workers.rollout.base import RolloutEngine
+
+
+class Weights(StrEnum):
+    """Where the weights are that an engine samples from."""
+
+    IN_PLACE = "in_place"  # the trainer's module; with sharded ranks, on each rank a gathered copy of it
+    COPIED = "copied"  # the engine's own copy, which every publish replaces: a `CopyingEngine`
+    REMOTE = "remote"  # in a server that takes no weights: the engine answers and cannot be trained
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """What an engine is built from."""
+
+    config: RolloutConfig
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...] = ()  # empty for remote weights
+    module: "nn.Module | None" = None  # in place: the model that it samples from
+    device: "device | str | None" = None  # in place: where it is
+    model_path: str = ""  # copied: the folder of the model
+
+
+@dataclass(frozen=True)
+class RegisteredEngine:
+    """A rollout engine that can be chosen by name."""
+
+    name: str
+    weights: Weights
+    builder: "Callable[[EngineInputs], RolloutEngine]"
+    package: str | None = None
+    how_to_install: str = ""
+    joins_server: bool = False
+    graphs_collectives: bool = False
+
+    @property
+    def can_train(self) -> bool:
+        return self.weights is not Weights.REMOTE
+
+    def build(self, inputs: EngineInputs) -> "RolloutEngine":
+        """A new engine; PluginError where it is not of the class that its weights ask for."""
+        from verl.workers.rollout.base import CopyingEngine, RolloutEngine
+
+        engine = self.builder(inputs)
+        needed = CopyingEngine if self.weights is Weights.COPIED else RolloutEngine
+        if not isinstance(engine, needed):
+            raise PluginError(
+                f"rollout engine {self.name!r} with weights={self.weights} was built as {type(engine).__name__}, which "
+                f"does not derive from verl.workers.rollout.base.{needed.__name__}"
+            )
+        return engine
+
+
+_ENGINES: Registry[RegisteredEngine] = Registry("rollout engine")
+
+
+def register_rollout_engine(
+    *names: str,
+    weights: Weights,
+    package: str | None = None,
+    how_to_install: str = "",
+    joins_server: bool = False,
+    graphs_collectives: bool = False,
+) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
+    """Decorator of the function that builds the engine `rollout.name=NAME`; names after the first are aliases.
+
+    `package`: module that must be importable here, or in `rollout.server.python`; `joins_server`: unless
+    `rollout.server.url` names a server. `graphs_collectives`: captures collectives of several devices in graphs.
+    """
+
+    def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
+        way = how_to_install or f"Install it: pip install {package}"
+        engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, joins_server, graphs_collectives)
+        for name in names:
+            _ENGINES.register(name)(engine)
+        return builder
+
+    return add
+
+
+def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = None) -> RegisteredEngine:
+    """The engine of `rollout.name`; a name that is not known yet loads `model.external_lib` and the plug-ins."""
+    import verl.workers.rollout.own_engines  # noqa: F401
+
+    if name not in _ENGINES:
+        import_external(external_lib)
+        load_plugins()
+    if name not in _ENGINES:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name} is no rollout engine; {did_you_mean(name, _ENGINES)}. One of your "
+            "own registers itself with verl.workers.rollout.registry.register_rollout_engine in a module that "
+            "actor_rollout_ref.model.external_lib names, or in a plug-in"
+        )
+    return _ENGINES.get(name)
+
+
+def engines_with(weights: Weights) -> str:
+    """The names of all engines with such weights, as text."""
+    return " or ".join(sorted({engine.name for engine in map(_ENGINES.get, _ENGINES) if engine.weights is weights}))
+
+
+def why_not_trained(name: str) -> str:
+    """The message of an engine whose weights are elsewhere."""
+    copied, in_place = engines_with(Weights.COPIED), engines_with(Weights.IN_PLACE)
+    return (
+        f"actor_rollout_ref.rollout.name={name} only generates: weights cannot be pushed to such a server, so it would "
+        f"go on answering with the old policy. Train with rollout.name={in_place} or {copied}; use {name} with "
+        "`verl generate`"
+    )
