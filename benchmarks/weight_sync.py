@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config.rollout import RolloutConfig, ServerConfig
 from verl.models.fingerprint import fingerprint
+from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.inline import InlineGroup
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.weight_transfer import WeightTransfer
@@ -180,7 +181,7 @@ def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
         sync: Any = run.run.trainer.weight_sync
         weights = list(sync.weights())
         prints = milliseconds(lambda: [fingerprint(tensor) for _ in range(2) for _, tensor in weights])
-        loop = run.run.trainer.runner
+        loop = run.run.trainer.loop
         probes = [milliseconds(partial(loop.run, sync.probe.check(sync.engine.replicas, 0))) for _ in range(5)]
         step, probe = 1000 * statistics.median(seconds), statistics.median(probes)
         read_back = statistics.median(time_of_read_back(sync, loop) for _ in range(5))
@@ -190,7 +191,7 @@ def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
     return figures | {"share": share}
 
 
-def time_of_read_back(sync: CopySync, loop: asyncio.Runner) -> float:
+def time_of_read_back(sync: CopySync, loop: DriverLoop) -> float:
     """Milliseconds of one publish in which the layers are read back and what they should hold is noted."""
     from verl.workers.rollout.vllm_layout import WeightReader
 

@@ -4,9 +4,10 @@ Synchronous and asynchronous training use the same step with different sources. 
 training_run.py.
 """
 
-import asyncio
+from collections.abc import Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from verl.config import RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.observe.timers import StageTimer
+from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.group import WorkerGroup
 from verl.trainer.batch_metrics import (
     balance_metrics,
@@ -32,6 +34,8 @@ from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.actor import Actor, update_gives_old_logprobs
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -66,7 +70,7 @@ class PPOTrainer:
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
-        self.runner = asyncio.Runner()
+        self.loop = DriverLoop("rollout")
 
     def step(self, timer: StageTimer) -> StepRecord:
         """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
@@ -91,7 +95,7 @@ class PPOTrainer:
 
     def collect(self, timer: StageTimer) -> RolloutBatch:
         """Scored trajectories of the next prompts."""
-        rollouts = self.runner.run(self.source.take(self.config.data.train_batch_size))
+        rollouts = self.wait_for(self.source.take(self.config.data.train_batch_size))
         timer.add("gen", rollouts.generate_s)
         timer.add("reward", rollouts.reward_s)
         if all(t.reward is None for t in rollouts.trajectories):
@@ -144,10 +148,14 @@ class PPOTrainer:
                 batch = batch.with_columns(entropy=outputs["entropy"])
         return batch, metrics
 
+    def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `coroutine` on the event loop of rollout, rewards and publishing."""
+        return self.loop.run(coroutine)
+
     def publish(self) -> Receipt:
         """Makes the rollout engine sample from the trainer's weights as the next version."""
         self.version += 1
-        return self.runner.run(self.weight_sync.publish(self.version))
+        return self.wait_for(self.weight_sync.publish(self.version))
 
     @property
     def old_logprobs_are_redundant(self) -> bool:
@@ -204,8 +212,9 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
 
     def close(self) -> None:
-        """Close the rollout engine, the event loop and the ranks."""
-        self.source.close()
-        self.runner.close()
-        if self.group is not None:
-            self.group.close()
+        """End what still generates, then the rollout engine and the ranks."""
+        with ExitStack() as ending:  # the last first, each also where one before it fails
+            if self.group is not None:
+                ending.callback(self.group.close)
+            ending.callback(self.source.close)
+            ending.callback(self.loop.close)

@@ -200,7 +200,7 @@ class TrainingRun:
         """Sample the held-out prompts with the published weights and score them."""
         assert self.validation is not None
         self.is_validating = True
-        metrics, rollouts = self.trainer.runner.run(self.validation.run())
+        metrics, rollouts = self.trainer.wait_for(self.validation.run())
         self.is_validating = False
         step = self.trainer.global_step
         if self.config.trainer.validation_data_dir:
