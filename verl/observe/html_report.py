@@ -193,8 +193,9 @@ def differing_keys(configs: Sequence[Mapping[str, str]]) -> list[tuple[str, list
     if len(configs) < 2 or not all(configs):
         return []
     keys = sorted({key for config in configs for key in config})
+    sections = {key.rpartition(".")[0] for key in keys}  # empty in one run, with keys in another
     values = {key: [config.get(key, "(not there)") for config in configs] for key in keys}
-    return [(key, found) for key, found in values.items() if len(set(found)) > 1]
+    return [(key, found) for key, found in values.items() if len(set(found)) > 1 and key not in sections]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -120,6 +120,8 @@ def test_keys_that_one_run_lacks_differ_and_unknown_configurations_are_not_compa
     configs = [flatten({"a": {"b": 1, "c": 2}}), flatten({"a": {"b": 1}})]
     assert differing_keys(configs) == [("a.c", ["2", "(not there)"])]
     assert differing_keys([configs[0], {}]) == [] and differing_keys(configs[:1]) == []
+    sections = [flatten({"a": {"extra": {}}, "b": 1}), flatten({"a": {"extra": {"k": 3}}, "b": 1})]
+    assert differing_keys(sections) == [("a.extra.k", ["(not there)", "3"])]
 
 
 def test_the_worst_and_best_answers_of_a_step_are_shown_as_text(runs, monkeypatch, capsys) -> None:
