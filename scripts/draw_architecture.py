@@ -172,7 +172,7 @@ class Stage:
 
 MODEL_INPUT = ("MicroBatch.of", "head_input", "micro_batches", "write_outputs", "prompt_groups")
 STAGES = (
-    Stage("collect", ("rollout, reward,", "Batch.pack"), 100, ("Batch.pack",)),
+    Stage("collect", ("rollout, reward,", "Batch.pack"), 100, ("Batch.pack", "with_reward_columns")),
     Stage("evaluate", ("actor, reference,", "critic: forward"), 115, ("PPOTrainer.evaluate", *MODEL_INPUT)),
     Stage(
         "compute_advantages",
@@ -184,7 +184,12 @@ STAGES = (
             "last_sampled_positions",
             "compute_advantages",
             "gae",
-            "grpo",
+            "on_sampled_tokens",
+            "sequence_scores",
+            "group_numbers",
+            "reward_parts_of_gdpo",
+            "remax",
+            "_otb",
             "AdvantageAdapter.arguments",
         ),
     ),
@@ -195,6 +200,12 @@ STAGES = (
         (
             "PPOTrainer.update",
             "Actor.update",
+            "Actor.with_choice",
+            "token_covariances",
+            "choose_for_clip_cov",
+            "with_chosen_tokens",
+            "clip_cov",
+            "kl_cov",
             "MiniBatches.split",
             "with_loss_weights",
             "loss_weights",

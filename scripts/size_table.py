@@ -13,7 +13,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "cli.py": 120,
     "config": 3500,
     "plugin": 1350,
-    "data": 2500,
+    "data": 2550,
     "algorithms": 2000,
     "runtime": 985,
     "observe": 2150,
@@ -26,8 +26,8 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2030,
     "rewards": 1100,
     "trainer": 4900,
-    "commands": 4650,
-    "utils": 1360,
+    "commands": 4750,
+    "utils": 1370,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
 CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 13500, 40500, 400

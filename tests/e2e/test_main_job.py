@@ -99,7 +99,7 @@ def test_leaving_out_the_old_log_prob_pass_changes_nothing(folder: Path, monkeyp
     from verl.trainer.ppo.trainer import PPOTrainer
 
     jobs.train(folder, "lean", "trainer.save_freq=6")
-    monkeypatch.setattr(PPOTrainer, "old_logprobs_are_redundant", property(lambda self: False))
+    monkeypatch.setattr(PPOTrainer, "old_logprobs_are_redundant", lambda self, batch: False)
     jobs.train(folder, "full", "trainer.save_freq=6")
     lean, full = (
         load_file(folder / run / "global_step_6" / "actor" / "huggingface" / "model.safetensors")

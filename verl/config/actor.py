@@ -26,7 +26,11 @@ SFT_BATCHING_KEYS = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_l
 class PolicyLossConfig(Section):
     """The policy loss and its constants."""
 
-    loss_mode: str = key("vanilla", "Policy loss: vanilla (dual-clip PPO) or one registered by name.")
+    loss_mode: str = key(
+        "vanilla",
+        "Policy loss: vanilla (dual-clip PPO), cispo, gspo, sapo, geo_mean, gpg, dro, dppo_tv, dppo_kl, clip_cov, "
+        "kl_cov, or your own.",
+    )
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens without gradient.")
     clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance.")
     clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance.", maximum=math.inf)
@@ -76,6 +80,10 @@ class ActorConfig(Section):
         False,
         "Report actor/entropy_loss, the entropy in the mini-batches of the update, even when its weight is 0; "
         "actor/entropy, before the update, is always reported.",
+    )
+    calculate_sum_pi_squared: bool = key(
+        False,
+        "Compute the column sum_pi_squared before the update also where no advantage estimator asks for it.",
     )
     use_kl_loss: bool = key(False, "Add kl_loss_coef x KL(policy, reference) to the loss.")
     kl_loss_coef: float = key(0.001, "Weight of the KL loss.", minimum=0, maximum=1e6)

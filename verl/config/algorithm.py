@@ -93,10 +93,16 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage estimation and the KL penalty."""
 
-    adv_estimator: str = key("gae", "Advantage estimator: gae, grpo, or one registered by name.")
+    adv_estimator: str = key(
+        "gae",
+        "Advantage estimator: gae, grpo, grpo_passk, gdpo, rloo, opo, gpg, remax, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, optimal_token_baseline, tir_optimal_token_baseline, or your own.",
+    )
     gamma: float = key(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = key(1.0, "Lambda of generalised advantage estimation.", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO advantages by the group's standard deviation.")
+    gdpo_reward_keys: list[str] | None = key(None, "gdpo: parts of the reward that are normalised one by one.")
+    gdpo_reward_weights: list[float] | None = key(None, "gdpo: weight of each of these parts; null is 1 for each.")
     use_kl_in_reward: bool = key(False, "Subtract kl_coef x KL(policy, reference) from each token's reward.")
     kl_penalty: str = key("kl", "KL estimator used in the reward.", choices=KL_CHOICES)
     kl_ctrl: KLControlConfig = section(KLControlConfig)

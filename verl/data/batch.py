@@ -25,8 +25,11 @@ class Column:
     written_by: tuple[str, ...]  # functions that add or replace the column; none where only a user's code does
     read_by: tuple[str, ...]  # the functions that depend on it most
     scope: str = "step"  # of which batch it is a column: the step's, a mini-batch or a micro-batch
+    asked: bool = False  # True: only there when the advantage estimator or the policy loss asks for it
     masked: float | None = None  # value where loss_mask is False; None where such positions have values of their own
 
+
+REWARD_PART = "reward_parts."  # and the name of a part of the reward: a column of its own
 
 COLUMNS: dict[str, Column] = {
     "tokens": Column(
@@ -46,7 +49,7 @@ COLUMNS: dict[str, Column] = {
             "head_input",
             "last_sampled_positions",
             "gae",
-            "grpo",
+            "on_sampled_tokens",
             "loss_weights",
             "data_metrics",
             "Ledger.append",
@@ -78,6 +81,15 @@ COLUMNS: dict[str, Column] = {
         read_by=("entropy_metrics",),
         masked=0,
     ),
+    "sum_pi_squared": Column(
+        "(T,)",
+        "float32",
+        "sum over the vocabulary of the squared probabilities by the policy before this step's update, 0 to 1",
+        written_by=("PPOTrainer.evaluate",),
+        read_by=("_otb", "AdvantageAdapter.arguments"),
+        masked=0,
+        asked=True,
+    ),
     "ref_logprobs": Column(
         "(T,)",
         "float32",
@@ -100,7 +112,7 @@ COLUMNS: dict[str, Column] = {
         "reward of the sequence on its last sampled token (on its last token if none was sampled), "
         "minus the KL penalty per token with use_kl_in_reward",
         written_by=("with_token_rewards", "apply_kl_in_reward"),
-        read_by=("gae", "grpo", "data_metrics"),
+        read_by=("gae", "sequence_scores", "data_metrics"),
         masked=0,
     ),
     "advantages": Column(
@@ -127,6 +139,26 @@ COLUMNS: dict[str, Column] = {
         written_by=("with_loss_weights",),
         read_by=("ActorLoss.__call__", "ValueLoss.__call__", "LikelihoodLoss.__call__", "TokenMetricSums.add"),
         masked=0,
+    ),
+    "current_logprobs": Column(
+        "(T,)",
+        "float32",
+        "log-prob by the policy at the beginning of the mini-batch, nats; for a loss that chooses tokens",
+        scope="mini-batch",
+        written_by=("Actor.with_choice",),
+        read_by=("token_covariances", "choose_for_clip_cov"),
+        masked=0,
+        asked=True,
+    ),
+    "chosen_tokens": Column(
+        "(T,)",
+        "bool",
+        "True on the tokens that the policy loss has chosen over the mini-batch",
+        scope="mini-batch",
+        written_by=("with_chosen_tokens",),
+        read_by=("clip_cov", "kl_cov"),
+        masked=0,
+        asked=True,
     ),
     "token_indices": Column(
         "(T,)",
@@ -156,7 +188,7 @@ COLUMNS: dict[str, Column] = {
         "int64",
         "the same number for all sequences that answer one prompt",
         written_by=("Batch.pack",),
-        read_by=("grpo", "MiniBatches.split", "trajectory_columns"),
+        read_by=("group_numbers", "MiniBatches.split", "trajectory_columns"),
     ),
     "rows": Column(
         "(N,)",
@@ -172,12 +204,21 @@ COLUMNS: dict[str, Column] = {
         written_by=("Batch.pack",),
         read_by=("PPOTrainer.step_metrics", "trajectory_columns"),
     ),
+    "reward_parts.NAME": Column(
+        "(N,)",
+        "float32",
+        "the number that the reward function returned as NAME beside the score; `score` is the score itself",
+        written_by=("with_reward_columns",),
+        read_by=("reward_parts_of_gdpo",),
+        asked=True,
+    ),
     "reward_baselines": Column(
         "(N,)",
         "float32",
-        "reward of a greedy answer to the same prompt; given to advantage estimators written for padded tensors",
-        written_by=(),
-        read_by=("AdvantageAdapter.arguments",),
+        "reward of a greedy answer to the same prompt",
+        written_by=("with_reward_columns",),
+        read_by=("remax", "AdvantageAdapter.arguments"),
+        asked=True,
     ),
 }
 
@@ -274,6 +315,13 @@ class Batch:
             f"the batch has no column {name!r}; run {produced_by} first (columns so far: {', '.join(available)})"
         )
 
+    def token_column(self, name: str) -> Tensor:
+        """(T, ...) column `name`; one of values per sequence is repeated on the tokens of each."""
+        if name not in self.sequence_columns:
+            return self.require(name, writer_of(name))
+        column = self.sequence_columns[name]
+        return column[self.sequence_ids().to(column.device)]
+
     def with_columns(self, **columns: Tensor) -> "Batch":
         """A batch with these columns added or replaced; a column is per token when it has T rows.
 
@@ -334,6 +382,14 @@ class Batch:
             {n: torch.cat([b.token_columns[n] for b in batches]) for n in first.token_columns},
             {n: torch.cat([b.sequence_columns[n] for b in batches]) for n in first.sequence_columns},
         )
+
+
+def writer_of(name: str) -> str:
+    """What fills column `name`, for messages."""
+    key = REWARD_PART + "NAME" if name.startswith(REWARD_PART) else name
+    if key not in COLUMNS:
+        return "the stage that fills it"
+    return " or ".join(COLUMNS[key].written_by) or "your own code"
 
 
 def cumulative_lengths(lengths: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class Trajectory:
     group_id: int  # the same for all trajectories of one prompt
     row: int = -1  # index of the prompt's row in the data set; -1: none
     reward: float | None = None  # None: not scored yet, or the scorer failed or abstained
+    reward_baseline: float | None = None  # of a greedy answer to the same prompt; None: nothing asks for one
     policy_version: tuple[int, int] = (0, 0)  # oldest and newest weights that sampled a token of it
     stop_reason: str = "stop"  # "stop", "length" or "aborted"
     data_source: str = ""  # of the prompt's row

@@ -45,7 +45,7 @@ REPLACEMENTS = {
     "verl.trainer.fsdp_sft_trainer": _SFT,
     "verl.trainer.main_ppo_v0": "python3 -m verl.trainer.main_ppo runs training",
     "verl.trainer.ppo.ray_trainer": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
-    "verl.trainer.ppo.core_algos": "more estimators and losses are still to come; register your own with "
+    "verl.trainer.ppo.core_algos": "built-in losses are in verl.algorithms.losses, for packed batches; yours: "
     "register_adv_est and register_policy_loss",
     "verl.trainer.ppo.metric_utils": "verl.trainer.batch_metrics and verl.trainer.validation_metrics have the metrics",
     "verl.trainer.ppo.reward": _REWARD,

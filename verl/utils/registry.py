@@ -21,7 +21,7 @@ class Registry(Generic[T]):
 
         def add(item: T) -> T:
             existing = self._items.get(name)
-            if existing is not None and existing is not item:
+            if existing is not None and existing != item:
                 raise RegistryError(
                     f"{self.kind} {name!r} is already registered as {existing!r}; {item!r} needs another name"
                 )

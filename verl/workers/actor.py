@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.losses import make_actor_loss
+from verl.algorithms.advantages import get_advantage
+from verl.algorithms.losses import aggregation_mode, get_policy_loss, make_actor_loss, with_chosen_tokens
 from verl.config import FSDPOptimizerConfig, RunConfig
 from verl.config.actor import LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
+from verl.data.random_streams import token_draws
 from verl.runtime.group import WorkerGroup
 from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.base import EngineRegistry
@@ -57,9 +59,9 @@ class Actor:
         temperature = self.temperature if temperature is None else temperature
         return self.dispatcher.forward(inputs, ("logprobs",), self.infer_micro, temperature, dtype)["logprobs"]
 
-    def logprobs_and_entropy(self, batch: Batch) -> dict[str, Tensor]:
-        """`logprobs` and `entropy` (T,) of sampled tokens, at the sampling temperature, 0 elsewhere."""
-        inputs, names = batch.select_columns(["rows"]), ("logprobs", "entropy")
+    def logprobs_and_entropy(self, batch: Batch, more: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """`logprobs`, `entropy` and `more` outputs (T,) of sampled tokens, at the sampling temperature, 0 elsewhere."""
+        inputs, names = batch.select_columns(()), ("logprobs", "entropy", *more)
         return self.dispatcher.forward(inputs, names, self.infer_micro, self.temperature)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -77,10 +79,9 @@ class Actor:
         tokens_seen = 0
         indexed = batch.with_columns(token_indices=torch.arange(batch.num_tokens))
         self.dispatcher.begin_update(batch.num_sequences * actor.ppo_epochs)
+        mode, scale = aggregation_mode(actor), actor.loss_scale_factor or self.config.data.max_response_length
         for _, mini in self.mini_batches.split(indexed, step):
-            mini = with_loss_weights(
-                mini, actor.loss_agg_mode, actor.loss_scale_factor or self.config.data.max_response_length
-            )
+            mini = with_loss_weights(self.with_choice(mini, batch, step, is_first=tokens_seen == 0), mode, scale)
             update_metrics, outputs = self.dispatcher.update(mini, self.train_micro, self.temperature)
             metrics.merge(update_metrics)
             for name, column in outputs.items() if tokens_seen < batch.num_tokens else ():  # the first epoch
@@ -88,6 +89,19 @@ class Actor:
             tokens_seen += mini.num_tokens
         self.group.broadcast("advance_schedule")
         return metrics, first
+
+    def with_choice(self, mini: Batch, batch: Batch, step: int, is_first: bool) -> Batch:
+        """The mini-batch with the tokens that its loss chooses by the current log-probs of all of it, if it does.
+
+        The draws depend on the seed, the step, and the token's sequence and position in the step's batch only.
+        """
+        actor = self.config.actor_rollout_ref.actor
+        if get_policy_loss(actor.policy_loss.loss_mode).choose_tokens is None:
+            return mini
+        unchanged = is_first and not self.config.algorithm.rollout_correction.bypass_mode and "old_logprobs" in mini
+        mini = mini.with_columns(current_logprobs=mini["old_logprobs"] if unchanged else self.logprobs(mini))
+        draws = token_draws(actor.data_loader_seed, step, batch.sequence_ids(), batch.position_ids())
+        return with_chosen_tokens(mini, actor, draws[mini["token_indices"]])
 
     def save(self, folder: Path) -> None:
         """Write the contents listed in `checkpoint.save_contents`."""
@@ -117,11 +131,22 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
 
 def update_gives_old_logprobs(config: RunConfig) -> bool:
     """Whether the update's own forward pass can give the log-probs that it needs: they are used by one optimiser step,
-    on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction."""
+    on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction, no advantage
+    estimator and no choice of tokens that needs the policy's outputs first."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    first = get_advantage(algorithm.adv_estimator).needs_logprob_pass(algorithm) or outputs_asked_for(config)
+    if first or get_policy_loss(actor.policy_loss.loss_mode).choose_tokens:
+        return False
     corrected = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
     one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     return one_step and not algorithm.use_kl_in_reward and not corrected
+
+
+def outputs_asked_for(config: RunConfig) -> tuple[str, ...]:
+    """Outputs of the policy before the update, beside log-probs and entropy, that become columns of the batch."""
+    asked = get_advantage(config.algorithm.adv_estimator).outputs
+    forced = ("sum_pi_squared",) if config.actor_rollout_ref.actor.calculate_sum_pi_squared else ()
+    return tuple(name for name in dict.fromkeys((*asked, *forced)) if name not in ("logprobs", "entropy"))
 
 
 def with_schedule_length(optim: FSDPOptimizerConfig, total_steps: int) -> FSDPOptimizerConfig:

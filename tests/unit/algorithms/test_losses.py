@@ -177,8 +177,10 @@ def test_value_loss_equals_the_naive_definition_and_finite_differences(batch):
 
 
 def test_losses_that_cannot_be_used_are_refused_before_the_first_step():
-    with pytest.raises(ConfigError, match="loss_mode=gspo is still to come"):
-        get_policy_loss("gspo")
+    with pytest.raises(ConfigError, match="loss_mode=bypass_mode is still to come, with rollout correction"):
+        get_policy_loss("bypass_mode")
+    with pytest.raises(ConfigError, match=r"loss_mode=dro needs policy_loss\.dro_beta above 0; it is None"):
+        make_actor_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")))
     with pytest.raises(ConfigError, match="did you mean 'vanilla'"):
         make_actor_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="vanila")))
     with pytest.raises(ConfigError, match=r"clip_ratio_c=1\.0 must be greater than 1"):

@@ -18,6 +18,7 @@ from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.update_totals import TokenMetricSums
 
 BATCHES = {"batch", "mini", "shard", "part", "whole", "indexed", "selected"}  # names of variables that hold a Batch
+PART = "reward_parts.NAME"  # stands for all columns that begin like this
 Use = tuple[str, str, str]  # name of the column, function, place
 
 
@@ -57,6 +58,7 @@ def written(node: ast.AST, named: dict[str, list[str]]) -> list[str]:
         unpacked = [k.value for k in node.keywords if k.arg is None and isinstance(k.value, ast.Dict)]
         keys = [key for keys in unpacked for key in keys.keys if key is not None]
         texts = [text for key in keys for text in (constants(key) or named.get(last_name(key), []))]
+        texts += [PART for key in keys if isinstance(key, ast.BinOp) and last_name(key.left) == "REWARD_PART"]
         return [k.arg for k in node.keywords if k.arg] + texts
     if last_name(node.func) in ("Batch", "cls"):
         dicts = [a for a in node.args if isinstance(a, ast.Dict)]
@@ -99,6 +101,7 @@ def uses() -> tuple[list[Use], list[Use], dict[str, set[str]]]:
                 if isinstance(node, ast.keyword) and node.arg:
                     mentions[function].add(node.arg)
                 mentions[function].update(named.get(last_name(node), ()) if isinstance(node, ast.Name) else ())
+                mentions[function].update([PART] if last_name(node) == "REWARD_PART" else [])
             mentions[function].update(constants(body))
     return writes, reads, mentions
 
@@ -167,7 +170,7 @@ def batches(tmp_path_factory) -> list[Batch]:
 
 def test_a_real_step_fills_every_column_that_code_writes(batches):
     seen = {name for batch in batches for name in (*batch.token_columns, *batch.sequence_columns)}
-    assert seen == {name for name, column in COLUMNS.items() if column.written_by}
+    assert seen == {name for name, column in COLUMNS.items() if column.written_by and not column.asked}
 
 
 def test_columns_of_a_real_step_have_the_shapes_types_and_masked_values_of_the_legend(batches):

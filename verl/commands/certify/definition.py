@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import PolicyLoss, get_policy_loss
+from verl.algorithms.losses import PolicyLoss, aggregation_mode, get_policy_loss
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
 from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
@@ -144,7 +144,7 @@ def actor_loss(config: ActorConfig, scale: float) -> ReferenceLoss:
             if config.use_kl_loss:
                 kl = kl_penalty(logprobs[i], sequence["ref_logprobs"], config.kl_loss_type)
                 losses[i] = losses[i] + config.kl_loss_coef * kl
-        total = aggregate(losses, masks, config.loss_agg_mode, scale)
+        total = aggregate(losses, masks, aggregation_mode(config), scale)
         return total if external is None else total + external_policy_loss(external, logprobs, sequences, config, scale)
 
     return reference_loss

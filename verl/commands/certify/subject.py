@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig, Qwen3Config
 
 from verl.algorithms.likelihood import LikelihoodLoss
-from verl.algorithms.losses import TokenLoss, make_actor_loss, make_value_loss
+from verl.algorithms.losses import TokenLoss, aggregation_mode, make_actor_loss, make_value_loss
 from verl.commands.certify import definition
 from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
@@ -107,7 +107,7 @@ def actor_subject(config: RunConfig) -> Subject:
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=make_actor_loss(part),
         reference_loss=definition.actor_loss(part, scale),
-        loss_agg_mode=part.loss_agg_mode,
+        loss_agg_mode=aggregation_mode(part),
         scale=scale,
         temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
     )

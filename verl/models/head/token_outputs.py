@@ -86,9 +86,12 @@ def token_logprobs(
     with_entropy: bool = False,
     bias: Tensor | None = None,
     kernels: str = "torch",
+    with_sum_pi_squared: bool = False,
 ) -> dict[str, Tensor]:
     """`logprobs` (T,), and `entropy` (T,) if requested, in nats: entry t is about token t given those before it.
 
+    `sum_pi_squared` (T,), if requested, is the sum of the squared probabilities of the vocabulary. It takes a second
+    pass, at half the temperature: its log is logsumexp(2x) - 2 logsumexp(x), which is 2 log p(x) - log p(2x).
     Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
     Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
     or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 40 in
@@ -104,10 +107,15 @@ def token_logprobs(
         logprobs_M, entropy_M = eager_head(*inputs, with_entropy)
     else:
         logprobs_M, entropy_M = ChunkedHead.apply(*inputs, chunk_size, with_entropy, kernels)
-    out = {"logprobs": _scatter_to_tokens(logprobs_M, positions, len(tokens_T))}
-    if with_entropy:
-        out["entropy"] = _scatter_to_tokens(entropy_M, positions, len(tokens_T))
-    return out
+    out_M = {"logprobs": logprobs_M} | ({"entropy": entropy_M} if with_entropy else {})
+    if with_sum_pi_squared:
+        halved = torch.full_like(logprobs_M, 0.5) if temperature_M is None else temperature_M / 2
+        squared = (*inputs[:-1], halved)
+        at_half, _ = (
+            eager_head(*squared, False) if mode == "eager" else ChunkedHead.apply(*squared, chunk_size, False, kernels)
+        )
+        out_M["sum_pi_squared"] = (2 * logprobs_M - at_half).exp()
+    return {name: _scatter_to_tokens(values_M, positions, len(tokens_T)) for name, values_M in out_M.items()}
 
 
 def token_loss_one_pass(

@@ -73,7 +73,7 @@ POLICY_LOSS_REGISTRY: dict[str, PaddedFunction] = {}
 
 
 class AdvantageEstimator(StrEnum):
-    """Names of `algorithm.adv_estimator`; those that are not supported are refused when selected."""
+    """Names of `algorithm.adv_estimator`."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -95,7 +95,8 @@ def register_adv_est(name_or_enum: str | Enum, extra: type | None = None) -> Cal
     """Decorator: `fn(token_level_rewards, response_mask, config, index, ...) -> (advantages, returns)`, (bs, T) each.
 
     Arguments are passed by name. Always: token_level_rewards, response_mask, config. When the batch has them: index
-    (group ids) and reward_baselines. Only to a function that names them: values, old_log_probs, gamma, lam.
+    (group ids) and reward_baselines. Only to a function that names them: values, old_log_probs, sum_pi_squared, gamma,
+    lam. What it names without a default the trainer provides: greedy answers for reward_baselines, and so on.
     Keys of its own are `algorithm.extra.*`, read as `config.extra["x"]` or `config.extra.x`; a dataclass `extra` gives
     their types and defaults, and any other key is refused.
     """
@@ -104,7 +105,7 @@ def register_adv_est(name_or_enum: str | Enum, extra: type | None = None) -> Cal
     def add(function: PaddedFunction) -> PaddedFunction:
         if ADV_ESTIMATOR_REGISTRY.get(name) is not function:
             adapter = AdvantageAdapter(name, function, extra)
-            our_advantages.register_advantage(name, check=adapter.check)(adapter)
+            our_advantages.register_advantage(name, adapter.check, *adapter.needs)(adapter)
             ADV_ESTIMATOR_REGISTRY[name] = function
         return function
 
@@ -198,6 +199,14 @@ ADV_ESTIMATOR_REGISTRY.update(
     gae=compute_gae_advantage_return,
     grpo=compute_grpo_outcome_advantage,
     grpo_vectorized=compute_grpo_vectorized_outcome_advantage,
+    grpo_passk=compute_grpo_passk_outcome_advantage,
+    rloo=compute_rloo_outcome_advantage,
+    rloo_vectorized=compute_rloo_vectorized_outcome_advantage,
+    opo=compute_opo_outcome_advantage,
+    gpg=compute_gpg_outcome_advantage,
+    remax=compute_remax_outcome_advantage,
+    reinforce_plus_plus=compute_reinforce_plus_plus_outcome_advantage,
+    reinforce_plus_plus_baseline=compute_reinforce_plus_plus_baseline_outcome_advantage,
 )
 POLICY_LOSS_REGISTRY.update(vanilla=compute_policy_loss_vanilla)
 __getattr__ = refuse_missing_names(__name__)

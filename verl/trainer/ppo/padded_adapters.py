@@ -21,6 +21,7 @@ from verl.data.batch import Batch
 from verl.utils.errors import ConfigError
 
 PaddedFunction = Callable[..., Any]
+PADDED_COLUMNS = {"values": "values", "old_log_probs": "old_logprobs"}  # arguments of estimators and their columns
 LOSS_ARGUMENTS = (
     "old_log_prob",
     "log_prob",
@@ -89,6 +90,14 @@ class AdvantageAdapter:
         """ConfigError, before the first step, for keys of its own that do not fit."""
         self.typed(config)
 
+    @property
+    def needs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The columns, and the outputs of the policy, that its arguments without a default name."""
+        required = [n for n, p in inspect.signature(self.function).parameters.items() if p.default is p.empty]
+        names = {**PADDED_COLUMNS, "reward_baselines": "reward_baselines"}
+        columns = tuple(column for argument, column in names.items() if argument in required)
+        return columns, ("sum_pi_squared",) if "sum_pi_squared" in required else ()
+
     def __call__(self, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
         config, padded = self.typed(config), PaddedView(batch)
         mask = padded.response_mask
@@ -116,7 +125,7 @@ class AdvantageAdapter:
         if "reward_baselines" in batch:
             standard["reward_baselines"] = batch["reward_baselines"]
         named: dict[str, Any] = {"gamma": config.gamma, "lam": config.lam}
-        for padded_name, column in (("values", "values"), ("old_log_probs", "old_logprobs")):
+        for padded_name, column in {**PADDED_COLUMNS, "sum_pi_squared": "sum_pi_squared"}.items():
             if column in batch:
                 named[padded_name] = padded.to_padded(batch[column])
         parameters = inspect.signature(self.function).parameters

@@ -22,6 +22,7 @@ from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
 from verl.trainer.early_checks import early_mistakes, files_read
 from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.ppo.needs import check_needs, forced_aggregation
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
     Findings,
@@ -115,7 +116,10 @@ def check_functions(config: RunConfig, found: Findings) -> None:
     name = config.algorithm.adv_estimator
     found.check("advantage estimator", lambda: check_advantage(config.algorithm), name)
     loss = actor.policy_loss.loss_mode
-    found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss)
+    if found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss):
+        found.check("columns", lambda: check_needs(config))
+        if notice := forced_aggregation(config):
+            found.warn("loss_agg_mode", notice)
 
 
 def _engine_text(actor: Any) -> Callable[[type], str]:

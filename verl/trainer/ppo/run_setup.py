@@ -15,6 +15,7 @@ from verl.observe.tracking import Tracking
 from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup
+from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.preparation import Preparation, count_ranks, prepare_run
 from verl.trainer.ppo.rollout_setup import (
     build_training_engine,
@@ -86,7 +87,7 @@ def assemble_run(
         critic = Critic(config, group.for_role("critic"))
     trainer = PPOTrainer(
         config,
-        SyncSource(prompts, collector, training_sampling(arr.rollout)),
+        SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config)),
         actor,
         weight_sync,
         get_kl_controller(config.algorithm.kl_ctrl),

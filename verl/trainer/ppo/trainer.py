@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from verl.algorithms.advantages import compute_advantages, with_token_rewards
+from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.kl import KLController, apply_kl_in_reward
+from verl.algorithms.losses import aggregation_mode
 from verl.config import RunConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
+from verl.data.reward_parts import with_reward_columns
 from verl.observe.timers import StageTimer
 from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.group import WorkerGroup
@@ -31,7 +33,7 @@ from verl.trainer.batch_metrics import (
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
-from verl.workers.actor import Actor, update_gives_old_logprobs
+from verl.workers.actor import Actor, outputs_asked_for, update_gives_old_logprobs
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 
@@ -75,8 +77,7 @@ class PPOTrainer:
     def step(self, timer: StageTimer) -> StepRecord:
         """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
         rollouts = self.collect(timer)
-        batch = Batch.pack([t for t in rollouts.trajectories if t.reward is not None])
-        batch = self.evaluate(batch, timer)
+        batch = self.evaluate(self.pack(rollouts), timer)
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
         batch, update_metrics = self.update(batch, timer)
@@ -107,14 +108,30 @@ class PPOTrainer:
             )
         return rollouts
 
+    def pack(self, rollouts: RolloutBatch) -> Batch:
+        """The answers that have a reward, with the columns of rewards that the advantage estimator asks for."""
+        algorithm = self.config.algorithm
+        scored = [t for t in rollouts.trajectories if t.reward is not None]
+        return with_reward_columns(
+            Batch.pack(scored), scored, get_advantage(algorithm.adv_estimator).columns_for(algorithm)
+        )
+
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
-        """Adds old_logprobs and entropy (unless the update computes the same values), ref_logprobs and values."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
+        """Adds old_logprobs, entropy and what the advantage estimator asks for, ref_logprobs and values.
+
+        The first two are left out where the update computes the same values.
+        """
+        bypassed, more = self.config.algorithm.rollout_correction.bypass_mode, outputs_asked_for(self.config)
+        if bypassed:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
-        elif not self.old_logprobs_are_redundant:
+        if more or not (bypassed or self.old_logprobs_are_redundant(batch)):
             with timer("old_log_prob"):
-                outputs = self.actor.logprobs_and_entropy(batch)
-                batch = batch.with_columns(old_logprobs=outputs["logprobs"], entropy=outputs["entropy"])
+                outputs = self.actor.logprobs_and_entropy(batch, more)
+            batch = batch.with_columns(entropy=outputs["entropy"])
+            if not bypassed:
+                batch = batch.with_columns(old_logprobs=outputs["logprobs"])
+            if "sum_pi_squared" in outputs:
+                batch = batch.with_columns(sum_pi_squared=outputs["sum_pi_squared"])
         if self.reference is not None:
             with timer("ref"):
                 batch = batch.with_columns(ref_logprobs=self.reference.logprobs(batch))
@@ -157,14 +174,15 @@ class PPOTrainer:
         self.version += 1
         return self.wait_for(self.weight_sync.publish(self.version))
 
-    @property
-    def old_logprobs_are_redundant(self) -> bool:
+    def old_logprobs_are_redundant(self, batch: Batch) -> bool:
         """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.
 
-        Besides what `update_gives_old_logprobs` asks for: an actor update, no dropout.
+        Besides what `update_gives_old_logprobs` asks for: an actor update, no dropout, and answers that were sampled
+        by the published weights alone.
         """
         warm = self.global_step >= self.config.trainer.critic_warmup
-        return update_gives_old_logprobs(self.config) and warm and not self.actor.has_dropout
+        on_policy = bool((batch["policy_versions"] == self.version).all())
+        return update_gives_old_logprobs(self.config) and warm and on_policy and not self.actor.has_dropout
 
     def step_metrics(self, batch: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
         """Every metric of the step except timings."""
@@ -173,7 +191,7 @@ class PPOTrainer:
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
         tokens_per_rank = self.actor.dispatcher.tokens_per_rank / actor.ppo_epochs
         out.update(
-            entropy_metrics(batch, actor.loss_agg_mode, actor.loss_scale_factor or config.data.max_response_length)
+            entropy_metrics(batch, aggregation_mode(actor), actor.loss_scale_factor or config.data.max_response_length)
         )
         out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))

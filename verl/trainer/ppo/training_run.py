@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.algorithms.losses import aggregation_mode
 from verl.config import RunConfig
 from verl.config.base import add_reads
 from verl.config.load import unread_keys
@@ -104,7 +105,7 @@ class TrainingRun:
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
-        self.health = HealthCheck(config.actor_rollout_ref.actor.loss_agg_mode)
+        self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for facts()
 

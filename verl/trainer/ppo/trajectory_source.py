@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -69,9 +69,17 @@ class RolloutCollector:
         self.on_answers: Callable[[CollectCounts], None] = lambda counts: None
 
     async def collect(
-        self, rows: Sequence[PromptRow], request_ids: Sequence[int], sampling: SamplingParams
+        self,
+        rows: Sequence[PromptRow],
+        request_ids: Sequence[int],
+        sampling: SamplingParams,
+        with_baselines: bool = False,
     ) -> RolloutBatch:
-        """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward."""
+        """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward.
+
+        With baselines, one more answer per prompt is greedy: its reward is the `reward_baseline` of the others, which
+        have no reward themselves where it has none.
+        """
         start, counts = time.perf_counter(), CollectCounts(len(rows) * sampling.n)
         out = RolloutBatch(rows=list(rows))
         self.on_answers(counts)
@@ -83,6 +91,17 @@ class RolloutCollector:
             out.generate_s = time.perf_counter() - start
             counts.answered += sampling.n
             self.on_answers(counts)
+            pairs = await scored(row, trajectories)
+            counts.scored += sampling.n
+            self.on_answers(counts)
+            return pairs
+
+        async def greedy_answer(row: PromptRow, request_id: int) -> Score:
+            trajectories = await self.agent_runner.answer(row, request_id, greedy(sampling), self.engine)
+            out.generate_s = time.perf_counter() - start
+            return mean_score([found for _, found in await scored(row, trajectories)])
+
+        async def scored(row: PromptRow, trajectories: list[Trajectory]) -> list[tuple[Trajectory, Score]]:
             texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
             inputs = [
                 RewardInput.from_row(row, text, t)
@@ -91,8 +110,6 @@ class RolloutCollector:
             ]
             new_scores = iter(await self.reward.score(inputs) if inputs else [])
             scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
-            counts.scored += sampling.n
-            self.on_answers(counts)
             return [
                 (t.with_reward(s.value, s.extra, row.data_source, text), s)
                 for t, s, text in zip(trajectories, scores, texts, strict=True)
@@ -102,6 +119,8 @@ class RolloutCollector:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(answer_prompt(row, i)) for row, i in zip(rows, request_ids, strict=True)]
+                prompts = zip(rows, request_ids if with_baselines else (), strict=False)
+                greedy_tasks = [group.create_task(greedy_answer(row, -1 - i)) for row, i in prompts]  # ids of their own
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
         finally:
@@ -111,7 +130,10 @@ class RolloutCollector:
         out.engine_stats = metrics_between(stats_before, await self.engine.stats())
         if self.free_cache:
             await self.engine.sleep()
-        for trajectory, score in (pair for task in tasks for pair in task.result()):
+        answers = [task.result() for task in tasks]
+        if with_baselines:
+            answers = [with_baseline(a, task.result()) for a, task in zip(answers, greedy_tasks, strict=True)]
+        for trajectory, score in (pair for pairs in answers for pair in pairs):
             out.trajectories.append(trajectory)
             out.scores.append(score)
             out.num_reward_errors += score.error is not None
@@ -125,6 +147,28 @@ class RolloutCollector:
             await asyncio.sleep(TOKENS_EVERY_S)
             counts.tokens = int(metrics_between(before, await self.engine.stats()).get("generated_tokens", 0))
             self.on_answers(counts)
+
+
+def greedy(sampling: SamplingParams) -> SamplingParams:
+    """One answer of the most likely tokens, with the other limits of `sampling`."""
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, n=1)
+
+
+def mean_score(scores: Sequence[Score]) -> Score:
+    """The mean of one conversation's scores; the first that has no value, if there is one."""
+    without = next((score for score in scores if score.value is None), None)
+    return without or Score(sum(score.value or 0.0 for score in scores) / len(scores))
+
+
+def with_baseline(answers: list[tuple[Trajectory, Score]], baseline: Score) -> list[tuple[Trajectory, Score]]:
+    """The answers to a prompt with the reward of its greedy answer; without it they cannot be compared."""
+    return [
+        (
+            replace(t, reward=t.reward if baseline.value is not None else None, reward_baseline=baseline.value),
+            s if baseline.value is not None else baseline,
+        )
+        for t, s in answers
+    ]
 
 
 def first_failure(group: BaseExceptionGroup) -> BaseException:
@@ -158,8 +202,15 @@ class TrajectorySource(Protocol):
 class SyncSource:
     """Takes prompts in data order and waits for all answers of a batch. Staleness is 0."""
 
-    def __init__(self, prompts: PromptSampler, collector: RolloutCollector, sampling: SamplingParams):
+    def __init__(
+        self,
+        prompts: PromptSampler,
+        collector: RolloutCollector,
+        sampling: SamplingParams,
+        with_baselines: bool = False,
+    ):
         self.prompts, self.collector, self.sampling = prompts, collector, sampling
+        self.with_baselines = with_baselines  # one greedy answer per prompt more
         self._next_request = 0
 
     async def take(self, num_prompts: int) -> RolloutBatch:
@@ -167,7 +218,7 @@ class SyncSource:
         rows = self.prompts.take(num_prompts)
         request_ids = range(self._next_request, self._next_request + num_prompts)
         self._next_request += num_prompts
-        return await self.collector.collect(rows, list(request_ids), self.sampling)
+        return await self.collector.collect(rows, list(request_ids), self.sampling, self.with_baselines)
 
     @property
     def epoch(self) -> int:

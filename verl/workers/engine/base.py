@@ -105,7 +105,7 @@ class BaseEngine(ABC):
         micro: MicroBatching | None = None,
         temperature: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Each of `outputs` ("logprobs", "entropy", "values") as (T,) float32, zero where loss_mask is False."""
+        """Each of `outputs` as (T,) float32, 0 where loss_mask is False: logprobs, entropy, sum_pi_squared; values."""
 
     @abstractmethod
     def forward_backward(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.data.batch import Batch
+from verl.data.batch import Batch, writer_of
 from verl.data.micro_batches import MicroBatching, split_micro_batches
 from verl.models.attention.prefix_sharing import (
     PrefixLayout,
@@ -116,7 +116,7 @@ def micro_batches(
     Without a plan, ranks may have different numbers of them: dummies fill up to the maximum (`max_over_ranks`).
     """
     for name in columns:
-        batch.require(name, "the stage that fills it")
+        batch.require(name, writer_of(name))
     selected = batch.select_columns(columns).with_columns(
         **{TOKEN_INDICES: torch.arange(batch.num_tokens, device=batch.device)}
     )

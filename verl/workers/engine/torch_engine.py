@@ -218,10 +218,9 @@ class TorchEngine(BaseEngine):
         inputs = head_input(self._backbone, micro_batch, self.packed)
         if self.has_value_head:
             _check_outputs(names, ("values",), "a critic")
-            head = self.model.score
-            values = token_values(inputs.hidden, head.weight, head.bias, inputs.cu_seqlens, inputs.needed)
-            return inputs.scatter_to_columns({"values": values})
-        _check_outputs(names, ("logprobs", "entropy"), "a language model")
+            score, rows = self.model.score, (inputs.cu_seqlens, inputs.needed)
+            return inputs.scatter_to_columns({"values": token_values(inputs.hidden, score.weight, score.bias, *rows)})
+        _check_outputs(names, ("logprobs", "entropy", "sum_pi_squared"), "a language model")
         outputs = token_logprobs(
             inputs.hidden,
             self._head.weight,
@@ -234,6 +233,7 @@ class TorchEngine(BaseEngine):
             with_entropy="entropy" in names,
             bias=self._head.bias,
             kernels=self.head_kernels,
+            with_sum_pi_squared="sum_pi_squared" in names,
         )
         return inputs.scatter_to_columns(outputs)
 
@@ -245,8 +245,8 @@ class TorchEngine(BaseEngine):
         if micro_batch.is_dummy:
             values = self._outputs(micro_batch, loss.outputs, temperature).values()
             return torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {}
-        optional = {name for name in loss.optional_columns if name in batch}
-        columns = {name: batch[name] for name in {*loss.columns, *optional, "loss_weights"}}
+        names = {*loss.columns, *loss.optional_columns, "loss_weights"}
+        columns = {name: batch.token_column(name) for name in names if name in batch}
         if loss.per_token and not self.has_value_head and self.head_mode != "eager":
             return self._loss_one_pass(micro_batch, loss, columns, temperature)
         outputs = self._outputs(micro_batch, loss.outputs, temperature)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.data.random_streams import uniforms
 from verl.models.decoder.lean import CacheTarget, CacheWindow, Decoder
 from verl.models.decoder.prompt_cache import PromptSharing
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, check_request, completes_stop_text, max_stop_tokens
-from verl.workers.rollout.sampling import sample, uniforms
+from verl.workers.rollout.sampling import sample
 from verl.workers.rollout.scheduler import (
     CachedPrompt,
     PrefillBatch,

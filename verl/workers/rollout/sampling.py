@@ -1,4 +1,4 @@
-"""Sampling that depends on the request alone: counter-based uniform random numbers and the inverse CDF.
+"""Sampling that depends on the request alone: the inverse CDF of the uniform numbers of random_streams.py.
 
 Shapes: B rows sampled at once, V vocabulary. `weights_BV` are unnormalised probabilities.
 """
@@ -10,42 +10,9 @@ from torch import Tensor
 
 from verl.workers.rollout.base import Alternatives, SamplingParams
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BLOCK_COLUMNS = 128  # block size of the two-level search in large vocabularies; divides most sizes
 _CPU_CHUNK_ELEMENTS = 1 << 19  # probabilities processed at once on a CPU: they stay in its cache
 _TOP_P_CANDIDATES = 1024  # largest probabilities tried before a whole row is sorted for top-p
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's finaliser: a bijection on 64 bits whose every output bit depends on every input bit."""
-    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
-    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
-    return value ^ (value >> 31)
-
-
-def stream_key(seed: int, request_id: int, sample: int) -> int:
-    """The signed 64-bit key of one completion's random stream."""
-    key = _mix((seed + _GOLDEN) & _MASK64)
-    key = _mix((key + request_id * _GOLDEN + 1) & _MASK64)
-    return _signed(_mix((key + sample * _GOLDEN + 2) & _MASK64))
-
-
-def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Uniform random numbers (B,), float64 in [0, 1), that depend on (key, position) alone.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), used as a counter-based hash.
-    """
-    x = positions_B * _signed(_GOLDEN) + keys_B
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX1)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX2)
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    return ((x >> 12) & ((1 << 52) - 1)).to(torch.float64) * 2.0**-52
 
 
 @dataclass(frozen=True)

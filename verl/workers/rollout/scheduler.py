@@ -7,8 +7,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from verl.data.random_streams import stream_key
 from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest
-from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise, stream_key
+from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise
 
 
 @dataclass

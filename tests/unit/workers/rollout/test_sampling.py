@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from verl.workers.rollout.sampling import SamplingTensors, restrict, sample, stream_key, uniforms
+from verl.data.random_streams import stream_key, uniforms
+from verl.workers.rollout.sampling import SamplingTensors, restrict, sample
 
 NONE = SamplingTensors()
 

@@ -1,0 +1,169 @@
+"""Every advantage estimator against its definition in verl.commands.certify.formulas, and laws that all keep."""
+
+import pytest
+import torch
+
+from tests.unit.algorithms.algorithm_cases import column_by_sequence, random_batch
+from verl.algorithms.advantages import ADVANTAGES, check_advantage, compute_advantages, with_token_rewards
+from verl.commands.certify import formulas
+from verl.config import AlgorithmConfig
+from verl.data.batch import Batch, cumulative_lengths
+from verl.utils.errors import ConfigError, DataError
+
+NAMES = [n for n in ADVANTAGES.names() if ADVANTAGES.get(n).function.__module__.startswith("verl.algorithms")]
+PARTS = {"gdpo_reward_keys": ["format", "score"], "gdpo_reward_weights": [0.5, 2.0]}
+PAIRS = (  # the last two sequences of random_batch() join the group of the third, so that no group has one answer
+    7,
+    7,
+    3,
+    3,
+    3,
+    3,
+)
+
+
+def config_of(name: str, **changes) -> AlgorithmConfig:
+    return AlgorithmConfig(adv_estimator=name, **(PARTS if name == "gdpo" else {}), **changes)
+
+
+def full_batch(seed: int = 0, rewards=None, groups=None) -> Batch:
+    """Every column that an estimator may ask for."""
+    batch = random_batch(seed)
+    generator = torch.Generator().manual_seed(seed + 100)
+
+    def uniform(n: int) -> torch.Tensor:
+        return torch.rand(n, generator=generator, dtype=torch.float64)
+
+    mask, probs = batch["loss_mask"], uniform(batch.num_tokens)
+    squares = probs**2 + (1 - probs) ** 2 * uniform(batch.num_tokens)
+    batch = batch.with_columns(
+        old_logprobs=torch.where(mask, probs.log(), 0.0),
+        sum_pi_squared=torch.where(mask, squares, 0.0),
+        reward_baselines=uniform(batch.num_sequences),
+        **{"reward_parts.format": uniform(batch.num_sequences).round(), "reward_parts.score": batch["rewards"]},
+    )
+    if rewards is not None:
+        batch = batch.with_columns(rewards=torch.tensor(rewards, dtype=torch.float64))
+    if groups is not None:
+        batch = batch.with_columns(group_ids=torch.tensor(groups))
+    batch = with_token_rewards(batch)
+    kl = torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64) * mask  # a penalty on every token
+    return batch.with_columns(token_rewards=batch["token_rewards"] - 0.1 * kl)
+
+
+def by_definition(name: str, batch: Batch, config: AlgorithmConfig) -> list[list[float]]:
+    masks, rewards = column_by_sequence(batch, "loss_mask"), column_by_sequence(batch, "token_rewards")
+    scores, groups = [sum(row) for row in rewards], batch["group_ids"].tolist()
+    by_std = config.norm_adv_by_std_in_grpo
+    if name in ("grpo", "grpo_vectorized"):
+        return formulas.on_tokens(formulas.grpo(scores, groups, by_std), masks)
+    if name == "grpo_passk":
+        return formulas.on_tokens(formulas.grpo_passk(scores, groups, by_std), masks)
+    if name in ("rloo", "rloo_vectorized"):
+        return formulas.on_tokens(formulas.rloo(scores, groups), masks)
+    if name == "opo":
+        return formulas.on_tokens(formulas.opo(scores, groups, masks), masks)
+    if name == "gpg":
+        return formulas.on_tokens(formulas.gpg(scores, groups), masks)
+    if name == "gdpo":
+        parts = [batch["reward_parts." + key].tolist() for key in config.gdpo_reward_keys]
+        return formulas.gdpo(parts, config.gdpo_reward_weights, groups, masks)
+    if name == "reinforce_plus_plus":
+        return formulas.reinforce_plus_plus(rewards, masks, config.gamma)
+    if name == "reinforce_plus_plus_baseline":
+        return formulas.reinforce_plus_plus_baseline(scores, groups, masks)
+    if name == "remax":
+        return formulas.remax(rewards, masks, batch["reward_baselines"].tolist())
+    log_p, squares = column_by_sequence(batch, "old_logprobs"), column_by_sequence(batch, "sum_pi_squared")
+    in_turns = name == "tir_optimal_token_baseline"
+    return formulas.optimal_token_baseline(rewards, masks, groups, log_p, squares, in_turns)
+
+
+def advantages(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
+    return compute_advantages(batch, config)["advantages"]
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gae"])
+def test_advantages_equal_the_definition(name, seed, by_std):
+    batch = full_batch(seed, groups=PAIRS if name == "grpo_passk" else None)
+    config = config_of(name, norm_adv_by_std_in_grpo=by_std or name == "gdpo", gamma=0.9)
+    expected = torch.tensor([a for row in by_definition(name, batch, config) for a in row], dtype=torch.float64)
+    found = advantages(batch, config)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert expected.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_that_were_not_sampled_have_no_advantage_and_change_nothing(name):
+    batch = full_batch(groups=PAIRS)
+    config = config_of(name)
+    outside = ~batch["loss_mask"]
+    out = compute_advantages(batch, config)
+    assert (out["advantages"][outside] == 0).all() and (out["returns"][outside] == 0).all()
+    noisy = {n: torch.where(outside, 7.0, batch[n]) for n in ("old_logprobs", "sum_pi_squared", "values")}
+    torch.testing.assert_close(advantages(batch.with_columns(**noisy), config), out["advantages"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_advantages_do_not_depend_on_the_order_of_sequences(name):
+    batch, order = full_batch(groups=PAIRS), torch.tensor([5, 3, 0, 2, 4, 1])
+    moved = compute_advantages(batch, config_of(name)).select(order)["advantages"]
+    torch.testing.assert_close(advantages(batch.select(order), config_of(name)), moved, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_equal_scores_in_a_group_give_no_advantage(name):
+    batch = random_batch().with_columns(rewards=torch.full((6,), 0.3), group_ids=torch.tensor(PAIRS))
+    out = advantages(with_token_rewards(batch), config_of(name))
+    assert out.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+def test_the_baseline_of_an_answer_alone_in_its_group_is_0(name):
+    batch = with_token_rewards(random_batch().with_columns(group_ids=torch.arange(6)))
+    expected = batch["rewards"][batch.sequence_ids()] * batch["loss_mask"]
+    torch.testing.assert_close(advantages(batch, config_of(name)), expected, rtol=2e-6, atol=0)
+
+
+def test_the_best_of_one_answer_is_refused():
+    with pytest.raises(DataError, match=r"1 prompts have one; set actor_rollout_ref.rollout.n"):
+        advantages(full_batch(), config_of("grpo_passk"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"gdpo_reward_keys=\[NAME,...\]"),
+        ({"gdpo_reward_keys": ["a", "a"]}, "each once"),
+        ({"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0]}, "has 1 numbers for the 2 parts"),
+        ({"gdpo_reward_keys": ["a"], "use_kl_in_reward": True}, "is in none of them"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_the_first_step(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_advantage(AlgorithmConfig(adv_estimator="gdpo", **settings))
+
+
+def test_tool_results_of_other_lengths_move_the_moments_of_one_token_baseline_only():
+    one, other = "psspps", "psspppps"
+
+    def batch(masks):
+        mask = torch.tensor([c == "s" for c in "".join(masks)])
+        n = len(mask)
+        sampled = torch.arange(1, int(mask.sum()) + 1, dtype=torch.float64) / 10
+        column = torch.zeros(n, dtype=torch.float64)
+        column[mask] = sampled
+        columns = {"loss_mask": mask, "old_logprobs": -column, "sum_pi_squared": torch.ones_like(column)}
+        sequence = {"rewards": torch.tensor([1.0, 0.0]).double(), "group_ids": torch.zeros(2, dtype=torch.long)}
+        return with_token_rewards(Batch(cumulative_lengths(torch.tensor([len(m) for m in masks])), columns, sequence))
+
+    def sampled_advantages(name, masks):
+        b = batch(masks)
+        return advantages(b, config_of(name))[b["loss_mask"]]
+
+    same, longer = (one, one), (one, other)
+    in_turns, plain = "tir_optimal_token_baseline", "optimal_token_baseline"
+    torch.testing.assert_close(sampled_advantages(in_turns, same), sampled_advantages(in_turns, longer))
+    assert not torch.allclose(sampled_advantages(plain, same), sampled_advantages(plain, longer))

@@ -1,0 +1,78 @@
+"""Policy losses that treat a few tokens of a mini-batch differently, chosen by covariance to keep the entropy up.
+
+The covariance of a token is (A - mean A) (log p - mean log p) over the sampled tokens of the mini-batch, log p by the
+policy at its beginning. Shapes: T tokens of a mini-batch, M of a micro-batch. Source: arXiv 2505.22617, §4.
+"""
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.policy_loss import TokenMetrics, limited_log_ratio, register_policy_loss
+from verl.config import ActorConfig
+from verl.data.batch import Batch
+
+
+def token_covariances(batch: Batch) -> Tensor:
+    """(M,) float64 covariances of the sampled tokens of a mini-batch."""
+    mask = batch["loss_mask"]
+    advantages, logprobs = batch["advantages"][mask].double(), batch["current_logprobs"][mask].double()
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def smallest(values: Tensor, count: int, mask: Tensor) -> Tensor:
+    """(T,) bool: the `count` smallest finite ones of the values (M,) of the sampled tokens; ties by position."""
+    order = values.sort(stable=True).indices[:count]
+    chosen_M = torch.zeros(len(values), dtype=torch.bool, device=mask.device)
+    chosen_M[order[values[order].isfinite()]] = True
+    out = torch.zeros_like(mask)
+    out[mask] = chosen_M
+    return out
+
+
+def _clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
+    """PPO's losses, and where their gradient is clipped away."""
+    ratio = limited_log_ratio(logprobs, old_logprobs).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def choose_for_clip_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tensor:
+    """(T,) a random `clip_cov_ratio` of all tokens (at least one).
+
+    They are among those whose covariance is inside the bounds, and which PPO does not clip.
+    """
+    settings, mask, current = config.policy_loss, batch["loss_mask"], batch["current_logprobs"]
+    covariance = token_covariances(batch)
+    old = batch.require("old_logprobs", "Actor.logprobs")
+    _, is_clipped = _clipped(current, old, batch["advantages"], config)
+    inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub) & ~is_clipped[mask]
+    count = max(int(settings.clip_cov_ratio * len(covariance)), 1)
+    return smallest(torch.where(inside, draws[mask], torch.inf), count, mask)
+
+
+@register_policy_loss("clip_cov", choose_tokens=choose_for_clip_cov)
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
+) -> tuple[Tensor, TokenMetrics]:
+    """PPO's clipped loss, 0 for a few random tokens of high covariance, which would lower the entropy most."""
+    losses, is_clipped = _clipped(logprobs, old_logprobs, advantages, config)
+    chosen = batch["chosen_tokens"]
+    metrics = {"pg_clipfrac": is_clipped, "chosen_tokens": chosen, "ppo_kl": limited_log_ratio(old_logprobs, logprobs)}
+    return torch.where(chosen, 0.0, losses), metrics
+
+
+def choose_for_kl_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tensor:
+    """(T,) the `kl_cov_ratio` of all tokens (at least one) with the largest covariance."""
+    covariance = token_covariances(batch)
+    return smallest(-covariance, max(int(config.policy_loss.kl_cov_ratio * len(covariance)), 1), batch["loss_mask"])
+
+
+@register_policy_loss("kl_cov", choose_tokens=choose_for_kl_cov)
+def kl_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
+) -> tuple[Tensor, TokenMetrics]:
+    """-A ratio, plus ppo_kl_coef |log p - log p_old| for the tokens of the highest covariance; no clip."""
+    log_ratio, chosen = limited_log_ratio(logprobs, old_logprobs), batch["chosen_tokens"]
+    penalty = torch.where(chosen, config.policy_loss.ppo_kl_coef * log_ratio.abs(), 0.0)
+    return penalty - advantages * log_ratio.exp(), {"chosen_tokens": chosen, "ppo_kl": -log_ratio}

@@ -1,0 +1,129 @@
+"""Policy losses by name: what each needs, and how a configuration chooses one.
+
+Shapes: M tokens of a micro-batch, or of a slice of one; T tokens of a mini-batch. No loss reduces over tokens:
+aggregation is done by the column `loss_weights` (see aggregation.py). Import from losses.py, which registers the
+built-in ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.config import ActorConfig
+from verl.config.algorithm import LOSS_AGG_MODES
+from verl.data.batch import Batch
+from verl.utils.errors import ConfigError, RegistryError
+from verl.utils.registry import Registry
+from verl.utils.suggest import did_you_mean
+
+TokenMetrics = dict[str, Tensor]
+PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Batch, ActorConfig], tuple[Tensor, TokenMetrics]]
+# (mini-batch, config, a uniform random number per token (T,)) -> which tokens are chosen (T,) bool
+TokenChoice = Callable[[Batch, ActorConfig, Tensor], Tensor]
+
+LOG_RATIO_LIMIT = 20.0  # nats; e^20 is far outside every clip range and still finite in float32
+
+
+def accept_any_config(config: ActorConfig) -> None:
+    """Accepts every configuration."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered policy loss: `function(logprobs, old_logprobs, advantages, batch, config)`, all (M,)."""
+
+    function: PolicyLossFunction
+    per_token: bool = True
+    check: Callable[[ActorConfig], None] = accept_any_config
+    columns: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    choose_tokens: TokenChoice | None = None
+    aggregation: str | None = None
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
+    ) -> tuple[Tensor, TokenMetrics]:
+        """The function's result; ConfigError if that is not one loss per token, which broadcasting would hide."""
+        returned = self.function(logprobs, old_logprobs, advantages, batch, config)
+        losses = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+            received = (
+                type(returned).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
+            )
+            raise ConfigError(
+                f"policy loss {config.policy_loss.loss_mode!r} returned {received}; it must return (losses, metrics) "
+                f"with one loss per token, {tuple(logprobs.shape)}: the trainer reduces, by actor.loss_agg_mode"
+            )
+        return losses, returned[1]
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+PLANNED = {"bypass_mode": "rollout correction"}
+
+
+def register_policy_loss(
+    name: str,
+    per_token: bool = True,
+    check: Callable[[ActorConfig], None] = accept_any_config,
+    columns: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = (),
+    choose_tokens: TokenChoice | None = None,
+    aggregation: str | None = None,
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Decorator that makes a loss selectable as `actor.policy_loss.loss_mode=<name>`.
+
+    `per_token=False`: its losses depend on other tokens of the sequence; it gets whole sequences, which
+    `batch.cu_seqlens` bounds. `check` raises ConfigError, before the first step, where it cannot be used.
+    `columns` are what it reads in `batch` beside `loss_mask`; a column of one value per sequence is repeated on the
+    tokens of each. `outputs` are outputs of the model beside `logprobs`, which are in `batch` under their names, with
+    gradient: entropy, sum_pi_squared. Any but entropy runs the head once more and recomputes logits in the backward.
+    `choose_tokens` is called once per mini-batch, before it is cut, with its column `current_logprobs`; the result is
+    the column `chosen_tokens`. `aggregation` replaces `actor.loss_agg_mode`, for a loss that is defined with one.
+    """
+    if aggregation is not None and aggregation not in LOSS_AGG_MODES:
+        raise ConfigError(
+            f"policy loss {name!r}: aggregation={aggregation!r}; {did_you_mean(aggregation, LOSS_AGG_MODES)}"
+        )
+
+    def add(function: PolicyLossFunction) -> PolicyLossFunction:
+        entry = PolicyLoss(function, per_token, check, columns, outputs, choose_tokens, aggregation)
+        POLICY_LOSSES.register(name)(entry)
+        return function
+
+    return add
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
+    """The loss registered as `name`; ConfigError for an unknown one."""
+    if name in PLANNED and name not in POLICY_LOSSES:
+        known = ", ".join(POLICY_LOSSES.names())
+        raise RegistryError(
+            f"actor.policy_loss.loss_mode={name} is still to come, with {PLANNED[name]}; available now: {known}"
+        )
+    return POLICY_LOSSES.get(name)
+
+
+def limited_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """log(p / p_old), at most ±20 nats."""
+    return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def aggregation_mode(config: ActorConfig) -> str:
+    """How the losses of the actor are aggregated: as its policy loss is defined, or by `loss_agg_mode`."""
+    return get_policy_loss(config.policy_loss.loss_mode).aggregation or config.loss_agg_mode
+
+
+def with_chosen_tokens(batch: Batch, config: ActorConfig, draws: Tensor) -> Batch:
+    """The mini-batch with `chosen_tokens` (T,), if its loss chooses tokens; `draws` (T,) are uniform in [0, 1)."""
+    choose = get_policy_loss(config.policy_loss.loss_mode).choose_tokens
+    if choose is None:
+        return batch
+    with torch.no_grad():
+        return batch.with_columns(chosen_tokens=choose(batch, config, draws) & batch["loss_mask"])
+
+
+def detach_metrics(metrics: TokenMetrics) -> TokenMetrics:
+    """The same numbers detached from the autograd graph, booleans as 0 and 1."""
+    return {name: (m.float() if m.dtype == torch.bool else m).detach() for name, m in metrics.items()}
