@@ -106,13 +106,16 @@ def test_an_interrupt_leaves_the_coroutine_and_close_ends_all_that_was_begun():
 
 
 def test_an_exit_in_the_thread_is_raised_at_the_next_run(loop: DriverLoop):
+    left = threading.Event()
+
     async def leaves() -> None:
+        left.set()
         raise SystemExit(3)
 
     loop.start(leaves())
+    assert left.wait(30)  # in the thread: this one has not run the loop
     with pytest.raises(SystemExit):
-        while True:
-            loop.run(where())
+        loop.run(where())
 
 
 def test_a_context_variable_set_by_one_coroutine_is_seen_by_the_next(loop: DriverLoop):
