@@ -1,7 +1,12 @@
 """Engines are looked up the way hardware plug-ins register them, and nothing they override is silently ignored."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
+from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, RefConfig
+from verl.config import engine as engine_config
+from verl.config.base import key, section
 from verl.plugin.platform import get_platform, platform_manager
 from verl.utils.errors import ConfigError, PluginError
 from verl.workers.engine.base import BaseEngine, EngineRegistry
@@ -119,3 +124,52 @@ def test_megatrons_class_can_be_derived_from_but_not_used():
     EngineRegistry.register(model_type="language_model", backend="megatron", device="xpu", vendor="someone")(Vendor)
     with pytest.raises(ConfigError, match="still to come"):
         Vendor(None, None, None, None)
+
+
+@engine_config.configures("parted")
+@dataclass(frozen=True, kw_only=True)
+class PartedEngineConfig(engine_config.EngineConfig):
+    """The section of a strategy that splits matrices."""
+
+    parts: int = key(2, "Ranks that hold one copy.")
+    seed: int = key(7, "Seed.")
+    forward_only: bool = key(False, "Read by the engine that the test derives from.")
+
+    @property
+    def ranks_per_data_group(self) -> int:
+        return self.parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartedActorConfig(ActorConfig):
+    parted: PartedEngineConfig = section(PartedEngineConfig)
+
+
+def test_the_strategy_says_which_section_configures_the_engine():
+    mine = PartedActorConfig(strategy="parted", parted=PartedEngineConfig(parts=4))
+    assert mine.engine is mine.parted and (mine.engine.ranks_per_data_group, mine.engine.ranks_per_sequence) == (4, 1)
+    sharded = FSDPEngineConfig(ulysses_sequence_parallel_size=2, seed=3)
+    plain = PartedActorConfig(strategy="fsdp", fsdp_config=sharded)
+    assert plain.engine is sharded and (plain.engine.ranks_per_data_group, plain.engine.seed) == (2, 3)
+    for role in (ActorConfig(), RefConfig(strategy="fsdp"), ActorConfig(strategy="one without a section")):
+        assert role.engine is role.fsdp_config
+    assert CriticConfig().engine.parameter_dtype == CriticConfig().fsdp.model_dtype
+    assert (veomni := CriticConfig(strategy="veomni")).engine is veomni.veomni
+    with pytest.raises(ConfigError, match="strategy=parted is configured by PartedEngineConfig, which CriticConfig l"):
+        CriticConfig(strategy="parted").engine  # noqa: B018
+
+
+def test_the_engine_gets_the_section_of_its_strategy(monkeypatch):
+    on(monkeypatch, "cpu", "cpu")
+
+    @EngineRegistry.register(model_type="language_model", backend="parted", device="cpu")
+    class Parted(FSDPEngineWithLMHead):
+        def initialize(self):
+            self.model = None
+
+    from verl.config import RunConfig
+    from verl.workers.actor import build_actor_worker
+
+    arr = RunConfig().actor_rollout_ref
+    config = replace(RunConfig(), actor_rollout_ref=replace(arr, actor=PartedActorConfig(strategy="parted")))
+    assert build_actor_worker(config, 1).engine.engine_config == PartedEngineConfig()

@@ -23,10 +23,8 @@ from tests.ranks import RankError, run_ranks
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import ConfigError
-from verl.observe.tracking import Tracking
 from verl.trainer import rank_launch, sft_trainer
 from verl.trainer.checkpoints import Checkpoints, complete_steps
-from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
 from verl.utils.errors import DataError
 
@@ -287,8 +285,3 @@ def test_ranks_started_here_share_the_cores(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     rank_launch.start_ranks(3, [], tmp_path)
     assert seen == ["5", "7"]
-
-
-def test_ranks_that_sequence_parallel_cannot_share_are_refused(folder: Path):
-    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2 does not divide 1 ranks"):
-        SFTTrainer(config(folder, "run", "engine.ulysses_sequence_parallel_size=2"), [], None, Tracking("p", "e", []))  # type: ignore[arg-type]

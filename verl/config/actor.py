@@ -7,7 +7,7 @@ from typing import Any
 from verl.config.algorithm import KL_CHOICES, LOSS_AGG_MODES
 from verl.config.base import LARGEST_SEED, Section, accepts_keywords, key, section
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig
+from verl.config.engine import FSDPEngineConfig, RoleConfig, VeOmniEngineConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
@@ -49,7 +49,7 @@ class RouterReplayConfig(Section):
 
 @accepts_keywords(rollout_n="")
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(Section):
+class ActorConfig(RoleConfig):
     """Training of the policy."""
 
     strategy: str = key("fsdp2", "Training engine: fsdp2, fsdp, or one registered by name.")
@@ -105,7 +105,7 @@ class ActorConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefConfig(Section):
+class RefConfig(RoleConfig):
     """Forward passes of the reference policy."""
 
     strategy: str = key("fsdp2", "Engine of the reference.")

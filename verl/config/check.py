@@ -121,7 +121,7 @@ def check_ranks(config: RunConfig, devices: int) -> None:
                 f"{old} is shared by all devices, but their number was not given and {devices} were found; set "
                 f"trainer.n_gpus_per_node={devices // config.trainer.nnodes}, or {target}"
             )
-    ranks = max(devices // actor.fsdp_config.ulysses_sequence_parallel_size, 1)
+    ranks = max(devices // actor.engine.ranks_per_data_group, 1)
     for path, prompts in (
         ("data.train_batch_size", data.train_batch_size),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", actor.ppo_mini_batch_size),
@@ -137,16 +137,16 @@ def check_ranks(config: RunConfig, devices: int) -> None:
 def _passes(config: RunConfig) -> Iterator[tuple[str, Any, str, str, str, int]]:
     """Role, its section, its keys of batching, and the ranks that split each sequence, of every pass of a step."""
     arr, critic = config.actor_rollout_ref, config.critic
-    sp_size = arr.actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that split each sequence
+    sp_size = arr.actor.engine.ranks_per_sequence
     yield "actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size
     yield "actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size
     if uses_reference(config):
         uses_lora = has_adapters(arr.model)  # the actor's engine computes it
-        ref_sp_size = sp_size if uses_lora else arr.ref.fsdp_config.ulysses_sequence_parallel_size
+        ref_sp_size = sp_size if uses_lora else arr.ref.engine.ranks_per_sequence
         yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size
     if uses_critic(config):
         for keys in (PPO_BATCHING_KEYS, FORWARD_BATCHING_KEYS):
-            yield "critic", critic, *keys, critic.fsdp.ulysses_sequence_parallel_size
+            yield "critic", critic, *keys, critic.engine.ranks_per_sequence
 
 
 def has_adapters(model: HFModelConfig) -> bool:
@@ -213,21 +213,14 @@ def _check_algorithm(config: RunConfig) -> None:
 def _check_engines(config: RunConfig) -> None:
     arr = config.actor_rollout_ref
     engine = config.model_engine
-    for role, part in (
-        ("actor_rollout_ref.actor", arr.actor),
-        ("actor_rollout_ref.ref", arr.ref),
-        ("critic", config.critic),
+    for role, part, model in (
+        ("actor_rollout_ref.actor", arr.actor, arr.model),
+        ("actor_rollout_ref.ref", arr.ref, arr.model),
+        ("critic", config.critic, config.critic.model),
     ):
         if engine != "dp" and part.strategy != engine:
             raise ConfigError(f"model_engine={engine} and {role}.strategy={part.strategy} disagree; drop one of them")
-    for role, engine_config, model in (
-        ("actor_rollout_ref.actor.fsdp_config", arr.actor.fsdp_config, arr.model),
-        ("actor_rollout_ref.ref.fsdp_config", arr.ref.fsdp_config, arr.model),
-        ("critic.fsdp", config.critic.fsdp, config.critic.model),
-    ):
-        if engine_config.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
-            size = engine_config.ulysses_sequence_parallel_size
-            raise ConfigError(f"{role}.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
+        part.engine.check(model)
 
 
 def _check_adapters(prefix: str, model: HFModelConfig) -> None:
@@ -270,14 +263,12 @@ def _check_sft(config: SFTConfig) -> None:
     _check_adapters("model", config.model)
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     data, engine = config.data, config.engine
-    budget = data.max_token_len_per_gpu * engine.ulysses_sequence_parallel_size
+    budget = data.max_token_len_per_gpu * engine.ranks_per_sequence
     if data.use_dynamic_bsz and budget < data.max_length:
         raise ConfigError(
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is too small for a sequence of "
             f"data.max_length={data.max_length} tokens; raise it to {data.max_length} or more"
         )
-    if engine.ulysses_sequence_parallel_size > 1 and not config.model.use_remove_padding:
-        size = engine.ulysses_sequence_parallel_size
-        raise ConfigError(f"engine.ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
+    engine.check(config.model)
     if len(config.trainer.profile_interval) != 2:
         raise ConfigError(f"trainer.profile_interval={config.trainer.profile_interval} must be [first, last]")

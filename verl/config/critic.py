@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from verl.config.algorithm import LOSS_AGG_MODES
-from verl.config.base import LARGEST_SEED, Section, accepts_keywords, key, section
+from verl.config.base import LARGEST_SEED, accepts_keywords, key, section
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig
+from verl.config.engine import FSDPEngineConfig, RoleConfig, VeOmniEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -13,7 +13,7 @@ from verl.config.profiler import ProfilerConfig
 
 @accepts_keywords(rollout_n="")
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig(Section):
+class CriticConfig(RoleConfig):
     """Training of the value model."""
 
     enable: bool | None = key(None, "Train a critic; null is true only when adv_estimator is gae.")

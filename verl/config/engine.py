@@ -1,9 +1,66 @@
-"""Training engines: how a model is sharded, offloaded and computed."""
+"""Training engines: how a model is sharded, offloaded and computed. Each strategy has a section of its own."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
-from verl.config.base import LARGEST_SEED, Section, key, section
+from verl.config.base import LARGEST_SEED, PATH, Section, key, section
+from verl.config.model import HFModelConfig
+from verl.utils.errors import ConfigError
+
+E = TypeVar("E", bound="type[EngineConfig]")
+_CLASSES: dict[str, "type[EngineConfig]"] = {}  # by strategy
+
+
+def configures(*strategies: str) -> Callable[[E], E]:
+    """Class decorator: the section configures the engines that are registered under these strategies."""
+
+    def decorate(cls: E) -> E:
+        _CLASSES.update(dict.fromkeys(strategies, cls))
+        return cls
+
+    return decorate
+
+
+class EngineConfig(Section):
+    """The section of a strategy. Only its own engine knows its keys; the trainer reads what is declared here."""
+
+    seed: int
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that split the tokens of each sequence."""
+        return 1
+
+    @property
+    def ranks_per_data_group(self) -> int:
+        """Ranks that get the same sequences."""
+        return self.ranks_per_sequence
+
+    @property
+    def parameter_dtype(self) -> str:
+        """Data type of the parameters in a checkpoint."""
+        return "fp32"
+
+    def check(self, model: HFModelConfig) -> None:
+        """ConfigError where the engine cannot train `model` with these keys."""
+
+
+class RoleConfig(Section):
+    """A role whose model runs in a training engine: actor, reference or critic."""
+
+    strategy: str
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The section of this strategy; FSDP's for a strategy that no section is made for."""
+        wanted = _CLASSES.get(self.strategy, FSDPEngineConfig)
+        for item in fields(self):  # type: ignore[arg-type]
+            if item.metadata.get("section") is wanted:
+                engine: EngineConfig = getattr(self, item.name)
+                return engine
+        where = self.__dict__.get(PATH, type(self).__name__)
+        raise ConfigError(f"{where}.strategy={self.strategy} is configured by {wanted.__name__}, which {where} lacks")
 
 STRATEGIES = ("fsdp", "fsdp2")  # the engines that are not a plug-in's
 
@@ -18,8 +75,9 @@ class WrapPolicyConfig(Section):
     min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by class.", minimum=0)
 
 
+@configures("fsdp", "fsdp2")
 @dataclass(frozen=True, kw_only=True)
-class FSDPEngineConfig(Section):
+class FSDPEngineConfig(EngineConfig):
     """The FSDP engine, from one device to many."""
 
     strategy: str = key("fsdp2", "fsdp2, or fsdp for the original FSDP; no difference on one rank.")
@@ -56,9 +114,23 @@ class FSDPEngineConfig(Section):
     entropy_checkpointing: bool = key(False, "Recompute entropy in the backward pass (head_mode chunked or fused).")
     forward_only: bool = key(False, "No optimiser and no gradients.")
 
+    @property
+    def ranks_per_sequence(self) -> int:
+        return self.ulysses_sequence_parallel_size
 
+    @property
+    def parameter_dtype(self) -> str:
+        return self.model_dtype
+
+    def check(self, model: HFModelConfig) -> None:
+        if (size := self.ulysses_sequence_parallel_size) > 1 and not model.use_remove_padding:
+            where = f"{self.__dict__[PATH]}." if PATH in self.__dict__ else ""
+            raise ConfigError(f"{where}ulysses_sequence_parallel_size={size} needs model.use_remove_padding=True")
+
+
+@configures("veomni")
 @dataclass(frozen=True, kw_only=True)
-class VeOmniEngineConfig(Section):
+class VeOmniEngineConfig(EngineConfig):
     """The VeOmni engine (accepted and checked; the engine itself is still to come)."""
 
     param_offload: bool = key(False, "Keep parameters in CPU memory while the engine is idle.")
@@ -68,3 +140,7 @@ class VeOmniEngineConfig(Section):
     expert_parallel_size: int = key(1, "Ranks that share one set of experts.")
     attn_implementation: str = key("flash_attention_2", "Attention kernel by VeOmni's name.")
     moe_implementation: str = key("fused", "Expert kernel.", choices=("eager", "fused"))
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        return self.ulysses_parallel_size

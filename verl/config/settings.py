@@ -163,8 +163,8 @@ class ConfigBuilder:
         for target, (path, value, origin) in self._per_device.items():
             role = target.rsplit(".", 1)[0].replace("rollout", "actor").replace("actor_actor_ref", "actor_rollout_ref")
             devices = flat["trainer.nnodes"] * (flat["trainer.n_gpus_per_node"] or 1)
-            engine = "fsdp" if role == "critic" else "fsdp_config"
-            groups = max(devices // flat[f"{role}.{engine}.ulysses_sequence_parallel_size"], 1)
+            trained: Any = _build(schema.sections(self.root)[role], f"{role}.", flat)
+            groups = max(devices // trained.engine.ranks_per_data_group, 1)
             value = self._foreign_value(path, value, flat)
             if value is None:
                 continue

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.config import HFModelConfig
 from verl.config.checkpoint import CheckpointConfig
+from verl.config.engine import EngineConfig
 from verl.data.data_files import data_paths
 from verl.models.folder_checks import check_model_for_run
 from verl.models.load import build_config, dtype_of, load_tokenizer, model_folder
@@ -148,7 +149,7 @@ class TrainedModel:
     """One model that a run saves."""
 
     model: HFModelConfig
-    engine: FSDPEngineConfig
+    engine: EngineConfig
     checkpoint: CheckpointConfig
 
     def checkpoint_bytes(self) -> int:
@@ -157,7 +158,7 @@ class TrainedModel:
             return 0
         contents = self.checkpoint.save_contents
         copies = ("model" in contents) + 2 * ("optimizer" in contents) + ("hf_model" in contents)
-        size = dtype_of(self.engine.model_dtype.removeprefix("torch."), "model_dtype").itemsize
+        size = dtype_of(self.engine.parameter_dtype.removeprefix("torch."), "model_dtype").itemsize
         return copies * size * count_parameters(model_folder(self.model.path))
 
 

@@ -6,7 +6,7 @@ saves.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,13 +31,14 @@ from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.collectives import Collectives
+from verl.runtime.group import Layout
 from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.lost_ranks import report_when_ended
 from verl.trainer.preflight import Findings
 from verl.trainer.resume import find_resume
 from verl.trainer.sft_preparation import prepare_sft
-from verl.utils.errors import ConfigError, DataError, VerlError
+from verl.utils.errors import DataError, VerlError
 from verl.utils.seeds import derive_seed
 from verl.workers.actor import with_schedule_length
 from verl.workers.engine.base import EngineRegistry
@@ -61,13 +62,6 @@ class SFTTrainer:
     ):
         self.config, self.train_set, self.validation_set = config, train, validation
         self.tracking, self.note, self.collectives = tracking, note, collectives or Collectives()
-        self.ranks_per_replica = config.engine.ulysses_sequence_parallel_size
-        if self.collectives.world_size % self.ranks_per_replica:
-            raise ConfigError(
-                f"engine.ulysses_sequence_parallel_size={self.ranks_per_replica} does not divide "
-                f"{self.collectives.world_size} ranks; "
-                f"start a multiple of {self.ranks_per_replica} (trainer.n_gpus_per_node, or torchrun --nproc-per-node)"
-            )
         self.worker: EngineWorker
         self.global_step = self.first_step = self.trained_tokens = 0
         self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
@@ -88,7 +82,7 @@ class SFTTrainer:
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
         self.progress, self.summary = Progress.silent(), RunSummary()
-        self.micro = micro_batching(data, SFT_BATCHING_KEYS, self.ranks_per_replica)
+        self.micro = micro_batching(data, SFT_BATCHING_KEYS, config.engine.ranks_per_sequence)
 
     @property
     def complete(self) -> bool:
@@ -184,7 +178,7 @@ class SFTTrainer:
         local_metrics, _ = self.worker.update(shard, 1.0)
         self.worker.advance_schedule()
         metrics = Metrics()
-        for part in self.gather_from_replicas(local_metrics):
+        for part in self.gather_from_groups(local_metrics):
             metrics.merge(part)
         return metrics.with_prefix("train/")
 
@@ -198,20 +192,23 @@ class SFTTrainer:
         self.worker.engine.on_sequences = show
 
     def rank_shard(self, batch: Batch) -> tuple[Batch, MicroBatching]:
-        """This rank's shard of a batch, and its micro-batch limits; ranks of one Ulysses group get the same shard."""
-        count, number = (
-            self.collectives.world_size // self.ranks_per_replica,
-            self.collectives.rank // self.ranks_per_replica,
-        )
-        if count == 1:
+        """This rank's shard of a batch, and its micro-batch limits; ranks of one data-parallel group get the same."""
+        if self.layout.dp == 1:
             return batch, self.micro
         balanced = self.config.trainer.balance_batch
-        shard = assign_shards(batch, count, self.micro, self.worker.attention_length(), balanced)[number]
+        shards = assign_shards(batch, self.layout.dp, self.micro, self.worker.attention_length(), balanced)
+        shard = shards[self.worker.place().data_group]
         return batch.select(shard.indices), shard.micro
 
-    def gather_from_replicas(self, value: T) -> list[T]:
-        """`value` of one rank of each Ulysses group, on every rank."""
-        return self.collectives.all_gather(value)[:: self.ranks_per_replica]
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank sees which shard; all ranks ask for it first at the same time."""
+        return Layout(tuple(self.collectives.all_gather(self.worker.place())))
+
+    def gather_from_groups(self, value: T) -> list[T]:
+        """`value` of one rank of each data-parallel group, on every rank."""
+        values = self.collectives.all_gather(value)
+        return [values[rank] for rank in self.layout.output_ranks]
 
     def validate(self, rows: Conversations) -> float:
         """Mean negative log-likelihood per trained token over all validation rows."""
@@ -223,7 +220,7 @@ class SFTTrainer:
             logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)[1]["logprobs"]
             total -= float(logprobs[shard["loss_mask"]].double().sum())
             count += int(shard["loss_mask"].sum())
-        totals, counts = zip(*self.gather_from_replicas((total, count)), strict=True)
+        totals, counts = zip(*self.gather_from_groups((total, count)), strict=True)
         return sum(totals) / sum(counts)
 
     def is_due(self, frequency: int | str) -> bool:
@@ -321,5 +318,7 @@ def build_worker(config: SFTConfig, total_steps: int) -> EngineWorker:
     if config.data.pad_mode == "right":
         model = dataclasses.replace(model, use_remove_padding=False)
     optim = with_schedule_length(config.optim, total_steps)
-    engine_class = EngineRegistry.get_engine_cls("language_model", config.engine.strategy)
-    return EngineWorker(engine_class(model, config.engine, optim, config.checkpoint), LikelihoodLoss())
+    engine = EngineRegistry.new(
+        "language_model", config.engine.strategy, model, config.engine, optim, config.checkpoint
+    )
+    return EngineWorker(engine, LikelihoodLoss())

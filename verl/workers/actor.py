@@ -31,7 +31,7 @@ class Actor:
         self.mini_batches = MiniBatches(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
         )
-        ranks_per_sequence = actor.fsdp_config.ulysses_sequence_parallel_size  # ranks that split each sequence
+        ranks_per_sequence = actor.engine.ranks_per_sequence
         self.train_micro = micro_batching(actor, PPO_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
         self.infer_micro = micro_batching(rollout, LOG_PROB_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
 
@@ -120,8 +120,9 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     """This rank's worker of the policy; its learning-rate schedule spans the run's training steps."""
     arr = config.actor_rollout_ref
     optim = with_schedule_length(arr.actor.optim, total_steps)
-    engine_class = EngineRegistry.get_engine_cls("language_model", arr.actor.strategy)
-    engine = engine_class(arr.model, arr.actor.fsdp_config, optim, arr.actor.checkpoint)
+    engine = EngineRegistry.new(
+        "language_model", arr.actor.strategy, arr.model, arr.actor.engine, optim, arr.actor.checkpoint
+    )
     worker = EngineWorker(engine)
     # no other pass of the policy may give the entropy; after the import of external_lib, which may register a loss
     alone = config.algorithm.rollout_correction.bypass_mode or update_gives_old_logprobs(config)

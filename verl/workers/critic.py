@@ -26,7 +26,7 @@ class Critic:
         self.mini_batches = MiniBatches(
             critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
         )
-        ranks_per_sequence = critic.fsdp.ulysses_sequence_parallel_size  # ranks that split each sequence
+        ranks_per_sequence = critic.engine.ranks_per_sequence
         self.train_micro = micro_batching(critic, PPO_BATCHING_KEYS, ranks_per_sequence)
         self.infer_micro = micro_batching(critic, FORWARD_BATCHING_KEYS, ranks_per_sequence)
 
@@ -65,6 +65,5 @@ def build_critic_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     """This rank's worker of the value model."""
     critic = config.critic
     optim = with_schedule_length(critic.optim, total_steps)
-    engine_class = EngineRegistry.get_engine_cls("value_model", critic.strategy)
-    engine = engine_class(critic.model, critic.fsdp, optim, critic.checkpoint)
+    engine = EngineRegistry.new("value_model", critic.strategy, critic.model, critic.engine, optim, critic.checkpoint)
     return EngineWorker(engine, make_value_loss(critic))

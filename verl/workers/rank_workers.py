@@ -18,7 +18,7 @@ class RankWorkers:
 
     def __init__(self, config: RunConfig, total_steps: int):
         keep_choices_in(Path(config.trainer.default_local_dir))
-        seed_generators(config.actor_rollout_ref.actor.fsdp_config.seed)
+        seed_generators(config.actor_rollout_ref.actor.engine.seed)
         self.actor = build_actor_worker(config, total_steps)
         self.reference = build_reference_worker(config, self.actor) if uses_reference(config) else None
         self.critic = build_critic_worker(config, total_steps) if uses_critic(config) else None

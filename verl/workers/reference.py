@@ -33,7 +33,7 @@ class Reference:
 def ranks_per_replica(config: RunConfig) -> int:
     """How many ranks split a sequence; with LoRA the actor's setting, because its engine runs the reference."""
     arr = config.actor_rollout_ref
-    return (arr.actor if wants_lora(arr.model) else arr.ref).fsdp_config.ulysses_sequence_parallel_size
+    return (arr.actor if wants_lora(arr.model) else arr.ref).engine.ranks_per_sequence
 
 
 def build_reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:
@@ -41,6 +41,4 @@ def build_reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWork
     arr = config.actor_rollout_ref
     if wants_lora(arr.model):
         return WorkerWithoutAdapters(actor)
-    engine_class = EngineRegistry.get_engine_cls("language_model", arr.ref.strategy)
-    engine = engine_class(arr.model, arr.ref.fsdp_config, None, None)
-    return EngineWorker(engine)
+    return EngineWorker(EngineRegistry.new("language_model", arr.ref.strategy, arr.model, arr.ref.engine))

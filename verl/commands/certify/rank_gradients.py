@@ -45,7 +45,7 @@ class RankGradients:
 
     def build(self, subject: Subject) -> None:
         """Build an engine for `subject` on every rank; its model may differ from the configured one."""
-        self.ulysses_size = subject.engine.ulysses_sequence_parallel_size
+        self.ulysses_size = subject.engine.ranks_per_sequence
         self.group.broadcast("build", self.config, subject.role, subject.model, subject.engine)
 
     def gradient(self, mini: Batch, micro: MicroBatching) -> dict[str, Tensor]:

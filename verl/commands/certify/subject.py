@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import TokenLoss, aggregation_mode, make_actor_loss, make_value_loss
 from verl.commands.certify import definition
-from verl.config import FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
+from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
 from verl.data.micro_batches import MicroBatching
 from verl.models import lora
@@ -102,7 +102,7 @@ def actor_subject(config: RunConfig) -> Subject:
         role="actor",
         strategy=part.strategy,
         model=config.actor_rollout_ref.model,
-        engine=part.fsdp_config,
+        engine=fsdp_settings(part),
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=make_actor_loss(part),
@@ -120,7 +120,7 @@ def critic_subject(config: RunConfig) -> Subject:
         role="critic",
         strategy=part.strategy,
         model=part.model,
-        engine=part.fsdp,
+        engine=fsdp_settings(part),
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=make_value_loss(part),
@@ -129,6 +129,13 @@ def critic_subject(config: RunConfig) -> Subject:
         scale=scale,
         value_head=True,
     )
+
+
+def fsdp_settings(part: ActorConfig | CriticConfig) -> FSDPEngineConfig:
+    """The section of the engine of `part`; ConfigError for another one than FSDP's, whose variants are unknown here."""
+    if not isinstance(part.engine, FSDPEngineConfig):
+        raise ConfigError(f"strategy={part.strategy} cannot be certified; certify with strategy=fsdp2 or fsdp")
+    return part.engine
 
 
 def sft_subject(config: SFTConfig) -> Subject:

@@ -64,7 +64,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     found.check("features", lambda: check_supported(config), "every configured feature is supported")
     found.missing(early_mistakes(config))
     _check_machine(config, found)
-    seed_generators(arr.actor.fsdp_config.seed)  # of the driver, where rewards and agents run
+    seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
         check_functions(config, found)
     found.check("rollout", lambda: check_rollout_engine(arr), arr.rollout.name)
@@ -170,9 +170,9 @@ def _rows_text(rows: PromptDataset) -> str:
 
 def _check_room(config: RunConfig, found: Findings) -> None:
     arr, settings = config.actor_rollout_ref, config.trainer
-    trained = [TrainedModel(arr.model, arr.actor.fsdp_config, arr.actor.checkpoint)]
+    trained = [TrainedModel(arr.model, arr.actor.engine, arr.actor.checkpoint)]
     if uses_critic(config):
-        trained.append(TrainedModel(config.critic.model, config.critic.fsdp, config.critic.checkpoint))
+        trained.append(TrainedModel(config.critic.model, config.critic.engine, config.critic.checkpoint))
     if settings.save_freq is None or settings.save_freq > 0:
         check_room(settings.default_local_dir, trained, settings.max_actor_ckpt_to_keep, found)
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenLoss
-from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.config import CheckpointConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.config.engine import EngineConfig
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
@@ -79,7 +80,7 @@ class BaseEngine(ABC):
     def __init__(
         self,
         model_config: HFModelConfig,
-        engine_config: FSDPEngineConfig,
+        engine_config: EngineConfig,
         optimizer_config: FSDPOptimizerConfig | None = None,
         checkpoint_config: CheckpointConfig | None = None,
     ):

@@ -111,7 +111,5 @@ def _all_reduce_scalar(value: Tensor, op: dist.ReduceOp.RedOpType, group: dist.P
 def _check_divides(size: int, world: int, name: str) -> int:
     if world % size:
         sizes = [n for n in range(1, world + 1) if world % n == 0]
-        raise ConfigError(
-            f"fsdp_config.{name}={size} does not divide {world} ranks; use one of {', '.join(map(str, sizes))}"
-        )
+        raise ConfigError(f"{name}={size} does not divide {world} ranks; use one of {', '.join(map(str, sizes))}")
     return size

@@ -47,6 +47,7 @@ class TorchEngine(BaseEngine):
     """A `transformers` model, unsharded on one rank. Derived classes define its head and how it is sharded."""
 
     has_value_head = False
+    engine_config: FSDPEngineConfig
 
     def __init__(
         self,
@@ -93,9 +94,8 @@ class TorchEngine(BaseEngine):
         self.weights = self._build_parameters()
         self.can_cast = self.weights.can_cast
         model_kind = f"the {'' if self.trains else 'frozen '}{'value' if self.has_value_head else 'language'} model"
-        memory_options = (
-            "" if self.model_config.enable_gradient_checkpointing else "turn on enable_gradient_checkpointing, "
-        )
+        checkpointing = self.model_config.enable_gradient_checkpointing
+        memory_options = "" if checkpointing else "turn on enable_gradient_checkpointing, "
         self.forward_limit = TokenLimit(self.rank_mesh, self.device, f"the forward pass of {model_kind}")
         self.train_limit = TokenLimit(self.rank_mesh, self.device, f"training {model_kind}", memory_options)
         if self.trains:

@@ -295,7 +295,7 @@ def refusal(folder, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fsdp_size": 3}, "fsdp_config.fsdp_size=3 does not divide 4 ranks; use one of 1, 2, 4"),
+        ({"fsdp_size": 3}, "fsdp_size=3 does not divide 4 ranks; use one of 1, 2, 4"),
         ({"wrap_policy": WrapPolicyConfig(transformer_layer_cls_to_wrap=["Layer"])}, "to some of: .*Qwen3DecoderLayer"),
     ],
 )
