@@ -20,6 +20,7 @@ import torch.distributed as dist
 from verl.data.batch import Batch
 from verl.runtime.group import Layout, RankPlace, WorkerGroup
 from verl.runtime.inline import InlineGroup
+from verl.runtime.pools import Pool, WorkerPools, describe_pools
 from verl.runtime.processes import ProcessGroup, _Call
 from verl.runtime.wire import NotSerializableError
 from verl.utils.errors import ConfigError, WorkerError
@@ -117,6 +118,10 @@ class Holder:
     def __init__(self) -> None:
         self.counter = Placed()
 
+    def local_rank(self) -> str:
+        print("at work", file=sys.stderr, flush=True)
+        return os.environ.get("LOCAL_RANK", "inline")
+
 
 class Broken:
     def __init__(self) -> None:
@@ -180,6 +185,44 @@ def test_a_part_of_a_worker_is_a_group_in_the_layout_that_it_gives(runtime: str)
     assert [call.result(timeout=60) for call in part.post(last, "add", [(1,), (1,)])] == [5, 6]
     assert (part.local_worker is None) == (runtime == "processes")
     whole.close()
+
+
+def test_pools_are_groups_of_their_own_on_devices_of_their_own(capfd: pytest.CaptureFixture[str]):
+    first, second = Pool("first", ("policy", "counter")), Pool("second", ("other",), 2, first_device=1)
+
+    def start(pool: Pool) -> WorkerGroup:
+        if pool is first:
+            return InlineGroup(Holder())
+        return ProcessGroup(Holder, Layout.data_parallel(pool.num_ranks), pool.name, pool.first_device, 3)
+
+    pools = WorkerPools((first, second), start)
+    try:
+        assert pools.num_ranks == 3 and describe_pools(pools.groups) == "3 ranks (first 1, second 2)"
+        assert pools.broadcast("local_rank") == ["inline", "1", "2"]
+        assert pools.for_role("counter").broadcast("add", 1) == [1]
+        assert pools.group_of("policy") is pools.group_of("counter")
+        assert pools.group_of("other").broadcast("counter.sum_over_ranks", 1.0) == [2.0, 2.0]
+        assert pools.group_of("other").broadcast("counter.add", 2) == [2, 2]
+    finally:
+        pools.close()
+    assert "[second rank 1] at work" in capfd.readouterr().err
+    with pytest.raises(WorkerError, match="closed"):
+        pools.broadcast("local_rank")
+
+
+def test_a_pool_that_cannot_start_closes_those_before_it():
+    closed = []
+
+    def start(pool: Pool) -> WorkerGroup:
+        if pool.name == "second":
+            raise LookupError("cannot be built")
+        group = InlineGroup(Holder())
+        group.close = lambda: closed.append(pool.name)  # type: ignore[method-assign]
+        return group
+
+    with pytest.raises(LookupError, match="cannot be built"):
+        WorkerPools((Pool("first", ("a",)), Pool("second", ("b",))), start)
+    assert closed == ["first"]
 
 
 def test_posted_coroutines_run_beside_each_other_and_calls_between_them(group: WorkerGroup):

@@ -121,17 +121,22 @@ def check_ranks(config: RunConfig, devices: int) -> None:
                 f"{old} is shared by all devices, but their number was not given and {devices} were found; set "
                 f"trainer.n_gpus_per_node={devices // config.trainer.nnodes}, or {target}"
             )
-    ranks = max(devices // actor.engine.ranks_per_data_group, 1)
-    for path, prompts in (
-        ("data.train_batch_size", data.train_batch_size),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size", actor.ppo_mini_batch_size),
-    ):
-        total, unit = prompts * rollout.n, ranks // math.gcd(ranks, rollout.n)
-        if total % ranks:
-            raise ConfigError(
-                f"{path}={prompts} x rollout.n={rollout.n} = {total} sequences cannot be shared by {ranks} "
-                f"data-parallel ranks; set {path}={max(round(prompts / unit), 1) * unit}, or a multiple of {unit}"
-            )
+    trained: list[tuple[str, Any, int]] = [("actor_rollout_ref.actor", actor, devices)]
+    if uses_critic(config) and config.critic.n_gpus_per_node is not None:
+        trained.append(("critic", config.critic, config.trainer.nnodes * config.critic.n_gpus_per_node))
+    for role, part, count in trained:
+        ranks = max(count // part.engine.ranks_per_data_group, 1)
+        unit, of_critic = ranks // math.gcd(ranks, rollout.n), " of the critic" if role == "critic" else ""
+        for path, prompts in (
+            ("data.train_batch_size", data.train_batch_size),
+            (f"{role}.ppo_mini_batch_size", part.ppo_mini_batch_size),
+        ):
+            if (total := prompts * rollout.n) % ranks:
+                raise ConfigError(
+                    f"{path}={prompts} x rollout.n={rollout.n} = {total} sequences cannot be shared by {ranks} "
+                    f"data-parallel ranks{of_critic}; set {path}={max(round(prompts / unit), 1) * unit}, "
+                    f"or a multiple of {unit}"
+                )
 
 
 def _passes(config: RunConfig) -> Iterator[tuple[str, Any, str, str, str, int]]:

@@ -16,6 +16,9 @@ from verl.config.profiler import ProfilerConfig
 class CriticConfig(RoleConfig):
     """Training of the value model."""
 
+    n_gpus_per_node: int | None = key(
+        None, "Devices per machine for the critic alone, one rank on each; null shares the actor's ranks.", minimum=1
+    )
     enable: bool | None = key(None, "Train a critic; null is true only when adv_estimator is gae.")
     strategy: str = key("fsdp2", "Training engine of the critic.")
     ppo_mini_batch_size: int = key(256, "Prompts per optimiser step, over all devices.", minimum=1)

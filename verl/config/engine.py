@@ -8,6 +8,8 @@ from verl.config.base import LARGEST_SEED, PATH, Section, key, section
 from verl.config.model import HFModelConfig
 from verl.utils.errors import ConfigError
 
+STRATEGIES = ("fsdp", "fsdp2")  # the engines that are not a plug-in's
+
 E = TypeVar("E", bound="type[EngineConfig]")
 _CLASSES: dict[str, "type[EngineConfig]"] = {}  # by strategy
 
@@ -62,8 +64,6 @@ class RoleConfig(Section):
         where = self.__dict__.get(PATH, type(self).__name__)
         raise ConfigError(f"{where}.strategy={self.strategy} is configured by {wanted.__name__}, which {where} lacks")
 
-STRATEGIES = ("fsdp", "fsdp2")  # the engines that are not a plug-in's
-
 
 @dataclass(frozen=True, kw_only=True)
 class WrapPolicyConfig(Section):
@@ -75,7 +75,7 @@ class WrapPolicyConfig(Section):
     min_num_params: int = key(0, "Smallest number of parameters of a unit; 0 wraps by class.", minimum=0)
 
 
-@configures("fsdp", "fsdp2")
+@configures(*STRATEGIES)
 @dataclass(frozen=True, kw_only=True)
 class FSDPEngineConfig(EngineConfig):
     """The FSDP engine, from one device to many."""

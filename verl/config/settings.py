@@ -162,7 +162,7 @@ class ConfigBuilder:
     def _divide_per_device(self, flat: dict[str, Any]) -> None:
         for target, (path, value, origin) in self._per_device.items():
             role = target.rsplit(".", 1)[0].replace("rollout", "actor").replace("actor_actor_ref", "actor_rollout_ref")
-            devices = flat["trainer.nnodes"] * (flat["trainer.n_gpus_per_node"] or 1)
+            devices = flat["trainer.nnodes"] * (_devices_per_node(target, flat) or 1)
             trained: Any = _build(schema.sections(self.root)[role], f"{role}.", flat)
             groups = max(devices // trained.engine.ranks_per_data_group, 1)
             value = self._foreign_value(path, value, flat)
@@ -200,8 +200,10 @@ class ConfigBuilder:
             arr = config.actor_rollout_ref
             for trained in (arr.actor, config.critic):
                 object.__setattr__(trained, "rollout_n", arr.rollout.n)
-        undivided = self._per_device if flat.get("trainer.n_gpus_per_node") is None else {}
-        object.__setattr__(config, "_undivided_totals", {old: target for target, (old, _, _) in undivided.items()})
+        undivided = {
+            old: target for target, (old, _, _) in self._per_device.items() if not _devices_per_node(target, flat)
+        }
+        object.__setattr__(config, "_undivided_totals", undivided)
         return config
 
     def _pack_shared_prompts(self) -> None:
@@ -228,6 +230,13 @@ class ConfigBuilder:
             else:
                 flat[path] = _copy(key.default)
         return flat[path]
+
+
+def _devices_per_node(target: str, flat: dict[str, Any]) -> int | None:
+    """The devices that share a total, as far as it is configured: the critic's own, or the trainer's."""
+    own = flat["critic.n_gpus_per_node"] if target.startswith("critic.") else None
+    devices: int | None = own or flat["trainer.n_gpus_per_node"]
+    return devices
 
 
 def _build(cls: type, prefix: str, flat: dict[str, Any]) -> Section:

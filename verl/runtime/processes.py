@@ -47,10 +47,21 @@ class ProcessGroup(WorkerGroup):
     `factory` must be importable, and the program's main module must guard its code (`if __name__ == "__main__":`).
     Arguments and results have types that wire.py supports. Raises WorkerError when a rank fails or dies; after a death
     the group is unusable and its processes have ended.
+
+    Its ranks use the devices from `first_device` on, and a share of the cores of `ranks_on_machine` (default: its own);
+    `name` distinguishes its messages from those of other groups.
     """
 
-    def __init__(self, factory: Callable[[], Any], layout: Layout):
-        self.layout = layout
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        layout: Layout,
+        name: str = "",
+        first_device: int = 0,
+        ranks_on_machine: int | None = None,
+    ):
+        self.layout, self.name, self.first_device = layout, name, first_device
+        self.ranks_on_machine = ranks_on_machine or layout.world_size
         self._numbers = itertools.count(rank_server.BUILD_CALL)
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
@@ -81,14 +92,18 @@ class ProcessGroup(WorkerGroup):
         for rank in range(size):
             driver_end, rank_end = context.Pipe()
             stderr_reader, stderr_writer = context.Pipe(duplex=False)
-            args = (RankInfo(rank, size, rank, size), port, loopback_interface(), rank_end, stderr_writer, factory)
-            process = context.Process(target=rank_server.serve, args=args, daemon=True, name=f"rank {rank}")
+            info = RankInfo(rank, size, self.first_device + rank, self.ranks_on_machine)
+            args = (info, port, loopback_interface(), rank_end, stderr_writer, factory)
+            process = context.Process(target=rank_server.serve, args=args, daemon=True, name=self._label(rank))
             process.start()
             rank_end.close()  # so that the driver reads end-of-file once the process has ended
             stderr_writer.close()
             self._connections.append(driver_end)
             self._stderrs.append(stderr_reader)
             self._processes.append(process)
+
+    def _label(self, rank: int) -> str:
+        return f"{self.name} rank {rank}".lstrip()
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -167,7 +182,7 @@ class ProcessGroup(WorkerGroup):
             return False
         self._stderr_tails[rank] = (self._stderr_tails[rank] + data)[-STDERR_TAIL_BYTES:]
         for line in data.decode(errors="replace").splitlines():
-            print(f"[rank {rank}] {line}", file=sys.stderr)
+            print(f"[{self._label(rank)}] {line}", file=sys.stderr)
         return bool(data)
 
     def _resolve(self, rank: int, number: int, succeeded: bool, value: Any) -> None:

@@ -89,12 +89,14 @@ def find_device(device: str, found: Findings) -> PlatformBase | None:
     return found.run("trainer.device", lambda: choose_platform(device), lambda p: f"{device}: {p.device_name}")
 
 
-def check_devices_asked_for(settings: Any, platform: PlatformBase) -> None:
+def check_devices_asked_for(settings: Any, platform: PlatformBase, critic_ranks: int = 0) -> None:
     """ConfigError where several devices are asked for by number and the CPU is only what is left."""
-    count = settings.n_gpus_per_node or 1
+    own = settings.n_gpus_per_node or 1
+    count, asked = own + critic_ranks, f"trainer.n_gpus_per_node={own}"
+    asked += f" and critic.n_gpus_per_node={critic_ranks}" if critic_ranks else ""
     if platform.device_name == "cpu" and settings.device == "auto" and count > 1 and not _platform_is_chosen():
         raise ConfigError(
-            f"trainer.n_gpus_per_node={count} asks for {count} GPUs, but this machine has none; trainer.device=cpu "
+            f"{asked} asks for {count} GPUs, but this machine has none; trainer.device=cpu "
             f"starts {count} ranks on its {num_cores()} CPU cores, trainer.n_gpus_per_node=1 starts one"
         )
 

@@ -15,6 +15,7 @@ MODEL, TUNED = "actor_rollout_ref.model.path=m", "model.path=m"
         ("trainer.logger=[console]", False),
         ("trainer.default_local_dir=elsewhere", False),
         ("trainer.n_gpus_per_node=2", False),
+        ("critic.n_gpus_per_node=2", False),
         ("actor_rollout_ref.actor.optim.total_training_steps=9", False),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096", False),
         ("actor_rollout_ref.actor.checkpoint.async_save=True", False),

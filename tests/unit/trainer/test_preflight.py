@@ -83,6 +83,8 @@ def test_several_devices_where_there_are_none_are_cpu_ranks_only_when_the_cpu_is
     if get_platform().device_name != "cpu":
         pytest.skip("this machine has an accelerator")
     assert "trainer.n_gpus_per_node=1 starts one" in refusal(job, "trainer.n_gpus_per_node=4")
+    apart = refusal(job, "algorithm.adv_estimator=gae", "critic.n_gpus_per_node=1")
+    assert "trainer.n_gpus_per_node=1 and critic.n_gpus_per_node=1 asks for 2 GPUs, but this machine has none" in apart
     assert findings(job, "trainer.n_gpus_per_node=4", "trainer.device=cpu").errors == []
     assert findings(job, "trainer.n_gpus_per_node=1").errors == []
     assert "trainer.device=cuda, but this machine has cpu" in refusal(job, "trainer.device=cuda")

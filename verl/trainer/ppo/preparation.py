@@ -13,21 +13,21 @@ from verl.agent.tool_agent import TOOL_AGENT
 from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
-from verl.config.check import check_ranks, check_supported, uses_critic
+from verl.config.check import check_supported, uses_critic
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
-from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
+from verl.runtime.pools import describe_pools
 from verl.trainer.early_checks import early_mistakes, files_read
 from verl.trainer.engine_installed import check_engine_is_installed
 from verl.trainer.ppo.needs import check_needs, forced_aggregation
+from verl.trainer.ppo.placement import place_roles
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
-    check_devices_asked_for,
     check_logging,
     check_room,
     find_device,
@@ -89,7 +89,7 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
     settings = config.trainer
     found.check("processes", _check_started_once, "one process, which starts its ranks")
     if find_device(settings.device, found) is not None:
-        found.run("trainer.n_gpus_per_node", lambda: count_ranks(config), lambda count: f"{count} ranks")
+        found.run("trainer.n_gpus_per_node", lambda: place_roles(config), describe_pools)
     for name, folder in (("rollout", settings.rollout_data_dir), ("validation", settings.validation_data_dir)):
         if folder:
             key = f"trainer.{name}_data_dir"
@@ -186,25 +186,3 @@ def find_model_to_answer(config: RunConfig, found: Findings) -> Any:
         return found.run("tokenizer", lambda: load_tokenizer(arr.model), lambda t: f"{len(t)} tokens")
     longest = data.max_prompt_length + data.max_response_length
     return find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
-
-
-def count_ranks(config: RunConfig) -> int:
-    """One per device: as many as `trainer.n_gpus_per_node` says, or as are available; one on a CPU."""
-    platform, configured = get_platform(), config.trainer.n_gpus_per_node
-    available = 1 if platform.device_name == "cpu" else max(platform.device_count(), 1)
-    if config.trainer.runtime == "inline":
-        if (configured or 1) > 1:
-            raise ConfigError(
-                f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={configured}; use "
-                "trainer.runtime=processes, or one device"
-            )
-        return 1
-    check_devices_asked_for(config.trainer, platform)
-    if configured is not None and configured > available and platform.device_name != "cpu":
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={configured}, but {available} {platform.device_name} devices are visible; "
-            f"lower it to at most {available}"
-        )
-    ranks = configured or available
-    check_ranks(config, ranks)
-    return ranks

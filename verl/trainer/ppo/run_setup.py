@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,11 +11,11 @@ from verl.config.check import uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
 from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
-from verl.runtime.group import Layout, WorkerGroup
-from verl.runtime.inline import InlineGroup
-from verl.runtime.processes import ProcessGroup
+from verl.runtime.group import WorkerGroup
+from verl.runtime.pools import WorkerPools
 from verl.trainer.ppo.needs import needs_baselines
-from verl.trainer.ppo.preparation import Preparation, count_ranks, prepare_run
+from verl.trainer.ppo.placement import place_roles, start_pools
+from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.rollout_setup import (
     build_training_engine,
     build_weight_sync,
@@ -32,7 +31,6 @@ from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
-from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.ranks_engine import MultiRankRolloutEngine
 from verl.workers.reference import Reference
 from verl.workers.rollout.base import RolloutEngine
@@ -56,11 +54,11 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
     warn_about_unused_rows(len(rows), config.data.train_batch_size, config.data.shuffle)
     total_steps = count_steps(config, prompts)
     progress.stage("loading the model")
-    group = build_group(config, total_steps)
+    pools = start_pools(config, total_steps, place_roles(config))
     try:
-        run = assemble_run(config, group, prepared, prompts, total_steps)
+        run = assemble_run(config, pools, prepared, prompts, total_steps)
     except BaseException:
-        group.close()
+        pools.close()
         raise
     run.progress = progress
     return run
@@ -68,32 +66,32 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
 
 def assemble_run(
     config: RunConfig,
-    group: WorkerGroup,
+    pools: WorkerPools,
     prepared: Preparation,
     prompts: PromptSampler,
     total_steps: int,
 ) -> TrainingRun:
     """The driver's side of a run, on ranks that have started."""
     arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
-    actor = Actor(config, group.for_role("actor"))
-    engine, weight_sync = build_engine_and_weight_sync(config, group, actor, tokenizer)
+    actor = Actor(config, pools.for_role("actor"))
+    engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("rollout"), actor, tokenizer)
     collector = RolloutCollector(
         engine, prepared.reward, tokenizer, prepared.agent_runner, arr.rollout.free_cache_engine
     )
     reference, critic = None, None
     if uses_reference(config):
-        reference = Reference(config, group.for_role("reference"))
+        reference = Reference(config, pools.for_role("reference"))
     if uses_critic(config):
-        critic = Critic(config, group.for_role("critic"))
+        critic = Critic(config, pools.for_role("critic"))
     trainer = PPOTrainer(
         config,
         SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config)),
         actor,
         weight_sync,
         get_kl_controller(config.algorithm.kl_ctrl),
+        pools,
         reference,
         critic,
-        group,
     )
     run = TrainingRun(
         config, trainer, build_validation(config, prepared, collector), total_steps, build_tracking(config)
@@ -103,14 +101,6 @@ def assemble_run(
         if role is not None:
             role.dispatcher.on_sequences = run.count_sequences
     return run
-
-
-def build_group(config: RunConfig, total_steps: int) -> WorkerGroup:
-    """The ranks with their engines: this process, or one process each."""
-    ranks = count_ranks(config)
-    if config.trainer.runtime == "processes" or ranks > 1:
-        return ProcessGroup(partial(build_rank_workers, config, total_steps), Layout.data_parallel(ranks))
-    return InlineGroup(RankWorkers(config, total_steps))
 
 
 def count_steps(config: RunConfig, prompts: PromptSampler) -> int:

@@ -20,7 +20,7 @@ from verl.data.metrics import Metrics
 from verl.data.reward_parts import with_reward_columns
 from verl.observe.timers import StageTimer
 from verl.runtime.driver_loop import DriverLoop
-from verl.runtime.group import WorkerGroup
+from verl.runtime.pools import WorkerPools
 from verl.trainer.batch_metrics import (
     balance_metrics,
     data_metrics,
@@ -62,13 +62,13 @@ class PPOTrainer:
         actor: Actor,
         weight_sync: WeightSync,
         kl_controller: KLController,
+        pools: WorkerPools,
         reference: Reference | None = None,
         critic: Critic | None = None,
-        group: WorkerGroup | None = None,
     ):
         self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
         self.kl_controller, self.reference, self.critic = kl_controller, reference, critic
-        self.group = group  # closed with the trainer
+        self.pools = pools  # closed with the trainer
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
@@ -232,7 +232,6 @@ class PPOTrainer:
     def close(self) -> None:
         """End what still generates, then the rollout engine and the ranks."""
         with ExitStack() as ending:  # the last first, each also where one before it fails
-            if self.group is not None:
-                ending.callback(self.group.close)
+            ending.callback(self.pools.close)
             ending.callback(self.source.close)
             ending.callback(self.loop.close)

@@ -22,6 +22,7 @@ from verl.observe.run_summary import RunSummary
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
+from verl.runtime.pools import describe_pools
 from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_lengths
 from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
@@ -150,8 +151,8 @@ class TrainingRun:
 
     def one_step(self, progress: Progress) -> None:
         """One training step with its records, validation, checkpoint and metrics."""
-        devices = 1 if self.trainer.group is None else self.trainer.group.layout.world_size
-        timer = StageTimer(get_platform().synchronize if devices == 1 else None, on_enter=progress.stage)
+        is_local = self.trainer.actor.group.local_worker is not None
+        timer = StageTimer(get_platform().synchronize if is_local else None, on_enter=progress.stage)
         with timer("step"):
             record = self.trainer.step(timer)
             self.write_records(record, timer)
@@ -165,7 +166,8 @@ class TrainingRun:
                     self.save()
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
-        metrics.update(throughput_metrics(timer.seconds, record.batch.num_tokens, int(response.sum()), devices))
+        devices, num_tokens = self.trainer.pools.num_ranks, record.batch.num_tokens
+        metrics.update(throughput_metrics(timer.seconds, num_tokens, int(response.sum()), devices))
         metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
         metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
@@ -230,12 +232,11 @@ class TrainingRun:
 
     def facts(self) -> list[str]:
         """What is known once everything is loaded: devices, rows, steps."""
-        ranks = 1 if self.trainer.group is None else self.trainer.group.layout.world_size
         data, settings = self.config.data, self.config.trainer
         held_out = f"{len(self.validation.prompts):,} held out" if self.validation else "no validation"
         every = f", validation every {settings.test_freq}" if self.validation and settings.test_freq > 0 else ""
         return [
-            f"device       {get_platform().device_name}, {ranks} rank{'s' if ranks > 1 else ''}",
+            f"device       {get_platform().device_name}, {describe_pools(self.trainer.pools.groups)}",
             f"rows         {self.num_prompts:,} prompts, {held_out}",
             f"steps        {self.total_steps:,} of {data.train_batch_size} prompts x "
             f"{self.config.actor_rollout_ref.rollout.n} answers{every}",
@@ -276,9 +277,8 @@ class TrainingRun:
 
     def report_unread_keys(self) -> None:
         """Name the keys that were set but that nothing has read in this mode, on any rank."""
-        if self.trainer.group is not None:
-            for reads in self.trainer.group.broadcast("config_keys_read"):
-                add_reads({(where, name) for where, name in reads})
+        for reads in self.trainer.pools.broadcast("config_keys_read"):
+            add_reads({(where, name) for where, name in reads})
         for key in unread_keys(self.config):
             self.note(f"warning: {key} was set, but nothing reads it in this run")
 

@@ -1,0 +1,66 @@
+"""Which ranks hold which roles, decided from the configuration and the devices of this machine."""
+
+from functools import partial
+
+from verl.config import RunConfig
+from verl.config.check import check_ranks, uses_critic, uses_reference
+from verl.plugin.platform import get_platform
+from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.inline import InlineGroup
+from verl.runtime.pools import Pool, WorkerPools
+from verl.runtime.processes import ProcessGroup
+from verl.trainer.preflight import check_devices_asked_for
+from verl.utils.errors import ConfigError
+from verl.workers.rank_workers import RankWorkers, build_rank_workers
+
+
+def place_roles(config: RunConfig) -> tuple[Pool, ...]:
+    """The pools of a run; the critic has one of its own with `critic.n_gpus_per_node`.
+
+    ConfigError where there are too few devices, or the ranks of a pool cannot share the sequences.
+    """
+    roles = ["actor", "reference", "rollout"] if uses_reference(config) else ["actor", "rollout"]
+    own = config.critic.n_gpus_per_node if uses_critic(config) else None
+    ranks = _count_actor_ranks(config, own or 0)
+    check_ranks(config, ranks)
+    if own is not None:
+        return Pool("actor", tuple(roles), ranks), Pool("critic", ("critic",), own, first_device=ranks)
+    return (Pool("actor", (*roles, "critic") if uses_critic(config) else tuple(roles), ranks),)
+
+
+def _count_actor_ranks(config: RunConfig, critic_ranks: int) -> int:
+    """One per device: as many as `trainer.n_gpus_per_node` says, or as the critic leaves; one on a CPU."""
+    platform, configured = get_platform(), config.trainer.n_gpus_per_node
+    asked = {"trainer.n_gpus_per_node": configured, "critic.n_gpus_per_node": critic_ranks or None}
+    text = " and ".join(f"{key}={count}" for key, count in asked.items() if count is not None)
+    if config.trainer.runtime == "inline":
+        if (configured or 1) + critic_ranks > 1:
+            raise ConfigError(
+                f"trainer.runtime=inline is one process, but {text}; use trainer.runtime=processes, or one device"
+            )
+        return 1
+    check_devices_asked_for(config.trainer, platform, critic_ranks)
+    if platform.device_name == "cpu":
+        return configured or 1
+    available = max(platform.device_count(), 1)
+    if (configured or 1) + critic_ranks > available:
+        raise ConfigError(
+            f"{text}, but {available} {platform.device_name} devices are visible; "
+            f"lower {'their sum' if critic_ranks else 'it'} to at most {available}"
+            + (", or leave out critic.n_gpus_per_node: the critic then shares the actor's" if critic_ranks else "")
+        )
+    return configured or available - critic_ranks
+
+
+def start_pools(config: RunConfig, total_steps: int, pools: tuple[Pool, ...]) -> WorkerPools:
+    """The ranks with their engines: the actor's single rank is this process, all others one process each."""
+    num_ranks = sum(pool.num_ranks for pool in pools)
+
+    def start(pool: Pool) -> WorkerGroup:
+        if pool.num_ranks == 1 and "actor" in pool.roles and config.trainer.runtime != "processes":
+            return InlineGroup(RankWorkers(config, total_steps, pool.roles))
+        factory = partial(build_rank_workers, config, total_steps, pool.roles)
+        name = pool.name if len(pools) > 1 else ""
+        return ProcessGroup(factory, Layout.data_parallel(pool.num_ranks), name, pool.first_device, num_ranks)
+
+    return WorkerPools(pools, start)
