@@ -33,7 +33,15 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code; 2: a mistake the message explains."""
+    """Run one verb and return its exit code; 2: a mistake the message explains. 130: Ctrl-C, also while it loads."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("error: stopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     verb, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help", "help"):
         print(usage())

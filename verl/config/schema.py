@@ -185,6 +185,6 @@ def _check_allowed(value: Any, key: Key) -> Any:
         hint = ", or be null" if type(None) in union_members(key.type) else ""
         raise ConfigError(f"{key.path}={value!r} must {what}{hint}; {key.doc}")
     if wrong:
-        one_of = "one of " if key.choices else ""
+        one_of = "one of " if key.choices else "finite and " if value in (math.inf, -math.inf) else ""
         raise ConfigError(f"{key.path}={value} must be {one_of}{key.allowed()}; {key.doc}")
     return value

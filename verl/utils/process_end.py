@@ -108,7 +108,7 @@ def how_it_ended(process: int) -> str:
         if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
             return f"crashed ({name}): the lines above show where, if its Python could still write; {RESUME}"
         return f"was ended by {name}; {RESUME}"
-    return f"is gone: it was killed or it crashed; {RESUME}"
+    return f"is gone: it was killed, it crashed, or native code called exit; {RESUME}"
 
 
 RESUME = "the same command, under the name of the run, resumes from the last checkpoint"

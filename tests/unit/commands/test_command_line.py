@@ -62,3 +62,12 @@ def test_explain_lists_the_keys_with_a_word_in_their_name_or_meaning(capsys):
     assert explain.main(["explain", "trainer"]) == 0  # a section is explained as before
     assert capsys.readouterr().out.startswith("trainer: section\n")
     assert explain.main(["explain", "zzzz"]) == explain.main(["explain", "algorithm.gama"]) == 2
+
+
+def test_ctrl_c_while_a_verb_loads_is_one_line(capsys, monkeypatch):
+    def load(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", load)
+    assert cli.main(["serve"]) == 130
+    assert capsys.readouterr().err == "error: stopped by Ctrl-C\n"

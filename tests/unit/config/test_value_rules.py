@@ -18,7 +18,7 @@ CORRECTION = "algorithm.rollout_correction"
     [
         (f"{ACTOR}.optim.lr=1e30", "at least 0 and at most 100"),
         (f"{ACTOR}.optim.lr=1" + "0" * 400, "optim.lr"),
-        (f"{ACTOR}.clip_ratio=inf", "at least 0"),
+        (f"{ACTOR}.clip_ratio=inf", "finite and at least 0"),
         (f"{ACTOR}.clip_ratio_high=inf", "at least 0"),
         (f"{ACTOR}.entropy_coeff=inf", "at most 1e+06"),
         (f"{ACTOR}.entropy_coeff=-inf", "at least -1e+06"),
