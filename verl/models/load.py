@@ -272,6 +272,8 @@ def load_tokenizer(model: HFModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's parsers raise whatever they meet
         refuse_own_code(folder / "tokenizer_config.json", error)
+        if (folder / "config.json").is_file():  # the library reads it too: what is wrong there is said of it
+            read_config(folder)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         raise ConfigError(
             f"{folder} holds no tokenizer that transformers can read ({reason}); set model.tokenizer_path to one"

@@ -92,6 +92,12 @@ def test_a_configuration_that_contradicts_itself_is_refused_in_one_line(folder, 
     assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
 
 
+def test_a_configuration_that_keeps_the_tokenizer_from_loading_is_said_as_such(folder):
+    edit(folder / "config.json", layer_types=["full_attention"])
+    with pytest.raises(ConfigError, match=r"config\.json.*num_hidden_layers.*layer_types"):
+        load_tokenizer(HFModelConfig(path=str(folder)))
+
+
 def test_a_configuration_mended_by_override_config_is_taken(folder):
     edit(folder / "config.json", hidden_act="gleu")
     build_config(HFModelConfig(path=str(folder), override_config={"hidden_act": "silu"}))
