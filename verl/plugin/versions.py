@@ -2,26 +2,17 @@
 
 import re
 
-_PRE_RELEASE = {"dev": -4, "alpha": -3, "a": -3, "beta": -2, "b": -2, "rc": -1, "c": -1}
-_FINAL = 0
+from packaging.version import VERSION_PATTERN, Version
+
+_VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
 
-def version_key(text: str) -> tuple[tuple[int, ...], int, int]:
-    """A key that sorts versions: release numbers, then pre-release kind (none is last), then its number.
-
-    A local part ("+gabc") and anything after a dash are ignored.
-    """
-    text = re.split(r"[+-]", text.strip().lower().lstrip("v"), maxsplit=1)[0]
-    release = re.match(r"\d+(\.\d+)*", text)
-    if release is None:
+def version_key(text: str) -> Version:
+    """The version at the start of `text`; a local part ("+gabc") and anything after a dash are ignored."""
+    match = _VERSION.match(re.split("[+-]", text.strip(), maxsplit=1)[0])
+    if match is None:
         raise ValueError(f"no version number at the start of {text!r}")
-    numbers = [int(part) for part in release.group().split(".")]
-    while len(numbers) > 1 and numbers[-1] == 0:
-        numbers.pop()
-    pre_release = re.match(r"[._]?(dev|alpha|beta|rc|a|b|c)\.?(\d*)", text[release.end() :])
-    if pre_release is None:
-        return tuple(numbers), _FINAL, 0
-    return tuple(numbers), _PRE_RELEASE[pre_release.group(1)], int(pre_release.group(2) or 0)
+    return Version(match.group())
 
 
 def at_least(version: str | None, minimum: str) -> bool:
