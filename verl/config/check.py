@@ -55,15 +55,20 @@ def check(config: Any, combinations: bool = True) -> None:
 def check_supported(config: Any) -> None:
     """ConfigError where a run cannot start: a feature still to come, no micro-batch size, no model, no tokenizer."""
     root: type = type(config)
-    for path, values in foreign_keys.load_foreign_keys(root).planned.items():
-        value = value_at(config, path)
-        for rule, feature in values.items():
-            if (
-                foreign_keys.same(value, rule)
-                or (rule == "any" and value is not None)
-                or (isinstance(rule, str) and rule.startswith("> ") and (value or 0) > int(rule[2:]))
-            ):
-                raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={value}", feature))
+    foreign = foreign_keys.load_foreign_keys(root)
+    for path, reasons in foreign.refused_values.items():
+        if (value := value_at(config, path)) in reasons:
+            raise ConfigError(f"{path}={value} is refused: {reasons[value]}")
+    for path, values in foreign.planned.items():
+        setting = value_at(config, path)
+        for value in setting if isinstance(setting, list) else [setting]:
+            for rule, feature in values.items():
+                if (
+                    foreign_keys.same(value, rule)
+                    or (rule == "any" and value is not None)
+                    or (isinstance(rule, str) and rule.startswith("> ") and (value or 0) > int(rule[2:]))
+                ):
+                    raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={value}", feature))
     if isinstance(config, RunConfig):
         _check_micro_batches(config)
         tokenizer = config.data.tokenizer

@@ -121,6 +121,8 @@ def describe(path: str, root: type) -> list[str]:
         lines.append(f"  no effect {waiting}")
     for value, feature in foreign_keys.load_foreign_keys(root).planned.get(key.path, {}).items():
         lines.append(f"  later     {value}: {feature}")
+    for value, reason in foreign_keys.load_foreign_keys(root).refused_values.get(key.path, {}).items():
+        lines.append(f"  never     {value}: {reason}")
     return lines
 
 

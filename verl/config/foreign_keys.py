@@ -40,6 +40,7 @@ class ForeignKeys:
     patterns: list[tuple[str, KeyRule]] = field(default_factory=list)
     values: dict[str, dict[Any, Any]] = field(default_factory=dict)
     planned: dict[str, dict[Any, str]] = field(default_factory=dict)
+    refused_values: dict[str, dict[Any, str]] = field(default_factory=dict)
     defaults: dict[str, list[Any]] = field(default_factory=dict)
     """refused key -> values at which it asks for nothing."""
     waiting: list["WaitingKeys"] = field(default_factory=list)
@@ -85,12 +86,9 @@ def load_foreign_keys(root: type) -> ForeignKeys:
         for group in part.get("waiting", []):
             patterns = tuple(path for pattern in group["keys"] for path in _expand_places(pattern, raw))
             result.waiting.append(WaitingKeys(group["for"], patterns, group.get("while", {})))
-        result.values.update(
-            {p: new for pattern, new in part.get("values", {}).items() for p in _expand_places(pattern, raw)}
-        )
-        result.planned.update(
-            {p: new for pattern, new in part.get("later", {}).items() for p in _expand_places(pattern, raw)}
-        )
+        tables = (("values", result.values), ("later", result.planned), ("never", result.refused_values))
+        for name, table in tables:
+            table.update({p: new for pattern, new in part.get(name, {}).items() for p in _expand_places(pattern, raw)})
     return result
 
 

@@ -28,7 +28,6 @@ BACKENDS: dict[str, Callable[[trackers.RunInfo], Backend]] = {
     "wandb": trackers.WandbBackend,
     "mlflow": trackers.MlflowBackend,
 }
-PLANNED = ("swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight")
 
 
 class TrackingError(VerlError):
@@ -121,10 +120,8 @@ class Tracking:
 
 
 def check_backend_names(names: Iterable[str]) -> None:
-    """ConfigError when a name in trainer.logger is unknown or its adapter is still to come."""
+    """ConfigError when a name in trainer.logger is unknown."""
     for name in names:
-        if name in PLANNED:
-            raise ConfigError(f"trainer.logger={name!r} is still to come; available now: {', '.join(BACKENDS)}")
         if name not in BACKENDS:
             raise ConfigError(f"unknown tracker {name!r} in trainer.logger; {did_you_mean(name, BACKENDS)}")
 

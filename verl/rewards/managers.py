@@ -13,16 +13,11 @@ from verl.utils.suggest import did_you_mean
 RewardManager = Callable[[Reward, RunConfig], Reward]
 REWARD_MANAGERS: Registry[RewardManager] = Registry("reward.reward_manager.name")
 
-PLANNED_MANAGERS = ("gdpo", "rate_limited", "remote", "prime", "batch")
 PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that are not passed to scorers
 
 
 def find_reward_manager(name: str) -> RewardManager:
-    """The manager registered as `name`; ConfigError when it is unknown or still to come."""
-    if name in PLANNED_MANAGERS and name not in REWARD_MANAGERS:
-        raise ConfigError(
-            f"reward.reward_manager.name={name!r} is still to come; so far: {', '.join(REWARD_MANAGERS.names())}"
-        )
+    """The manager registered as `name`; ConfigError when it is unknown."""
     return REWARD_MANAGERS.get(name)
 
 

@@ -92,16 +92,27 @@ def test_unused_parts_are_not_held_against_a_run():
 @pytest.mark.parametrize(
     ("override", "feature"),
     [
-        (f"{ROLLOUT}.name=trtllm", "the TensorRT-LLM rollout engine"),
         (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
         ("model_engine=megatron", "the Megatron-LM engine"),
         ("global_profiler.tool=nsys", "profiling"),
+        ("trainer.logger=[console,swanlab]", "this tracker"),
+        ("reward.reward_manager.name=prime", "the prime reward manager"),
     ],
 )
 def test_a_feature_to_come_loads_and_is_refused_by_name_before_the_run(override, feature):
     config = load_config([override, "actor_rollout_ref.model.path=/m"])
     with pytest.raises(ConfigError, match=rf"is not supported yet: {feature} is still to come \(docs/"):
         check_supported(config)
+
+
+def test_what_will_never_come_is_refused_with_what_to_use():
+    with pytest.raises(ConfigError, match=r"rollout\.name=trtllm is refused: .*native, vllm"):
+        check_supported(load_config([f"{ROLLOUT}.name=trtllm", "actor_rollout_ref.model.path=/m"]))
+    for key in ("engine_kwargs.trtllm.x=1", "moe_tensor_parallel_size=2"):
+        with pytest.raises(ConfigError, match=r"is refused: .*TensorRT-LLM will not"):
+            load_config([f"+{ROLLOUT}.{key}"])
+    with pytest.raises(ConfigError, match=r"is refused: .*CheckpointEngineRegistry"):
+        load_config([f"+{ROLLOUT}.checkpoint_manager_class=mine.Manager"])
 
 
 @pytest.mark.parametrize(

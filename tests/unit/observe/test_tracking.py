@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import import_or_skip
 from verl.observe import trackers
-from verl.observe.tracking import BACKENDS, PLANNED, Tracking, TrackingError
+from verl.observe.tracking import BACKENDS, Tracking, TrackingError
 from verl.utils.errors import ConfigError
 
 
@@ -363,12 +363,6 @@ def test_a_missing_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"'wandb'.*-e '\.\[trackers\]'"):
         Tracking("p", "e", "wandb")
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_trackers_still_to_come_say_so(name):
-    with pytest.raises(ConfigError, match="still to come"):
-        Tracking("p", "e", name)
 
 
 def test_an_unknown_tracker_suggests_the_nearest():

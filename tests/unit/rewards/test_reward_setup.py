@@ -119,12 +119,6 @@ def test_impossible_penalties_are_refused(buffer, message):
         dapo(**buffer)
 
 
-@pytest.mark.parametrize("name", ["gdpo", "rate_limited", "remote", "prime", "batch"])
-def test_managers_of_later_are_refused_as_such(name):
-    with pytest.raises(ConfigError, match="still to come; so far: dapo, naive"):
-        build_reward(run_config(reward_manager=RewardManagerConfig(name=name)), None)
-
-
 def test_an_unknown_manager_lists_the_closest():
     with pytest.raises(ConfigError, match="did you mean 'naive'"):
         build_reward(run_config(reward_manager=RewardManagerConfig(name="naif")), None)

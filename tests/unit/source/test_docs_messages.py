@@ -149,5 +149,5 @@ def test_what_the_page_calls_refused_is_refused():
     settings = refused_settings()
     assert len(settings) > 12
     for setting in settings:
-        with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)"):
+        with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)| is refused: "):
             check_supported(load_config([setting, *TOGETHER, "actor_rollout_ref.model.path=/m"]))
