@@ -7,9 +7,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-# May name the device: platforms, the adapters of engines that run there, and kernels written for it.
-EXEMPT = ("verl/plugin/", "verl/models/kernels/", "verl/workers/rollout/vllm_engine.py")
-EXEMPT += ("verl/workers/rollout/sglang_engine.py", "verl/workers/engine/megatron_engine.py")
+# May name the device: platforms, and the adapters of engines that run there.
+EXEMPT = ("verl/plugin/", "verl/workers/rollout/vllm_engine.py", "verl/workers/rollout/sglang_engine.py")
 # Names of the device that assume nothing, and why: {file: (how many, why)}.
 ALLOWED = {
     "verl/checkpoint_engine/shared_memory.py": (1, "torch has handles of device memory for this device only"),
