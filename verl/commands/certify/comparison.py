@@ -107,7 +107,10 @@ class GradientComparison:
         )
         algorithm = config.algorithm if isinstance(config, RunConfig) else AlgorithmConfig(adv_estimator="grpo")
         self.model_config = model.config
-        self.batch = with_loss_columns(Batch.pack(trajectories), model, algorithm, subject.temperature, self.generator)
+        batch, actor = Batch.pack(trajectories), None
+        if isinstance(config, RunConfig) and subject.role == "actor":
+            actor = config.actor_rollout_ref.actor
+        self.batch = with_loss_columns(batch, model, algorithm, subject.temperature, self.generator, actor)
         self.expected = self.definition_gradient(model)
         self.norm = norm(self.expected)
         if not 0 < self.norm < float("inf"):

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.advantages import compute_advantages, with_token_rewards
+from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
+from verl.algorithms.losses import with_chosen_tokens
 from verl.commands.certify.definition import model_outputs, split_sequences
-from verl.config import AlgorithmConfig
-from verl.data.batch import Batch
+from verl.config import ActorConfig, AlgorithmConfig
+from verl.data.batch import REWARD_PART, Batch
 from verl.data.trajectory import Trajectory
 
 MAX_TURNS = 3
@@ -64,8 +65,11 @@ def with_loss_columns(
     algorithm: AlgorithmConfig,
     temperature: float,
     generator: torch.Generator,
+    actor: ActorConfig | None = None,
 ) -> Batch:
     """Adds the losses' inputs: log-probs of an older policy and of a reference, values, advantages and returns.
+
+    And what else the advantage estimator reads, at random, and the tokens that the policy loss of `actor` chooses.
 
     The older policies are `model` with noise on every log-prob, so that ratios leave the clip range on both sides. A
     value model gets log-probs that are noise alone. All numbers are exact in float32.
@@ -84,4 +88,14 @@ def with_loss_columns(
     columns = {name: noisy("logprobs", 0.3) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
     columns["values"] = noisy("values", 0.5)
     batch = with_token_rewards(batch.with_columns(**columns))
-    return compute_advantages(batch, algorithm)
+    entry, sizes = get_advantage(algorithm.adv_estimator), {True: batch.num_sequences, False: batch.num_tokens}
+    for name in (*entry.columns_for(algorithm), *entry.outputs):
+        if name not in batch:
+            is_reward = name.startswith(REWARD_PART) or name == "reward_baselines"
+            batch = batch.with_columns(**{name: torch.rand(sizes[is_reward], generator=generator)})
+    batch = compute_advantages(batch, algorithm)
+    if actor is None:
+        return batch
+    at_beginning = {"current_logprobs": noisy("logprobs", 0.1)}
+    batch = batch.with_columns(**at_beginning)
+    return with_chosen_tokens(batch, actor, torch.rand(batch.num_tokens, generator=generator))
