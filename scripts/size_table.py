@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1370,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 13500, 40500, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 13900, 43000, 400
 
 
 def package_of(path: Path) -> str:

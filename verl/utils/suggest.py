@@ -7,8 +7,10 @@ MAX_NAMES_SHOWN = 24  # names that an error lists
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; may be empty."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    """The known names most like `name`, best first; may be empty. With one that is far more like it, that one alone."""
+    near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    likeness = [difflib.SequenceMatcher(None, candidate, name).ratio() for candidate in near]
+    return [candidate for candidate, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
