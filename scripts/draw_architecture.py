@@ -230,7 +230,15 @@ STAGES = (
         ),
     ),
 )
-OUTSIDE_THE_STEP = {"LikelihoodLoss.__call__"}  # fine-tuning
+OUTSIDE_THE_STEP = {  # fine-tuning and preferences
+    "LikelihoodLoss.__call__",
+    "DPOLoss.rewards",
+    "PairLoss.pair_losses",
+    "Pairs.prepare",
+    "Pairs.with_reference",
+    "pair_indices",
+    "sequence_groups",
+}
 FIRST_X, ROW = 288, 30
 CENTRES = [FIRST_X + sum(s.width for s in STAGES[:i]) + STAGES[i].width / 2 for i in range(len(STAGES))]
 
@@ -282,11 +290,11 @@ def draw_column(name: str, column: Column, y: float) -> list[str]:
     """
     writes, reads = stages_of(column.written_by), stages_of(column.read_by)
     kind = column.dtype + (" x 2" if column.shape == "(N, 2)" else "")
-    kind += "" if column.scope == "step" else f", {column.scope}"
+    kind += "" if column.scope in ("step", "preference pairs") else f", {column.scope}"
     out = [f"<g><title>{escape(name)}: {escape(column.meaning)}</title>", text(24, y + 5, name, "code")]
     out.append(text(164, y + 5, kind, "faint small"))
     if not writes:
-        out.append(text(CENTRES[0], y + 5, "your own code", "faint small mid"))
+        out.append(text(CENTRES[0], y + 5, column.scope if column.written_by else "your own code", "faint small mid"))
     elif column.scope == "step":
         x = [CENTRES[stage] for stage in (*writes, *reads)]
         out.append(f'<path class="life" d="M{min(x):g} {y:g} H{max(x):g}"/>')

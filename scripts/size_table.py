@@ -13,9 +13,9 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "cli.py": 120,
     "config": 3500,
     "plugin": 1350,
-    "data": 2550,
-    "algorithms": 2000,
-    "runtime": 1055,
+    "data": 2700,
+    "algorithms": 2200,
+    "runtime": 1070,
     "observe": 2150,
     "models": 5850,
     "workers/engine": 3700,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 4900,
-    "commands": 4800,
+    "trainer": 5200,
+    "commands": 4900,
     "utils": 1370,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 13900, 43000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14400, 43000, 400
 
 
 def package_of(path: Path) -> str:

@@ -12,6 +12,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("verl.commands.quickstart:main", "make a small model and task, train it, show before and after"),
     "train": ("verl.trainer.main_ppo:main", "reinforcement learning: PPO, GRPO and relatives"),
     "sft": ("verl.trainer.sft_trainer:main", "supervised fine-tuning"),
+    "dpo": ("verl.trainer.dpo_trainer:main", "preference optimization on pairs of answers: DPO, IPO, hinge, SimPO"),
+    "reward-model": ("verl.trainer.reward_trainer:main", "a reward model from pairs of answers"),
     "merge": ("verl.commands.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
     "generate": ("verl.commands.generate_answers:main", "answer the prompts of a data file"),
     "eval": ("verl.commands.score_answers:main", "score a file of answers: accuracy, pass@k, maj@k with intervals"),
@@ -23,7 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check-template": ("verl.commands.check_template:main", "check that a chat template works for multi-turn runs"),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
-SPEAKS_FIRST = ("train", "sft", "config", "report")  # these print before they load what is slow
+SPEAKS_FIRST = ("train", "sft", "dpo", "reward-model", "config", "report")  # these print before they load what is slow
 
 
 def usage() -> str:

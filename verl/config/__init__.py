@@ -10,6 +10,7 @@ from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig, WrapPolicyC
 from verl.config.load import ConfigWarning, load_config
 from verl.config.model import FusedKernelConfig, HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
+from verl.config.preference import DPOConfig, PreferenceConfig, PreferenceLossConfig, RewardModelConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from verl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig
 from verl.config.rollout import (
@@ -38,6 +39,7 @@ __all__ = [
     "CriticConfig",
     "CustomClassConfig",
     "CustomRewardConfig",
+    "DPOConfig",
     "DataConfig",
     "EngineKwargsConfig",
     "FSDPActorConfig",
@@ -51,11 +53,14 @@ __all__ = [
     "KLControlConfig",
     "MultiTurnConfig",
     "PolicyLossConfig",
+    "PreferenceConfig",
+    "PreferenceLossConfig",
     "ProfilerConfig",
     "RayKwargsConfig",
     "RefConfig",
     "RewardConfig",
     "RewardManagerConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RouterReplayConfig",

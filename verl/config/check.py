@@ -9,6 +9,7 @@ from verl.config import foreign_keys, schema
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.config.model import HFModelConfig
 from verl.config.no_effect import value_at
+from verl.config.preference import PreferenceConfig
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
 from verl.config.value_rules import check_value
@@ -274,10 +275,17 @@ def _check_sft(config: SFTConfig) -> None:
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
     data, engine = config.data, config.engine
     budget = data.max_token_len_per_gpu * engine.ranks_per_sequence
-    if data.use_dynamic_bsz and budget < data.max_length:
+    is_pair = isinstance(config, PreferenceConfig)
+    needed, what = (2 * data.max_length, "two sequences") if is_pair else (data.max_length, "a sequence")
+    if data.use_dynamic_bsz and budget < needed:
         raise ConfigError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is too small for a sequence of "
-            f"data.max_length={data.max_length} tokens; raise it to {data.max_length} or more"
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is too small for {what} of "
+            f"data.max_length={data.max_length} tokens; raise it to {needed} or more"
+        )
+    if is_pair and data.custom_cls.path:
+        raise ConfigError(
+            f"data.custom_cls.path={data.custom_cls.path} is for fine-tuning; pairs are read from files with the "
+            "columns prompt, chosen and rejected"
         )
     engine.check(config.model)
     if len(config.trainer.profile_interval) != 2:

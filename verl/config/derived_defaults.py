@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from verl.config.evaluation import EvalConfig
 from verl.config.run_config import RunConfig
 from verl.config.run_name import dated_name
+from verl.config.sft import SFTConfig
 
 _ARR = "actor_rollout_ref"
 _DYNAMIC_BATCHING_KEYS = (
@@ -17,10 +17,10 @@ _DYNAMIC_BATCHING_KEYS = (
 
 def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
     """Key -> (value, reason) for keys that are not set and whose default follows from keys that are set."""
-    if root is EvalConfig:
-        return {}
+    if issubclass(root, SFTConfig):
+        return dated_name(values, root.run_name)
     if root is not RunConfig:
-        return dated_name(values, "sft")
+        return {}
     algorithm = str(values.get("algorithm.adv_estimator", "gae"))
     name = dated_name(values, {"gae": "ppo"}.get(algorithm, algorithm if algorithm.isidentifier() else "rl"))
     return {**name, **_strategy(values), **_dynamic_batching(values), **_mini_batch(values)}

@@ -9,6 +9,7 @@ from typing import Any
 from verl.config import foreign_keys, schema
 from verl.config.load import load_config, parse_command_line
 from verl.config.no_effect import value_at
+from verl.config.preference import DPOConfig, RewardModelConfig
 from verl.config.run_config import RunConfig
 from verl.config.run_name import DATED
 from verl.config.sft import SFTConfig
@@ -16,11 +17,16 @@ from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
 PAGE = Path("docs/reference/config.md")
-ROOTS = {"main_ppo": RunConfig, "sft_trainer": SFTConfig}
+ROOTS = {
+    "main_ppo": RunConfig,
+    "sft_trainer": SFTConfig,
+    "dpo_trainer": DPOConfig,
+    "reward_trainer": RewardModelConfig,
+}
 USAGE = """verl config explain KEY [KEY ...]        what a key means, its type, default and origin of the default
 verl config explain WORD                 the keys that contain a word, in their name or meaning
 verl config print [key=value ...]        the resolved configuration, with the origin of every value
-    --config-name sft_trainer            the configuration of supervised fine-tuning
+    --config-name sft_trainer            the configuration of fine-tuning; dpo_trainer, reward_trainer: of preferences
     --changed                            only what differs from the defaults
 verl config markdown                     the text of docs/reference/config.md"""
 
@@ -92,10 +98,20 @@ def keys_with_word(word: str) -> list[str]:
     lines = []
     for command, root in ROOTS.items():
         mark = "" if root is RunConfig else f" ({command})"
-        for path, key in schema.keys(root).items():
+        for path, key in own_keys(root).items():
             if "." not in word and word.lower() in f"{path} {key.doc}".lower():
                 lines.append(f"{path}{mark}: {key.doc}")
     return lines
+
+
+def own_keys(root: type) -> dict[str, schema.Key]:
+    """The keys of a root class; of those that extend SFTConfig, the keys that differ from it."""
+    shared = schema.keys(SFTConfig) if issubclass(root, SFTConfig) and root is not SFTConfig else {}
+    return {
+        path: key
+        for path, key in schema.keys(root).items()
+        if path not in shared or key.default != shared[path].default
+    }
 
 
 def describe(path: str, root: type) -> list[str]:
@@ -199,14 +215,16 @@ def markdown() -> str:
     ]
     for command, root in ROOTS.items():
         lines += ["", f"## Keys of `python3 -m verl.trainer.{command}`"]
+        extends = issubclass(root, SFTConfig) and root is not SFTConfig
+        lines += ["", "Those of `sft_trainer`, and these, new or with another default:"] if extends else []
         for path, cls in schema.sections(root).items():
             lines += _section_lines(path, cls, root)
-        lines += ["", f"## Other keys of `{command}`", "", *_foreign_lines(root)]
+        lines += [] if extends else ["", f"## Other keys of `{command}`", "", *_foreign_lines(root)]
     return "\n".join(lines) + "\n"
 
 
 def _section_lines(path: str, cls: type, root: type) -> list[str]:
-    keys = [key for key in schema.keys(root).values() if key.path.rpartition(".")[0] == path]
+    keys = [key for key in own_keys(root).values() if key.path.rpartition(".")[0] == path]
     if not keys:
         return []
     doc = (cls.__doc__ or "").strip()

@@ -19,6 +19,7 @@ from verl.config.foreign_keys import key_in_extra
 from verl.config.no_effect import keys_without_effect
 from verl.config.overrides import MAX_DEPTH, Override, parse_override
 from verl.config.own_keys import added_key_line, own_values
+from verl.config.preference import DPOConfig, RewardModelConfig
 from verl.config.run_config import RunConfig
 from verl.config.settings import ConfigBuilder
 from verl.config.sft import SFTConfig
@@ -26,6 +27,7 @@ from verl.utils.errors import MISTAKES, ConfigError, Mistakes
 from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
+ROOTS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig, "evaluation": EvalConfig}
 PRESETS = Path(__file__).parent.parent / "trainer" / "config"
 _OPTIONS = {"--config-name": "name", "-cn": "name", "--config-path": "dir", "-cp": "dir"}
 _OPTIONS |= {"--config-dir": "dir", "-cd": "dir"}
@@ -55,7 +57,7 @@ def load_config(
     config_dir: str | None = None,
     root: type | None = None,
 ) -> Any:
-    """The configuration: SFTConfig for presets named sft*, EvalConfig for evaluation, else RunConfig.
+    """The configuration: of the class in ROOTS that the preset's name begins with, else RunConfig.
 
     `overrides` may contain --config-name, --config-path and --config-dir. Every mistake is a ConfigError; old spellings
     and keys without effect are warnings.
@@ -63,7 +65,7 @@ def load_config(
     command_line = parse_command_line(overrides, config_name, config_dir=config_dir)
     file = _find_preset(command_line.config_name, command_line.config_dir)
     if root is None:
-        root = SFTConfig if file.stem.startswith("sft") else EvalConfig if file.stem == "evaluation" else RunConfig
+        root = next((root for name, root in ROOTS.items() if file.stem.startswith(name)), RunConfig)
     builder = ConfigBuilder(root)
     for path, value, origin in _read_preset(file):
         if value != "???":

@@ -72,7 +72,9 @@ def type_name(tp: Any) -> str:
 def keys(root: type) -> dict[str, Key]:
     """Every key of a root configuration class by its dotted path, in the order of the schema."""
     table: dict[str, Key] = {}
-    _collect_keys(root(), "", FOLLOWS if root is RunConfig else SFT_FOLLOWS if root is SFTConfig else {}, table)
+    _collect_keys(
+        root(), "", FOLLOWS if root is RunConfig else SFT_FOLLOWS if issubclass(root, SFTConfig) else {}, table
+    )
     return table
 
 

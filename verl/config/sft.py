@@ -16,6 +16,10 @@ from verl.config.trainer import SFTTrainerConfig
 class SFTConfig(Section):
     """Configuration of `python3 -m verl.trainer.sft_trainer`."""
 
+    module = "verl.trainer.sft_trainer"  # what a rank runs
+    run_name = "sft"  # of a run that was given none
+    task = "supervised fine-tuning"
+
     trainer: SFTTrainerConfig = section(SFTTrainerConfig)
     data: SFTDataConfig = section(SFTDataConfig)
     model: HFModelConfig = section(HFModelConfig)

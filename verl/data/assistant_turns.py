@@ -24,20 +24,19 @@ class TurnTokenizer:
     """Encodes conversations as token sequences with a loss mask.
 
     With `append_only` a conversation is always one sequence: each turn is appended as it was rendered when it was the
-    newest turn. A multi-turn agent that never rewrites its history has the same sequence.
+    newest turn. A multi-turn agent that never rewrites its history has the same sequence. With `last_turn_only` a
+    conversation is one sequence, too, and only its last message is trained.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = False):
-        self._tokenizer, self._append_only = tokenizer, append_only
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_only: bool = False, last_turn_only: bool = False):
+        self._tokenizer, self._append_only, self._last_turn_only = tokenizer, append_only, last_turn_only
         self._special = set(tokenizer.all_special_ids)
 
     def segment_conversation(self, messages: list[Message], template: PromptTemplate) -> list[list[TextSegment]]:
         """The sequences of a conversation as text segments; ValueError if a turn lacks the generation prompt."""
         sequence_segments: list[list[TextSegment]] = []
         rendered = ""
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for i in self._trained_turns(messages):
             prompt = _render(template, messages[:i], True)
             with_answer = _render(template, messages[: i + 1], False)
             if not with_answer.startswith(prompt):
@@ -55,6 +54,10 @@ class TurnTokenizer:
                 sequence_segments.append([(prompt, False), answer])
             rendered = with_answer
         return sequence_segments
+
+    def _trained_turns(self, messages: list[Message]) -> list[int]:
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return turns[-1:] if self._last_turn_only else turns
 
     def encode(self, sequence_segments: Sequence[list[TextSegment]]) -> list[MaskedTokens | ValueError]:
         """Token ids and mask of each sequence; the ValueError of a sequence where a token spans a turn boundary."""
@@ -114,8 +117,9 @@ class TurnTokenizer:
         ids: list[int] = []
         mask: list[bool] = []
         context: list[Message] = []
-        for message in messages:
-            if message["role"] != "assistant":
+        trained = self._trained_turns(messages)
+        for i, message in enumerate(messages):
+            if i not in trained:
                 context.append(message)
                 continue
             if context:

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from verl.data.batch import Batch
-from verl.data.micro_batches import MicroBatching, prefix_groups, split_lengths
+from verl.data.micro_batches import MicroBatching, sequence_groups, split_lengths
 
 MAX_IMBALANCE = 1.05  # highest ratio of most expensive part to mean part in a step, if the lengths allow it
 _TOLERANCE = 0.002  # a step whose ratio is at most 1 + this is not improved further
@@ -52,18 +52,18 @@ def assign_shards(
     """
     if ranks == 1:
         return [Shard(tuple(range(batch.num_sequences)), micro)]
-    if micro.share_prefixes:
-        return _assign_prefix_groups(batch, ranks, micro, attention_length, balanced)
+    if micro.share_prefixes or micro.keep_groups:
+        return _assign_groups(batch, ranks, micro, attention_length, balanced)
     lengths = batch.lengths.tolist()
     parts = _assign_micro_batches(lengths, sequence_costs(lengths, attention_length), ranks, micro, balanced)
     return [_make_shard(rank_parts, micro) for rank_parts in parts]
 
 
-def _assign_prefix_groups(
+def _assign_groups(
     batch: Batch, ranks: int, micro: MicroBatching, attention_length: float, balanced: bool
 ) -> list[Shard]:
-    """Like `assign_shards`; sequences with the same prompt stay together and the prompt counts once."""
-    groups = prefix_groups(batch, micro.max_tokens, micro.max_sequences)
+    """Like `assign_shards`; the sequences of a group stay together, and a shared prompt counts once."""
+    groups = sequence_groups(batch, micro)
     costs = np.array([group.tokens + group.pairs / attention_length for group in groups])
     largest = max(len(group.indices) for group in groups)
     limits = MicroBatching(micro.max_tokens, micro.max_sequences and max(micro.max_sequences // largest, 1))

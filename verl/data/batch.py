@@ -24,7 +24,7 @@ class Column:
     meaning: str
     written_by: tuple[str, ...]  # functions that add or replace the column; none where only a user's code does
     read_by: tuple[str, ...]  # the functions that depend on it most
-    scope: str = "step"  # of which batch it is a column: the step's, a mini-batch or a micro-batch
+    scope: str = "step"  # of which batch it is a column: the step's, a mini-batch, a micro-batch, preference pairs
     asked: bool = False  # True: only there when the advantage estimator or the policy loss asks for it
     masked: float | None = None  # value where loss_mask is False; None where such positions have values of their own
 
@@ -94,8 +94,8 @@ COLUMNS: dict[str, Column] = {
         "(T,)",
         "float32",
         "log-prob by the frozen reference policy, nats",
-        written_by=("PPOTrainer.evaluate",),
-        read_by=("apply_kl_in_reward", "ActorLoss.__call__", "Ledger.append"),
+        written_by=("PPOTrainer.evaluate", "Pairs.with_reference"),
+        read_by=("apply_kl_in_reward", "ActorLoss.__call__", "DPOLoss.rewards", "Ledger.append"),
         masked=0,
     ),
     "values": Column(
@@ -179,16 +179,24 @@ COLUMNS: dict[str, Column] = {
     "rewards": Column(
         "(N,)",
         "float32",
-        "score of the sequence by the reward function; NaN where it has none",
+        "score of the sequence by the reward function, NaN where it has none; of a chosen answer, the row's margin",
         written_by=("Batch.pack",),
-        read_by=("with_token_rewards", "data_metrics", "trajectory_columns"),
+        read_by=("with_token_rewards", "data_metrics", "trajectory_columns", "PairLoss.pair_losses"),
     ),
     "group_ids": Column(
         "(N,)",
         "int64",
         "the same number for all sequences that answer one prompt",
         written_by=("Batch.pack",),
-        read_by=("group_numbers", "MiniBatches.split", "trajectory_columns"),
+        read_by=("group_numbers", "MiniBatches.split", "trajectory_columns", "sequence_groups", "pair_indices"),
+    ),
+    "preferred": Column(
+        "(N,)",
+        "bool",
+        "True on the chosen answer of a preference pair, False on the rejected one",
+        scope="preference pairs",
+        written_by=("Pairs.prepare",),
+        read_by=("pair_indices",),
     ),
     "rows": Column(
         "(N,)",
@@ -338,17 +346,12 @@ class Batch:
         index = torch.as_tensor(indices, dtype=torch.int64, device=self.cu_seqlens.device)
         lengths = self.lengths[index]
         cu_seqlens = cumulative_lengths(lengths)
-        offsets = torch.arange(int(cu_seqlens[-1]), device=index.device) - torch.repeat_interleave(
-            cu_seqlens[:-1], lengths
-        )
-        token_indices = torch.repeat_interleave(self.cu_seqlens[:-1][index], lengths) + offsets
+        moved = torch.repeat_interleave(self.cu_seqlens[:-1][index] - cu_seqlens[:-1], lengths)
+        token_indices = torch.arange(int(cu_seqlens[-1]), device=index.device) + moved
         return Batch(
             cu_seqlens,
-            {
-                name: column.index_select(0, token_indices.to(column.device))
-                for name, column in self.token_columns.items()
-            },
-            {name: column.index_select(0, index.to(column.device)) for name, column in self.sequence_columns.items()},
+            {n: c.index_select(0, token_indices.to(c.device)) for n, c in self.token_columns.items()},
+            {n: c.index_select(0, index.to(c.device)) for n, c in self.sequence_columns.items()},
         )
 
     def select_columns(self, names: Iterable[str]) -> "Batch":

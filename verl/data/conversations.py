@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,11 @@ def load_conversations(
 
 
 class ConversationDataset:
-    """Rows with a `messages` list (every assistant turn is trained), or with `prompt` and `response` columns."""
+    """The conversation of each row: one sequence, or several.
+
+    `read` finds it in a row; otherwise it is the column `messages`, or `prompt` and `response`. Every assistant turn is
+    trained, or only the last one with `last_turn_only`.
+    """
 
     def __init__(
         self,
@@ -51,9 +56,12 @@ class ConversationDataset:
         tokenizer: PreTrainedTokenizerBase,
         config: SFTDataConfig,
         max_samples: int = -1,
+        read: Callable[[Mapping[str, Any]], list[Message]] | None = None,
+        last_turn_only: bool = False,
     ):
         self._rows, self._config, self._tokenizer = FileRows(files), config, tokenizer
-        self._turns = TurnTokenizer(tokenizer, append_only=config.ignore_input_ids_mismatch)
+        self._read_conversation = read or partial(conversation_of, messages_key=config.messages_key)
+        self._turns = TurnTokenizer(tokenizer, config.ignore_input_ids_mismatch, last_turn_only)
         self.num_truncated = self.num_split = self.num_skipped = 0
         count = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._items: list[tuple[int, list[tuple[np.ndarray, np.ndarray]]]] = []
@@ -62,8 +70,8 @@ class ConversationDataset:
         if not self._items:
             why = "raise data.max_length" if count else f"raise data.*_max_samples (now {max_samples})"
             raise DataError(f"{self._rows.file_names()}: no row is left; {why}")
-        kept = [row for row, _ in self._items]
-        self.digest = hashlib.sha256(f"{self._rows.digest} {kept}".encode()).hexdigest()
+        self.rows = [row for row, _ in self._items]
+        self.digest = hashlib.sha256(f"{self._rows.digest} {self.rows}".encode()).hexdigest()
         self.notes = self._notes()
 
     def __len__(self) -> int:
@@ -125,17 +133,7 @@ class ConversationDataset:
         for column in ("images", "videos"):
             if row.get(column) not in (None, [], ""):
                 raise ValueError(f"the row has {column}; only text conversations are supported so far")
-        key = self._config.messages_key
-        if isinstance(row.get(key), str):
-            raise ValueError(f"{key!r} is a string, expected a list of {{role, content}}; parse it if it is JSON")
-        if row.get(key) is not None:
-            messages = read_messages(row[key])
-        elif row.get("prompt") is not None and row.get("response") is not None:
-            messages = [*read_messages(row["prompt"]), {"role": "assistant", "content": str(row["response"])}]
-        else:
-            raise ValueError(
-                f"the row has neither {key!r} nor 'prompt' and 'response'; its columns are {', '.join(sorted(row))}"
-            )
+        messages = self._read_conversation(row)
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("the conversation has no assistant message")
         if messages[0]["role"] == "assistant":
@@ -185,6 +183,19 @@ class ConversationDataset:
             ),
         }
         return [f"{self._rows.file_names()}: {note}" for note, count in notes.items() if count]
+
+
+def conversation_of(row: Mapping[str, Any], messages_key: str) -> list[Message]:
+    """The messages of a fine-tuning row; ValueError if it has none."""
+    if isinstance(row.get(messages_key), str):
+        raise ValueError(f"{messages_key!r} is a string, expected a list of {{role, content}}; parse it if it is JSON")
+    if row.get(messages_key) is not None:
+        return read_messages(row[messages_key])
+    if row.get("prompt") is not None and row.get("response") is not None:
+        return [*read_messages(row["prompt"]), {"role": "assistant", "content": str(row["response"])}]
+    raise ValueError(
+        f"the row has neither {messages_key!r} nor 'prompt' and 'response'; its columns are {', '.join(sorted(row))}"
+    )
 
 
 class CustomConversations:

@@ -3,6 +3,8 @@
 import heapq
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from verl.data.batch import Batch
 from verl.data.shared_prompts import prompt_groups, prompt_lengths
 from verl.utils.errors import ConfigError
@@ -15,12 +17,15 @@ class MicroBatching:
     A `plan` lists the micro-batches instead, as indices into the shard; balance.py makes it for all ranks together.
     A micro-batch of the plan is empty if only other ranks have sequences for it.
     With `share_prefixes` a prompt that several sequences of a micro-batch begin with is computed and counted once.
+    With `keep_groups` sequences with the same `group_ids` stay on one rank and in one micro-batch, as a pair of answers
+    must.
     """
 
     max_tokens: int | None = None
     max_sequences: int | None = None
     plan: tuple[tuple[int, ...], ...] | None = None
     share_prefixes: bool = False
+    keep_groups: bool = False
     limit_key: str = field(default="*max_token_len_per_gpu", compare=False)  # config key of a rank's `max_tokens`
 
     def __post_init__(self) -> None:
@@ -37,8 +42,8 @@ def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
     """
     if micro.plan is not None:
         return [list(part) for part in micro.plan]
-    if micro.share_prefixes:
-        return split_by_shared_prefix(batch, micro.max_tokens, micro.max_sequences)
+    if micro.share_prefixes or micro.keep_groups:
+        return split_by_groups(batch, micro)
     return split_lengths(batch.lengths.tolist(), micro)
 
 
@@ -68,23 +73,25 @@ def bin_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | None
         count += 1
 
 
-def _check_longest(longest: int, max_tokens: int) -> None:
+def _check_longest(longest: int, max_tokens: int, what: str = "a sequence") -> None:
     if longest > max_tokens:
         raise ConfigError(
-            f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
+            f"{what} of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
             f"*max_token_len_per_gpu to at least {longest}, or keep sequences shorter (data.max_prompt_length, "
             "data.max_response_length, data.max_length)"
         )
 
 
-def split_by_shared_prefix(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[list[int]]:
-    """Like `split_micro_batches`, but sequences with the same prompt stay together and their prompt counts once."""
-    max_members = max_sequences or max(batch.num_sequences, 1)
-    if max_tokens is None:
+def split_by_groups(batch: Batch, micro: MicroBatching) -> list[list[int]]:
+    """Like `split_micro_batches`, but the sequences of a group stay together, and a shared prompt counts once."""
+    max_tokens, max_members = micro.max_tokens, micro.max_sequences or max(batch.num_sequences, 1)
+    if max_tokens is None and micro.share_prefixes:
         order = [i for group in prompt_groups(batch) for i in group]
         return [order[start : start + max_members] for start in range(0, len(order), max_members)]
-    groups = prefix_groups(batch, max_tokens, max_sequences)
+    groups = sequence_groups(batch, micro)
     costs = [group.tokens for group in groups]
+    max_tokens = max_tokens or max(sum(costs), 1)
+    max_members = max([max_members, *(len(group.indices) for group in groups)])
     order, count = sorted(range(len(groups)), key=lambda group: (-costs[group], group)), -(-sum(costs) // max_tokens)
     while True:
         bins = _assign_to_emptiest(order, costs, count, len(groups))
@@ -96,15 +103,37 @@ def split_by_shared_prefix(batch: Batch, max_tokens: int | None, max_sequences: 
 
 
 @dataclass(frozen=True)
-class PrefixGroup:
-    """Sequences that belong in one micro-batch because they begin with the same prompt."""
+class SequenceGroup:
+    """Sequences that belong in one micro-batch: they begin with the same prompt, or are a pair."""
 
     indices: list[int]
-    tokens: int  # tokens to compute, with the prompt counted once
+    tokens: int  # tokens to compute; a shared prompt is counted once
     pairs: int  # pairs of tokens with computed attention, counted without the causal mask
 
 
-def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[PrefixGroup]:
+def sequence_groups(batch: Batch, micro: MicroBatching) -> list[SequenceGroup]:
+    """The groups of `batch` that `micro` keeps together; every sequence alone if it keeps none."""
+    if micro.share_prefixes:
+        return prefix_groups(batch, micro.max_tokens, micro.max_sequences)
+    lengths = batch.lengths.tolist()
+    members = group_indices(batch["group_ids"]) if micro.keep_groups else [[index] for index in range(len(lengths))]
+    groups = [SequenceGroup(m, sum(lengths[i] for i in m), sum(lengths[i] ** 2 for i in m)) for m in members]
+    if micro.max_tokens is not None and groups:
+        longest = max(groups, key=lambda group: group.tokens)
+        what = "a sequence" if len(longest.indices) == 1 else f"a group of {len(longest.indices)} sequences"
+        _check_longest(longest.tokens, micro.max_tokens, what)
+    return groups
+
+
+def group_indices(group_ids: Tensor) -> list[list[int]]:
+    """Sequence indices of each group, groups in order of first appearance."""
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(group_ids.tolist()):
+        groups.setdefault(group, []).append(index)
+    return list(groups.values())
+
+
+def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | None) -> list[SequenceGroup]:
     """The groups of `batch`; a group over a limit is split into as few parts as possible, each with the prompt."""
     lengths, prompts, groups = batch.lengths.tolist(), prompt_lengths(batch), []
     for group in prompt_groups(batch):
@@ -117,7 +146,7 @@ def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | Non
         for part in bin_by_tokens(response_lengths, budget, max_sequences):
             indices, parts = [group[i] for i in part], [response_lengths[i] for i in part]
             pairs = prompt**2 + sum(2 * prompt * length + length**2 for length in parts)
-            groups.append(PrefixGroup(indices, prompt + sum(parts), pairs))
+            groups.append(SequenceGroup(indices, prompt + sum(parts), pairs))
     return groups
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -163,11 +164,35 @@ def load_value_model(
 
     From a language model the head starts at zero, so the first values are 0; from our own critic the head is read.
     """
+    return _load_scorer(AutoModelForTokenClassification, path, dtype, config, init_random, structure_only)
+
+
+def load_reward_model(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig | None = None,
+    init_random: bool = False,
+    structure_only: bool = False,
+) -> PreTrainedModel:
+    """A model for sequence classification with one label: its head `score` (1, D) reads the last token.
+
+    From a language model the head starts at zero, so the first scores are 0; from a reward model the head is read.
+    """
+    return _load_scorer(AutoModelForSequenceClassification, path, dtype, config, init_random, structure_only)
+
+
+def _load_scorer(
+    auto_class: Any,
+    path: str | Path,
+    dtype: torch.dtype,
+    config: PreTrainedConfig | None,
+    init_random: bool,
+    structure_only: bool,
+) -> PreTrainedModel:
     config = config if config is not None else load_config(path)
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    kind = AutoModelForTokenClassification
-    return _load(kind, path, config, dtype, init_random, structure_only, optional_prefixes=("score.",))
+    return _load(auto_class, path, config, dtype, init_random, structure_only, optional_prefixes=("score.",))
 
 
 def _load(
@@ -185,7 +210,7 @@ def _load(
             f"model family {config.model_type!r} of {folder} has no {auto_class.__name__} in transformers"
         )
     if optional_prefixes and not isinstance(getattr(_meta_model(auto_class, config, dtype), "score", None), nn.Linear):
-        raise ConfigError(f"model family {config.model_type!r} has no linear head named score; it cannot be a critic")
+        raise ConfigError(f"model family {config.model_type!r} has no linear head named score; it can score nothing")
     if structure_only:
         model, missing = _meta_model(auto_class, config, dtype), []
     elif init_random:

@@ -89,13 +89,20 @@ def _new_lora_config(model: nn.Module, settings: HFModelConfig) -> "peft.LoraCon
     if target == "all-linear":
         target = _all_linear(model)
     return peft.LoraConfig(
-        task_type="TOKEN_CLS" if hasattr(model, VALUE_HEAD) else "CAUSAL_LM",
+        task_type=_task_type(model),
         base_model_name_or_path=settings.path,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         target_modules=target,
         exclude_modules=exclude,
     )
+
+
+def _task_type(model: nn.Module) -> str:
+    """What peft calls the model's task."""
+    if not hasattr(model, VALUE_HEAD):
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
 
 
 def _check_adapters_fit(model: nn.Module, config: "peft.LoraConfig") -> None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from verl.observe.progress import STAGE_WORDS, format_duration
 from verl.observe.trackers import format_number
 
+ACCURACY = "rewards/accuracies"
+SCORES = ("critic/score/mean", *(f"{part}/{name}" for part in ("train", "val") for name in ("loss", ACCURACY)))
+_QUANTITIES = {"loss": "loss", "accuracies": "accuracy"}
 _NUM_STAGES = 5
 _NOT_STAGES = ("step", "agent_loop")  # the whole, and parts of other stages
 
@@ -25,7 +28,7 @@ class RunSummary:
         if "timing_s/step" in metrics:
             self.num_steps, self.last_step = self.num_steps + 1, step
         for name, value in metrics.items():
-            if name.startswith("val-core/") or name in ("critic/score/mean", "train/loss", "val/loss"):
+            if name.startswith("val-core/") or name in SCORES:
                 self.scores[name].append((step, value))
             stage = name.removeprefix("timing_s/")
             if stage != name and "/" not in stage and not stage.startswith(_NOT_STAGES):
@@ -63,7 +66,7 @@ class RunSummary:
 
 def _label(name: str) -> str:
     """Where a score is from, and what it is."""
-    quantity = "loss" if name.endswith("loss") else "score" if name.startswith("val") else "reward"
+    quantity = "score" if name.startswith("val-core/") else _QUANTITIES.get(name.rpartition("/")[2], "reward")
     return f"{'validation' if name.startswith('val') else 'training':<12} {quantity}"
 
 

@@ -17,7 +17,6 @@ from verl.trainer.preflight import check_devices_asked_for
 from verl.utils.errors import ConfigError
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-SFT_MODULE = "verl.trainer.sft_trainer"
 
 
 def num_ranks_to_start(config: SFTConfig) -> int:
@@ -30,7 +29,7 @@ def num_ranks_to_start(config: SFTConfig) -> int:
     if settings.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes={settings.nnodes} needs one start per machine: torchrun --nnodes={settings.nnodes} "
-            f"--nproc-per-node=DEVICES --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m {SFT_MODULE} key=value ..."
+            f"--nproc-per-node=DEVICES --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m {config.module} key=value ..."
         )
     count = settings.n_gpus_per_node
     if settings.runtime == "inline":
@@ -58,8 +57,8 @@ def _check_against_torchrun(config: SFTConfig, rank: RankInfo) -> None:
             )
 
 
-def start_ranks(count: int, arguments: Sequence[str], root: Path) -> int:
-    """Run torchrun here with `count` ranks of this program on this machine; returns the exit code.
+def start_ranks(count: int, module: str, arguments: Sequence[str], root: Path) -> int:
+    """Run torchrun here with `count` ranks of the program `module` on this machine; returns the exit code.
 
     0: done; 1: a rank failed and printed why, or was lost, which is said here; 128 + N: stopped by signal N. Where the
     other ranks were when one was lost is written to a file in `root`.
@@ -78,7 +77,7 @@ def start_ranks(count: int, arguments: Sequence[str], root: Path) -> int:
         elastic = logging.getLogger("torch.distributed.elastic")
         elastic.handlers, elastic.propagate = [log], False
         try:
-            torchrun([*options, f"--log-dir={folder}", "-m", SFT_MODULE, *arguments])
+            torchrun([*options, f"--log-dir={folder}", "-m", module, *arguments])
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
             if code := next((code for code in codes.values() if code in INTERRUPTED), 0):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl import __version__
-from verl.config import RunConfig, SFTConfig
+from verl.config import PreferenceConfig, RewardModelConfig, RunConfig, SFTConfig
 from verl.config.run_name import same_command
 from verl.trainer.run_files import LEDGER, complete_steps, step_folder
 from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
@@ -47,7 +47,8 @@ def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
 def task(config: AnyConfig) -> str:
     """What the run does, in the field's words."""
     if isinstance(config, SFTConfig):
-        return "supervised fine-tuning"
+        loss = f" ({config.loss.name})" if isinstance(config, PreferenceConfig) else ""
+        return f"{config.task}{loss}"
     estimator = config.algorithm.adv_estimator
     return "PPO (GAE)" if estimator == "gae" else estimator.upper()
 
@@ -125,7 +126,8 @@ def closing_lines(config: AnyConfig, summary: Sequence[str], complete: bool) -> 
         lines.append(f"model        {model}")
         more = " and a larger trainer.total_training_steps" if complete else ""
         lines.append(f"continue     {same_command(config)}{more}")
-        lines.append(f"serve        verl serve model={model}")
+        if not isinstance(config, RewardModelConfig):
+            lines.append(f"serve        verl serve model={model}")
         lines += [f"evaluate     {line}" for line in _evaluate_commands(config, model)]
     else:
         reason = "the run ended before its first checkpoint" if will_save(config) else "trainer.save_freq says so"

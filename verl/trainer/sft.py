@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: batches of conversations, one optimiser step each, on the same engine as the policy.
+"""Supervised fine-tuning and preference training: a batch of rows a step, on the same engine as the policy.
 
 Under torchrun every rank runs this program: each builds the whole batch and trains on its shard of it; rank 0 logs and
 saves.
@@ -8,13 +8,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from verl.algorithms.likelihood import LikelihoodLoss
 from verl.config import SFTConfig
-from verl.config.actor import SFT_BATCHING_KEYS
 from verl.config.load import unread_keys
 from verl.config.run_name import same_command
 from verl.data.balance import assign_shards
@@ -35,21 +33,18 @@ from verl.runtime.group import Layout
 from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.lost_ranks import report_when_ended
+from verl.trainer.objectives import objective_of
 from verl.trainer.preflight import Findings
 from verl.trainer.resume import find_resume
 from verl.trainer.sft_preparation import prepare_sft
 from verl.utils.errors import DataError, VerlError
 from verl.utils.seeds import derive_seed
-from verl.workers.actor import with_schedule_length
-from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.rng import seed_generators
-from verl.workers.engine_worker import EngineWorker, micro_batching, with_loss_weights
-
-T = TypeVar("T")
+from verl.workers.engine_worker import EngineWorker
 
 
 class SFTTrainer:
-    """Steps over epochs of shuffled conversations; a checkpoint restores the order exactly."""
+    """Steps over epochs of shuffled rows; a checkpoint restores the order exactly."""
 
     def __init__(
         self,
@@ -62,6 +57,7 @@ class SFTTrainer:
     ):
         self.config, self.train_set, self.validation_set = config, train, validation
         self.tracking, self.note, self.collectives = tracking, note, collectives or Collectives()
+        self.objective = objective_of(config)
         self.worker: EngineWorker
         self.global_step = self.first_step = self.trained_tokens = 0
         self.stop_requested = self.stop_agreed = 0  # numbers of signals: on this rank, on any rank
@@ -82,7 +78,7 @@ class SFTTrainer:
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
         self.progress, self.summary = Progress.silent(), RunSummary()
-        self.micro = micro_batching(data, SFT_BATCHING_KEYS, config.engine.ranks_per_sequence)
+        self.micro = self.objective.micro_batching(config.engine.ranks_per_sequence)
 
     @property
     def complete(self) -> bool:
@@ -121,7 +117,7 @@ class SFTTrainer:
             last = self.global_step >= self.total_steps or self.stop_agreed > 0
             if self.validation_set and (last or self.is_due(self.test_freq)):
                 with timer("testing"):
-                    metrics["val/loss"] = self.validate(self.validation_set)
+                    metrics.update(self.validate(self.validation_set))
             if last or self.is_due(self.save_freq):
                 with timer("save_checkpoint"):
                     self.save()
@@ -144,8 +140,8 @@ class SFTTrainer:
         held_out = f"{len(self.validation_set):,} held out" if self.validation_set else "no validation"
         return [
             f"device       {get_platform().device_name}, {ranks} rank{'s' if ranks > 1 else ''}",
-            f"rows         {len(self.train_set):,} conversations, {held_out}",
-            f"steps        {self.total_steps:,} of {self.config.data.train_batch_size} conversations",
+            f"rows         {len(self.train_set):,} {self.objective.row_name}, {held_out}",
+            f"steps        {self.total_steps:,} of {self.config.data.train_batch_size} {self.objective.row_name}",
         ]
 
     def mfu(self, batch: Batch, seconds: float) -> dict[str, float]:
@@ -157,7 +153,7 @@ class SFTTrainer:
         return {"train/mfu": speed.mfu(needed, seconds) / self.collectives.world_size}
 
     def next_batch(self) -> Batch:
-        """The conversations of the next step; the order of an epoch depends on the seed alone."""
+        """The rows of the next step; the order of an epoch depends on the seed alone."""
         epoch, place = divmod(self.global_step, self.steps_per_epoch)
         size = self.config.data.train_batch_size
         rows = self.epoch_order(epoch)[place * size : (place + 1) * size]
@@ -172,15 +168,12 @@ class SFTTrainer:
         return np.argsort(keys, kind="stable").tolist()
 
     def update(self, batch: Batch) -> Metrics:
-        """Token-mean negative log-likelihood over the whole batch, one optimiser step."""
-        shard = self.rank_shard(with_loss_weights(batch, "token-mean", None))
+        """One optimiser step on the whole batch."""
+        shard = self.rank_shard(self.objective.prepare(batch))
         self.count(0, shard[0].num_sequences)
-        local_metrics, _ = self.worker.update(shard, 1.0)
+        local_metrics = self.objective.update(shard)
         self.worker.advance_schedule()
-        metrics = Metrics()
-        for part in self.gather_from_groups(local_metrics):
-            metrics.merge(part)
-        return metrics.with_prefix("train/")
+        return self.over_groups(local_metrics).with_prefix("train/")
 
     def count(self, done: int, of: int) -> None:
         """Show how far the stage is: `done` of `of` sequences, and those that the engine's next call computes."""
@@ -205,23 +198,22 @@ class SFTTrainer:
         """Which rank sees which shard; all ranks ask for it first at the same time."""
         return Layout(tuple(self.collectives.all_gather(self.worker.place())))
 
-    def gather_from_groups(self, value: T) -> list[T]:
-        """`value` of one rank of each data-parallel group, on every rank."""
-        values = self.collectives.all_gather(value)
-        return [values[rank] for rank in self.layout.output_ranks]
+    def over_groups(self, local_metrics: Metrics) -> Metrics:
+        """The metrics of one rank of each data-parallel group together, on every rank."""
+        metrics, parts = Metrics(), self.collectives.all_gather(local_metrics)
+        for rank in self.layout.output_ranks:
+            metrics.merge(parts[rank])
+        return metrics
 
-    def validate(self, rows: Conversations) -> float:
-        """Mean negative log-likelihood per trained token over all validation rows."""
-        total, count, done = 0.0, 0, 0
+    def validate(self, rows: Conversations) -> dict[str, float]:
+        """`val/loss` and the objective's other metrics over all validation rows."""
+        metrics, done, per_row = Metrics(), 0, self.objective.sequences_per_row
         for batch in batches(rows, self.config.data.train_batch_size):
-            shard, micro = self.rank_shard(batch)
-            self.count(done, len(rows))
-            done += self.config.data.train_batch_size
-            logprobs = self.worker.forward((shard, micro), ("logprobs",), 1.0)[1]["logprobs"]
-            total -= float(logprobs[shard["loss_mask"]].double().sum())
-            count += int(shard["loss_mask"].sum())
-        totals, counts = zip(*self.gather_from_groups((total, count)), strict=True)
-        return sum(totals) / sum(counts)
+            shard = self.rank_shard(self.objective.prepare(batch))
+            self.count(done, per_row * len(rows))
+            done += per_row * self.config.data.train_batch_size
+            metrics.merge(self.objective.validate(shard))
+        return self.over_groups(metrics).with_prefix("val/").values()
 
     def is_due(self, frequency: int | str) -> bool:
         """Every `frequency` steps, or `after_each_epoch`; never for 0 or less."""
@@ -272,7 +264,7 @@ class SFTTrainer:
 
 
 def batches(rows: Conversations, size: int) -> Iterator[Batch]:
-    """All rows in order, `size` conversations at a time."""
+    """All rows in order, `size` at a time."""
     for start in range(0, len(rows), size):
         stop = min(start + size, len(rows))
         yield Batch.pack([sequence for row in range(start, stop) for sequence in rows[row]])
@@ -304,21 +296,9 @@ def build_sft(
     trainer = SFTTrainer(config, train, held_out, tracking, note, collectives)
     progress.stage("loading the model")
     trainer.progress = progress
-    trainer.worker = build_worker(config, trainer.total_steps)
+    trainer.worker = trainer.objective.load(prepared.tokenizer, trainer.total_steps)
     return trainer
 
 
 def ignore_note(line: str) -> None:
     """Drops a note, on all ranks but the first."""
-
-
-def build_worker(config: SFTConfig, total_steps: int) -> EngineWorker:
-    """The engine of this rank; its learning-rate schedule spans `total_steps`."""
-    model = config.model
-    if config.data.pad_mode == "right":
-        model = dataclasses.replace(model, use_remove_padding=False)
-    optim = with_schedule_length(config.optim, total_steps)
-    engine = EngineRegistry.new(
-        "language_model", config.engine.strategy, model, config.engine, optim, config.checkpoint
-    )
-    return EngineWorker(engine, LikelihoodLoss())

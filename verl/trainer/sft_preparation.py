@@ -6,8 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config import SFTConfig
 from verl.config.check import check_supported
-from verl.data.conversations import Conversations, load_conversations
+from verl.data.conversations import Conversations
 from verl.trainer.early_checks import early_mistakes
+from verl.trainer.objectives import objective_of
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
@@ -38,7 +39,11 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
     find_device(settings.device, found)
     check_logging(settings.logger, found)
     if found.check("external_lib", lambda: import_external(config.model.external_lib)):
-        found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", strategy), lambda e: e.__name__)
+        found.run(
+            "engine",
+            lambda: EngineRegistry.get_engine_cls(objective_of(config).model_type, strategy),
+            lambda e: e.__name__,
+        )
     length = config.data.max_length
     find_files("data.train_files", config.data.train_files, found)
     if config.data.val_files:
@@ -55,11 +60,13 @@ def prepare_sft(config: SFTConfig, found: Findings) -> SFTPreparation | None:
     if tokenizer is None or found.errors:
         return None
 
+    objective = objective_of(config)
+
     def read(files: str | list[str], count: int) -> Conversations:
-        return load_conversations(files, tokenizer, data, count)
+        return objective.read(files, tokenizer, count)
 
     def size(rows: Conversations) -> str:
-        return f"{len(rows)} conversations"
+        return f"{len(rows)} {objective.row_name}"
 
     train = found.run("training rows", lambda: read(data.train_files, data.train_max_samples), size)
     held_out = None

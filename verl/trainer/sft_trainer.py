@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +40,16 @@ Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from command-line overrides. 0: done; 2: a mistake the message explains; 130, 143: interrupted."""
-    return run_command(argv, HELP, _run)
+    return run_command(argv, HELP, partial(train, SFTConfig, "sft_trainer"))
 
 
-def _run(arguments: list[str]) -> int:
+def train(root: type[SFTConfig], preset: str, arguments: list[str]) -> int:
+    """Train on the rows of a configuration of class `root`, as one rank or by starting several; the exit code."""
     parent = os.getppid()  # read before the slow imports, during which the parent may end
     with BeforeFirstStep():
-        config = load_config(arguments, config_name="sft_trainer")
+        config = load_config(arguments, config_name=preset, root=root)
         if "WORLD_SIZE" not in os.environ:
-            say(f"verl {__version__}: fine-tuning of {config.model.path}")
+            say(f"verl {__version__}: {config.task} of {config.model.path}")
         said = say_early_mistakes(config, say) if os.environ.get("RANK", "0") == "0" else []
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
@@ -61,7 +63,7 @@ def _run(arguments: list[str]) -> int:
                 config, place = named_for_ranks(config)
                 name = f"trainer.experiment_name={config.trainer.experiment_name}"
                 say(f"starting {count} ranks; {place.state}")
-                return start_ranks(count, [*arguments, name], Path(config.trainer.default_local_dir))
+                return start_ranks(count, config.module, [*arguments, name], Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
             run_sft(config, said=said)

@@ -14,7 +14,7 @@ from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.config.base import PATH, Section
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.data.micro_batches import MicroBatching
+from verl.data.micro_batches import MicroBatching, group_indices
 from verl.models.flops import Speed
 from verl.models.performance import has_dropout
 from verl.observe.memory_metrics import memory_metrics
@@ -149,14 +149,6 @@ class MiniBatches:
                 )
                 is_whole_batch = len(indices) == batch.num_sequences and not self.shuffle
                 yield indices, batch if is_whole_batch else batch.select(indices)
-
-
-def group_indices(group_ids: Tensor) -> list[list[int]]:
-    """Sequence indices of each group, groups in order of first appearance."""
-    groups: dict[int, list[int]] = {}
-    for index, group in enumerate(group_ids.tolist()):
-        groups.setdefault(group, []).append(index)
-    return list(groups.values())
 
 
 def with_loss_weights(batch: Batch, mode: str, scale_factor: float | None, dtype: torch.dtype = torch.float32) -> Batch:

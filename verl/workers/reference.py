@@ -42,3 +42,11 @@ def build_reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWork
     if wants_lora(arr.model):
         return WorkerWithoutAdapters(actor)
     return EngineWorker(EngineRegistry.new("language_model", arr.ref.strategy, arr.model, arr.ref.engine))
+
+
+def frozen_worker(worker: EngineWorker) -> EngineWorker:
+    """A forward-only worker on the initial weights of `worker`; with LoRA its own engine with its adapters disabled."""
+    engine = worker.engine
+    if wants_lora(engine.model_config):
+        return WorkerWithoutAdapters(worker)
+    return EngineWorker(type(engine)(engine.model_config, engine.engine_config, None, None))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl import cli
-from verl.config import RunConfig, SFTConfig, explain, schema
+from verl.config import DPOConfig, RewardModelConfig, RunConfig, SFTConfig, explain, schema
 
 REPO = Path(__file__).parents[3]
 
@@ -18,7 +18,7 @@ def test_the_reference_page_is_current():
     )
 
 
-@pytest.mark.parametrize("root", [RunConfig, SFTConfig])
+@pytest.mark.parametrize("root", [RunConfig, SFTConfig, DPOConfig, RewardModelConfig])
 def test_every_key_is_documented_in_a_sentence(root):
     bad = [key.path for key in schema.keys(root).values() if not key.doc.endswith(".") or len(key.doc) < 8]
     assert bad == []

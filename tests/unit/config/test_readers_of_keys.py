@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import RunConfig, SFTConfig, foreign_keys, schema
+from verl.config import DPOConfig, RunConfig, SFTConfig, foreign_keys, schema
 
 PACKAGE = Path(__file__).parents[3] / "verl"
 
@@ -32,7 +32,7 @@ def names_read() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("root", [RunConfig, SFTConfig])
+@pytest.mark.parametrize("root", [RunConfig, SFTConfig, DPOConfig])
 def test_every_key_has_a_reader_or_waits_for_a_named_feature(root):
     read = names_read()
     followed = {key.follows for key in schema.keys(root).values()}

@@ -29,11 +29,13 @@ from verl.config import load_config
 from verl.utils.external_code import load_object
 
 PRESETS = {"sft": "sft_trainer", "sft_trainer": "sft_trainer", "eval": "evaluation", "main_eval": "evaluation"}
+PRESETS |= {"dpo": "dpo_trainer", "dpo_trainer": "dpo_trainer"}
+PRESETS |= {"reward-model": "reward_trainer", "reward_trainer": "reward_trainer"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OURS = re.compile(r"^(verl |torchrun .*-m verl\.|python3? -m verl\.)")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", flags=re.M | re.S)
 TRAINING_STEPS = 3
-TRAINING = ("train", "main_ppo", "sft", "sft_trainer")
+TRAINING = ("train", "main_ppo", "sft", "sft_trainer", "dpo", "reward-model")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

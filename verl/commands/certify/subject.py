@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import TokenLoss, aggregation_mode, make_actor_loss, make_value_loss
 from verl.commands.certify import definition
-from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, RunConfig, SFTConfig
+from verl.config import (
+    ActorConfig,
+    CriticConfig,
+    FSDPEngineConfig,
+    HFModelConfig,
+    PreferenceConfig,
+    RunConfig,
+    SFTConfig,
+)
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
 from verl.data.micro_batches import MicroBatching
 from verl.models import lora
@@ -87,6 +95,8 @@ def subjects(config: RunConfig | SFTConfig) -> list[Subject]:
     """The policy and, if enabled, the critic; or the model of supervised fine-tuning."""
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
     import_external(model.external_lib)
+    if isinstance(config, PreferenceConfig):
+        raise ConfigError("verl certify checks losses of tokens, not of pairs; name another preset")
     if isinstance(config, SFTConfig):
         return [sft_subject(config)]
     critic = config.critic.enable

@@ -1,6 +1,7 @@
 """The engines of strategies `fsdp` and `fsdp2`. On one rank both are the torch engine, unsharded."""
 
 from verl.config.engine import STRATEGIES
+from verl.models.load import load_reward_model, load_value_model
 from verl.utils.errors import ConfigError
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp1 import FSDP1Parameters
@@ -40,6 +41,14 @@ class FSDPEngineWithValueHead(FSDPEngine):
     """Trains a model with one value per token."""
 
     has_value_head = True
+    load_model = staticmethod(load_value_model)
+
+
+@EngineRegistry.register(model_type="reward_model", backend=list(STRATEGIES), device=[*DEVICES, "npu"])
+class FSDPEngineWithRewardHead(FSDPEngineWithValueHead):
+    """Trains a model with one score per sequence, in the format of sequence classification."""
+
+    load_model = staticmethod(load_reward_model)
 
 
 @EngineRegistry.register(model_type="language_model", backend=list(STRATEGIES), device="npu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.data.batch import Batch, writer_of
-from verl.data.micro_batches import MicroBatching, split_micro_batches
+from verl.data.micro_batches import MicroBatching, sequence_groups, split_micro_batches
 from verl.models.attention.prefix_sharing import (
     PrefixLayout,
     PrefixPacking,
@@ -134,10 +134,10 @@ def micro_batches(
 
 
 def limit_to_cpu_cache(batch: Batch, micro: MicroBatching) -> MicroBatching:
-    """`micro` with its token budget limited to CPU_TOKEN_BUDGET, or to the longest sequence if that is larger."""
+    """`micro` with its token budget limited to CPU_TOKEN_BUDGET, or to the longest sequence or group if larger."""
     if micro.plan is not None or micro.share_prefixes or micro.max_tokens is None:
         return micro
-    longest = int(batch.lengths.max()) if batch.num_sequences else 0
+    longest = max((group.tokens for group in sequence_groups(batch, micro)), default=0)
     return replace(micro, max_tokens=min(micro.max_tokens, max(CPU_TOKEN_BUDGET, longest)))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
-from verl.data.micro_batches import MicroBatching, split_micro_batches
+from verl.data.micro_batches import MicroBatching, sequence_groups, split_micro_batches
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
 from verl.workers.engine.micro_batch_forward import MicroBatch
@@ -101,17 +101,17 @@ class TokenLimit:
     def apply_limit(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
         """`micro`, or a new plan for this shard if micro-batches of `micro` could exceed the limit.
 
-        A sequence longer than the limit is a micro-batch of its own.
+        A sequence longer than the limit is a micro-batch of its own, and so are the sequences of a kept group.
         """
         if self.tokens is None or (micro.max_tokens is not None and micro.max_tokens <= self.tokens):
             return micro
-        lengths = batch.lengths.tolist()
-        plan: list[tuple[int, ...]] = [(index,) for index, length in enumerate(lengths) if length > self.tokens]
-        short = [index for index, length in enumerate(lengths) if length <= self.tokens]
+        groups = sequence_groups(batch, replace(micro, share_prefixes=False, max_tokens=None))
+        plan: list[tuple[int, ...]] = [tuple(group.indices) for group in groups if group.tokens > self.tokens]
+        short = sorted(index for group in groups if group.tokens <= self.tokens for index in group.indices)
         smaller = replace(micro, plan=None, max_tokens=self.tokens)
         plan += [
             tuple(short[i] for i in part)
-            for part in split_micro_batches(batch.select_columns(()).select(short), smaller)
+            for part in split_micro_batches(batch.select_columns(("group_ids",)).select(short), smaller)
         ]
         plan += [()] * (self.rank_mesh.max_over_ranks(len(plan), self.device) - len(plan))
         return replace(micro, plan=tuple(plan))
@@ -124,10 +124,12 @@ class TokenLimit:
 
     def _lower_limit(self, allowed: int, oom: OOMEvent | None, setting: str) -> None:
         details = "" if oom is None else f": {oom.tokens} tokens did not fit ({oom.message})"
-        if allowed == 0:
-            ours = oom is not None and oom.allowed == 0
+        is_group = self.tokens is not None and allowed >= self.tokens  # above the limit already, and it stays together
+        if allowed == 0 or is_group:
+            ours = oom is not None and oom.allowed == allowed
+            ran_out = "ran out of memory on one pair alone" if is_group else "ran out of memory on one sequence alone"
             raise ConfigError(
-                f"{self.pass_name} ran out of memory on one sequence alone{details if ours else ' on another rank'}. "
+                f"{self.pass_name} {ran_out}{details if ours else ' on another rank'}. "
                 f"Keep sequences shorter (data.max_prompt_length and max_response_length, or data.max_length), "
                 f"{self.memory_options}"
                 f"split sequences (ulysses_sequence_parallel_size) or shard parameters over more ranks, or offload"

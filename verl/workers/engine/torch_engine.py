@@ -23,7 +23,7 @@ from verl.models.device_moves import keep_freed_memory, move_model
 from verl.models.float64 import keep_float64
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.head.token_outputs import head_settings, token_logprobs, token_loss_one_pass, token_values
-from verl.models.load import build_config, dtype_of, load_causal_lm, load_value_model
+from verl.models.load import build_config, dtype_of, load_causal_lm
 from verl.models.performance import apply_performance_options
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
@@ -48,6 +48,7 @@ class TorchEngine(BaseEngine):
 
     has_value_head = False
     engine_config: FSDPEngineConfig
+    load_model = staticmethod(load_causal_lm)
 
     def __init__(
         self,
@@ -119,10 +120,9 @@ class TorchEngine(BaseEngine):
         if not self.has_value_head:
             registry.check_head(config)
         get_platform().apply_model_patches(config.model_type)
-        load = load_value_model if self.has_value_head else load_causal_lm
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.engine_config.seed)
-            model = load(
+            model = self.load_model(
                 settings.path,
                 dtype_of(self.engine_config.model_dtype, "model_dtype"),
                 config,

@@ -326,7 +326,7 @@ def test_mistakes_with_the_model_folder_are_explained(tmp_path, folder):
 @pytest.mark.parametrize("structure_only", [False, True])
 def test_a_family_whose_value_head_has_another_name_is_no_critic_on_any_rank(tmp_path, structure_only):
     save_tiny_model(tmp_path, AutoConfig.for_model("gpt_neox", **SHAPE))
-    with pytest.raises(ConfigError, match="'gpt_neox' has no linear head named score; it cannot be a critic"):
+    with pytest.raises(ConfigError, match="'gpt_neox' has no linear head named score; it can score nothing"):
         load_value_model(tmp_path, structure_only=structure_only)
 
 
