@@ -1,120 +1,40 @@
 #!/usr/bin/env bash
-# PPO with a critic on GSM8K and MATH with Qwen3-8B, FSDP2 training, batches by token budget.
+# PPO (arXiv 1707.06347) with a critic, on GSM8K and MATH with Qwen3-8B, FSDP2 training, batches by token budget.
 #
 #   python3 examples/data_preprocess/gsm8k.py
-#   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/ppo_trainer/run_qwen3_8b_fsdp.sh [key=value ...]
 #
-# Set MATH_TRAIN_FILE and MATH_TEST_FILE to add MATH. Every variable can be set in front of the command; further
-# arguments are overrides and take precedence.
-set -euo pipefail
-
-if [[ -z ${DEVICE:-} ]]; then
-  if command -v npu-smi >/dev/null; then DEVICE=npu; else DEVICE=gpu; fi
-fi
-INFER_BACKEND=${INFER_BACKEND:-native} # native, vllm, sglang or trtllm
-MACHINE=${MACHINE:-}                   # gb200 for that machine's settings
-MODEL_PATH=${MODEL_PATH:-$HOME/models/Qwen/Qwen3-8B}
-CRITIC_MODEL_PATH=${CRITIC_MODEL_PATH:-$MODEL_PATH}
+# Set MATH_TRAIN_FILE and MATH_TEST_FILE to add MATH.
+#
+#   MODEL_PATH=~/models/Qwen/Qwen3-8B bash examples/ppo_trainer/run_qwen3_8b_fsdp.sh [key=value ...]
 GSM8K_TRAIN_FILE=${GSM8K_TRAIN_FILE:-$HOME/data/gsm8k/train.parquet}
 GSM8K_TEST_FILE=${GSM8K_TEST_FILE:-$HOME/data/gsm8k/test.parquet}
-train_files="$GSM8K_TRAIN_FILE${MATH_TRAIN_FILE:+,$MATH_TRAIN_FILE}"
-test_files="$GSM8K_TEST_FILE${MATH_TEST_FILE:+,$MATH_TEST_FILE}"
-
-NNODES=${NNODES:-1}
-NDEVICES_PER_NODE=${NDEVICES_PER_NODE:-null} # null: all detected devices
-
-TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-1024}
-PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-256}
+TRAIN_FILE="[${TRAIN_FILE:-$GSM8K_TRAIN_FILE${MATH_TRAIN_FILE:+,$MATH_TRAIN_FILE}}]"
+TEST_FILE="[${TEST_FILE:-$GSM8K_TEST_FILE${MATH_TEST_FILE:+,$MATH_TEST_FILE}}]"
+NGPUS_PER_NODE=${NGPUS_PER_NODE:-${NDEVICES_PER_NODE:-null}}
+NPUS_PER_NODE=${NPUS_PER_NODE:-${NDEVICES_PER_NODE:-null}}
 MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-1024}
-MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
-PPO_MAX_TOKEN_LEN_PER_GPU=${PPO_MAX_TOKEN_LEN_PER_GPU:-24576}
-ACTOR_LR=${ACTOR_LR:-1e-6}
-CRITIC_LR=${CRITIC_LR:-1e-5}
-ENTROPY_COEFF=${ENTROPY_COEFF:-0}
-ROLLOUT_TP=${ROLLOUT_TP:-1}
-ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.6}
 ROLLOUT_N=${ROLLOUT_N:-1}
-SP_SIZE=${SP_SIZE:-1}
-TOTAL_EPOCHS=${TOTAL_EPOCHS:-15}
-SAVE_FREQ=${SAVE_FREQ:-20}
-TEST_FREQ=${TEST_FREQ:-5}
 PROJECT_NAME=${PROJECT_NAME:-verl_ppo_gsm8k_math}
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen3_8b_fsdp_$INFER_BACKEND}
+CRITIC_LR=${CRITIC_LR:-1e-5}
+# shellcheck source=examples/qwen3_8b.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../qwen3_8b.sh"
+CRITIC_MODEL_PATH=${CRITIC_MODEL_PATH:-$MODEL_PATH}
 
-run=(python3)
-if [[ ${VERL_USE_UV:-0} == 1 ]]; then
-  run=(uv run python3)
-fi
-
-options=()
-if [[ $DEVICE == npu ]]; then
-  export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1500}
-  export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
-  if [[ $INFER_BACKEND == sglang ]]; then
-    options+=(+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=ascend)
-  fi
-elif command -v rocm-smi >/dev/null; then
-  options+=(
-    actor_rollout_ref.actor.fsdp_config.param_offload=True
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
-    critic.fsdp.param_offload=True
-    critic.fsdp.optimizer_offload=True
-  )
-fi
-if [[ $MACHINE == gb200 ]]; then
-  options+=(
-    actor_rollout_ref.rollout.enforce_eager=True
-    actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16
-    critic.fsdp.model_dtype=bfloat16
-  )
-  if [[ $INFER_BACKEND == sglang ]]; then
-    options+=(+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=flashinfer)
-  fi
-fi
-
-"${run[@]}" -m verl.trainer.main_ppo \
+train \
   algorithm.adv_estimator=gae \
-  algorithm.use_kl_in_reward=False \
-  data.train_files="[$train_files]" \
-  data.val_files="[$test_files]" \
-  data.train_batch_size="$TRAIN_BATCH_SIZE" \
-  data.max_prompt_length="$MAX_PROMPT_LENGTH" \
-  data.max_response_length="$MAX_RESPONSE_LENGTH" \
-  data.filter_overlong_prompts=True \
-  data.truncation=error \
-  actor_rollout_ref.model.path="$MODEL_PATH" \
-  actor_rollout_ref.model.use_remove_padding=True \
-  actor_rollout_ref.model.enable_gradient_checkpointing=True \
-  actor_rollout_ref.actor.strategy=fsdp2 \
-  actor_rollout_ref.actor.optim.lr="$ACTOR_LR" \
-  actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" \
-  actor_rollout_ref.actor.use_dynamic_bsz=True \
-  actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$PPO_MAX_TOKEN_LEN_PER_GPU" \
   actor_rollout_ref.actor.use_kl_loss=False \
-  actor_rollout_ref.actor.entropy_coeff="$ENTROPY_COEFF" \
-  actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size="$SP_SIZE" \
-  actor_rollout_ref.rollout.name="$INFER_BACKEND" \
-  actor_rollout_ref.rollout.n="$ROLLOUT_N" \
-  actor_rollout_ref.rollout.tensor_model_parallel_size="$ROLLOUT_TP" \
-  actor_rollout_ref.rollout.gpu_memory_utilization="$ROLLOUT_GPU_MEM_UTIL" \
-  actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
-  actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$PPO_MAX_TOKEN_LEN_PER_GPU" \
   critic.strategy=fsdp2 \
   critic.model.path="$CRITIC_MODEL_PATH" \
   critic.model.use_remove_padding=True \
   critic.model.enable_gradient_checkpointing=True \
   critic.optim.lr="$CRITIC_LR" \
+  critic.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" \
   critic.use_dynamic_bsz=True \
   critic.ppo_max_token_len_per_gpu="$((PPO_MAX_TOKEN_LEN_PER_GPU * 2))" \
   critic.forward_max_token_len_per_gpu="$((PPO_MAX_TOKEN_LEN_PER_GPU * 2))" \
+  critic.fsdp.model_dtype="$MODEL_DTYPE" \
+  critic.fsdp.param_offload="$OFFLOAD" \
+  critic.fsdp.optimizer_offload="$OFFLOAD" \
   critic.fsdp.ulysses_sequence_parallel_size="$SP_SIZE" \
   trainer.critic_warmup=0 \
-  trainer.nnodes="$NNODES" \
-  trainer.n_gpus_per_node="$NDEVICES_PER_NODE" \
-  trainer.total_epochs="$TOTAL_EPOCHS" \
-  trainer.save_freq="$SAVE_FREQ" \
-  trainer.test_freq="$TEST_FREQ" \
-  trainer.project_name="$PROJECT_NAME" \
-  trainer.experiment_name="$EXPERIMENT_NAME" \
-  "${options[@]}" \
   "$@"

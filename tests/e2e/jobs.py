@@ -55,9 +55,9 @@ def train(folder: Path, run: str, *extra: str) -> dict[str, float]:
     return run_ppo(load_config(overrides(folder, run, *extra)))
 
 
-def metrics(folder: Path, run: str) -> dict[int, dict[str, Any]]:
+def metrics(folder: Path, run: str, project: str = "e2e") -> dict[int, dict[str, Any]]:
     """What the file tracker wrote, by step (VERL_FILE_LOGGER_ROOT must be `folder/metrics`)."""
-    lines = (folder / "metrics" / "e2e" / f"{run}.jsonl").read_text().splitlines()
+    lines = (folder / "metrics" / project / f"{run}.jsonl").read_text().splitlines()
     rows = {row["step"]: row["data"] for row in map(json.loads, lines)}
     assert len(rows) == len(lines), "a step was logged twice"
     return rows

@@ -5,7 +5,8 @@ from typing import Any
 
 from verl.config.base import Section, key, section
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+PADDED_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (*PADDED_AGG_MODES, "prompt-mean-token-mean")  # the last needs groups, which padded rows do not say
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_NAMES + tuple(name + "+" for name in KL_NAMES)
 

@@ -7,9 +7,15 @@ from verl.config.algorithm import LOSS_AGG_MODES
 from verl.utils.errors import ConfigError
 
 
-def aggregate_naively(losses: list[list[float]], masks: list[list[bool]], mode: str, length: float) -> float:
-    """The five modes by their words, sequence by sequence."""
+def aggregate_naively(
+    losses: list[list[float]], masks: list[list[bool]], mode: str, length: float, groups: list[int]
+) -> float:
+    """The modes by their words, sequence by sequence."""
     sampled = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(losses, masks, strict=True)]
+    if mode == "prompt-mean-token-mean":
+        answers = {g: [x for row, h in zip(sampled, groups, strict=True) if h == g for x in row] for g in set(groups)}
+        prompts = [sum(tokens) / len(tokens) for tokens in answers.values() if tokens]
+        return sum(prompts) / len(prompts)
     sampled = [row for row in sampled if row]
     if mode == "token-mean":
         return sum(map(sum, sampled)) / sum(map(len, sampled))
@@ -29,8 +35,9 @@ def test_weighted_sum_equals_the_definition_of_the_mode(mode):
     losses = torch.randn(batch.num_tokens, dtype=torch.float64)
     weights = loss_weights(batch, mode, loss_scale_factor=9, dtype=torch.float64)
     naive = aggregate_naively(
-        column_by_sequence(batch.with_columns(x=losses), "x"), column_by_sequence(batch, "loss_mask"), mode, 9
-    )
+        column_by_sequence(batch.with_columns(x=losses), "x"), column_by_sequence(batch, "loss_mask"), mode, 9,
+        batch["group_ids"].tolist(),
+    )  # fmt: skip
     assert float((weights * losses).sum()) == pytest.approx(naive, rel=1e-12)
 
 

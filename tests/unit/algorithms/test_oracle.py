@@ -13,7 +13,7 @@ from verl.algorithms.advantages import compute_advantages, with_token_rewards
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig, AlgorithmConfig
-from verl.config.algorithm import LOSS_AGG_MODES
+from verl.config.algorithm import PADDED_AGG_MODES
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 
@@ -83,7 +83,7 @@ def library_gradient(model, batch: Batch, actor: ActorConfig, algorithm: Algorit
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", PADDED_AGG_MODES)
 @pytest.mark.parametrize(("entropy_coeff", "kl_coeff", "by_std"), [(0.0, 0.0, True), (0.01, 0.2, False)])
 def test_library_and_oracle_agree_on_the_gradient_in_float64(model, rollouts, mode, entropy_coeff, kl_coeff, by_std):
     tokens, mask, rewards, old, ref = rollouts

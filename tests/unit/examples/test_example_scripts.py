@@ -1,10 +1,8 @@
 """Every shipped launch script: clean shell, and every override in it is one that our loader knows."""
 
 import json
-import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import warnings
@@ -13,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, skip_or_fail
+from tests.launched_scripts import LaunchedScripts
 from verl.config import ConfigError, load_config
 from verl.config.check import check_supported
 
 TO_COME = {
     "examples/grpo_trainer/run_qwen3_8b_fsdp.sh": None,
+    "examples/grpo_trainer/run_qwen3_8b_drgrpo.sh": None,
     "examples/ppo_trainer/run_qwen3_8b_fsdp.sh": None,
     "examples/ppo_trainer/run_qwen2-7b_rm_seq_balance.sh": "reward model",
     "examples/grpo_trainer/run_qwen3_5-35b-megatron.sh": "the Megatron-LM engine",
@@ -32,27 +32,7 @@ ENGINES_TO_COME = ("Megatron-LM engine", "more than one device")
 
 @pytest.fixture
 def launched(tmp_path):
-    """Run a script with a python3 that only writes down how it was called: (arguments, environment) of the trainer."""
-    stub = tmp_path / "bin" / "python3"
-    stub.parent.mkdir()
-    record = tmp_path / "call.json"
-    stub.write_text(
-        "#!/bin/bash\n"
-        f'printf "%s\\0" "$@" >{tmp_path}/arguments\nenv -0 >{tmp_path}/environment\n'
-        'test "$1 $2" = "-m verl.trainer.main_ppo"\n'
-    )
-    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
-
-    def launch(script, *extra, path=(), **env):
-        record.unlink(missing_ok=True)
-        places = [*map(str, path), str(stub.parent), "/usr/bin", "/bin"]
-        environment = {"HOME": str(tmp_path), "PATH": os.pathsep.join(places), **env}
-        subprocess.run(["bash", str(ROOT / script), *extra], env=environment, check=True, capture_output=True)
-        arguments = (tmp_path / "arguments").read_text().split("\0")[2:-1]
-        seen = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if "=" in line)
-        return arguments, seen
-
-    return launch
+    return LaunchedScripts(tmp_path)
 
 
 def load(arguments):

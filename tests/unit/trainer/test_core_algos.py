@@ -12,7 +12,7 @@ from verl.algorithms import losses
 from verl.algorithms.advantages import ADVANTAGES, compute_advantages, with_token_rewards
 from verl.algorithms.aggregation import loss_weights
 from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
-from verl.config.algorithm import LOSS_AGG_MODES
+from verl.config.algorithm import PADDED_AGG_MODES
 from verl.data.micro_batches import MicroBatching, split_micro_batches
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import (
@@ -101,7 +101,7 @@ def padded_by_hand(batch, name):
     return out
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", PADDED_AGG_MODES)
 def test_an_outside_loss_gives_the_gradient_of_the_padded_computation(mode):
     register_policy_loss("outside_ppo")(outside_ppo)
     batch = with_weights(mode)
@@ -123,7 +123,7 @@ def test_an_outside_loss_gives_the_gradient_of_the_padded_computation(mode):
     torch.testing.assert_close(ours, leaf.grad)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", PADDED_AGG_MODES)
 @pytest.mark.parametrize("max_tokens", [12, 17])
 def test_an_outside_loss_does_not_depend_on_the_micro_batch_split(mode, max_tokens):
     register_policy_loss("outside_ppo")(outside_ppo)
@@ -308,7 +308,7 @@ def test_registering_twice_is_an_error_for_another_function_only():
         get_adv_estimator_fn(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", PADDED_AGG_MODES)
 def test_agg_loss_outside_a_registered_loss_equals_our_weights(mode):
     batch = random_batch()
     losses_T = torch.randn(batch.num_tokens, dtype=torch.float64) * batch["loss_mask"]

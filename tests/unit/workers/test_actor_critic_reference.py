@@ -9,7 +9,7 @@ from tests.engine_cases import build_engine, random_batch, save_tiny_model
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
-from verl.config.algorithm import LOSS_AGG_MODES
+from verl.config.algorithm import PADDED_AGG_MODES
 from verl.config.load import unread_keys
 from verl.config.run_config import ActorRolloutRefConfig
 from verl.data.micro_batches import MicroBatching
@@ -163,7 +163,7 @@ def entropy_by_definition(model, batch, mode: str) -> float:
 
 
 @pytest.mark.parametrize("size", [16384, 12])
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", PADDED_AGG_MODES)
 def test_the_entropy_is_that_of_the_whole_softmax_before_the_update_however_the_batch_is_split(folder, mode, size):
     batch = batch_with_advantages()
     fields = {"ppo_max_token_len_per_gpu": size, "loss_agg_mode": mode, "loss_scale_factor": 10.0}

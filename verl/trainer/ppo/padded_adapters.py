@@ -15,10 +15,12 @@ from torch import Tensor
 
 from verl.algorithms.losses import TokenMetrics
 from verl.config import ActorConfig, AlgorithmConfig
+from verl.config.algorithm import PADDED_AGG_MODES
 from verl.config.extra import Extra
 from verl.config.own_keys import check_types, with_typed_extra, with_value
 from verl.data.batch import Batch
 from verl.utils.errors import ConfigError
+from verl.utils.suggest import did_you_mean
 
 PaddedFunction = Callable[..., Any]
 PADDED_COLUMNS = {"values": "values", "old_log_probs": "old_logprobs"}  # arguments of estimators and their columns
@@ -334,4 +336,6 @@ def agg_loss(
         return (matrix.sum(-1) / tokens.clamp(min=1)).sum() / sequences * dp_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
         return matrix.sum() / (loss_scale_factor or loss_mat.shape[-1]) / sequences * dp_size
-    raise ConfigError(f"unknown loss_agg_mode {loss_agg_mode!r}")
+    raise ConfigError(
+        f"loss_agg_mode={loss_agg_mode!r} has no padded form; {did_you_mean(loss_agg_mode, PADDED_AGG_MODES)}"
+    )
