@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3500,
+    "config": 3530,
     "plugin": 1350,
     "data": 2700,
     "algorithms": 2200,
@@ -25,7 +25,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5200,
+    "trainer": 5210,
     "commands": 4900,
     "utils": 1370,
 }

@@ -102,12 +102,15 @@ def test_gdpo_gets_the_parts_of_the_reward(run):
     keys = "algorithm.gdpo_reward_keys=[format,score]"
     steps, _, _ = run("gdpo", "algorithm.adv_estimator=gdpo", keys, "algorithm.gdpo_reward_weights=[1,0.5]")
     assert asked_in(steps[0]) == {"reward_parts.format", "reward_parts.score"}
-    torch.testing.assert_close(steps[0]["reward_parts.score"], steps[0]["rewards"])
+    parts = (steps[0]["reward_parts." + name] for name in ("format", "score"))
+    torch.testing.assert_close(next(parts) + 0.5 * next(parts), steps[0]["rewards"])
     assert set(steps[0]["reward_parts.format"].tolist()) <= {0.0, 1.0}
 
 
 def test_a_part_that_the_reward_does_not_return_is_named(run):
-    with pytest.raises(RewardError, match=r"has no number 'style'.*it has score, format"):
+    with pytest.raises(
+        RewardError, match=r"no 'style', which reward.weights.style weighs \(it has 'score', 'format'\)"
+    ):
         run("missing", "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[style]")
 
 

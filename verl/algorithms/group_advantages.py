@@ -70,8 +70,8 @@ def check_gdpo(config: AlgorithmConfig) -> None:
     keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
     if not keys or len(set(keys)) < len(keys):
         raise ConfigError(
-            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys=[NAME,...], each once: the numbers that the "
-            f"reward function returns beside the score; it is {keys}"
+            "algorithm.adv_estimator=gdpo needs reward.weights.NAME=WEIGHT for each part of the reward, or "
+            f"algorithm.gdpo_reward_keys=[NAME,...], each once: the numbers that the function returns; it is {keys}"
         )
     if weights is not None and len(weights) != len(keys):
         raise ConfigError(

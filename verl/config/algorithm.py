@@ -27,10 +27,16 @@ class KLControlConfig(Section):
 class FilterGroupsConfig(Section):
     """Dynamic sampling: replaces groups whose metric is constant."""
 
-    enable: bool = key(False, "Drop groups whose metric is constant and sample others.")
-    metric: str | None = key(None, "acc, score, seq_reward, seq_final_reward or any extra key of the reward.")
-    max_num_gen_batches: int = key(0, "Largest number of batches sampled for one training step; 0 is no limit.")
-    max_inflight_gen_batches: int = key(1, "Prompts in flight, in units of train_batch_size.")
+    enable: bool = key(False, "Replace groups in which the metric is the same for all answers by the next prompts.")
+    metric: str | None = key(
+        None, "score, seq_reward and seq_final_reward are the reward; any other is a number that it was returned with."
+    )
+    max_num_gen_batches: int = key(
+        0, "Largest number of batches (of data.gen_batch_size) sampled for one step; 0 is no limit.", minimum=0
+    )
+    max_inflight_gen_batches: int = key(
+        1, "Prompts answered at once, in units of train_batch_size; changes the time only.", minimum=1
+    )
 
 
 def _preset(**fixed: Any) -> Any:
@@ -102,8 +108,12 @@ class AlgorithmConfig(Section):
     gamma: float = key(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = key(1.0, "Lambda of generalised advantage estimation.", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO advantages by the group's standard deviation.")
-    gdpo_reward_keys: list[str] | None = key(None, "gdpo: parts of the reward that are normalised one by one.")
-    gdpo_reward_weights: list[float] | None = key(None, "gdpo: weight of each of these parts; null is 1 for each.")
+    gdpo_reward_keys: list[str] | None = key(
+        None, "Parts of the reward, which gdpo normalises one by one; the names of reward.weights."
+    )
+    gdpo_reward_weights: list[float] | None = key(
+        None, "Weight of each of these parts, as in reward.weights; null is 1 for each."
+    )
     use_kl_in_reward: bool = key(False, "Subtract kl_coef x KL(policy, reference) from each token's reward.")
     kl_penalty: str = key("kl", "KL estimator used in the reward.", choices=KL_CHOICES)
     kl_ctrl: KLControlConfig = section(KLControlConfig)

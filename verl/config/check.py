@@ -86,6 +86,11 @@ def uses_critic(config: RunConfig) -> bool:
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
+def replaces_groups(config: RunConfig) -> bool:
+    """Whether groups that cannot be trained on are replaced by others."""
+    return config.algorithm.filter_groups.enable or config.trainer.v1.sampler.sync_refill_failed_groups
+
+
 def uses_reference(config: RunConfig) -> bool:
     """Whether a KL term needs the reference policy."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
@@ -110,10 +115,12 @@ def _check_batch_sizes(config: RunConfig) -> None:
                 f"{role}.ppo_mini_batch_size={part.ppo_mini_batch_size} is larger than "
                 f"data.train_batch_size={data.train_batch_size}; a step has too few prompts for one mini-batch"
             )
-    if data.gen_batch_size and data.train_batch_size % data.gen_batch_size:
+    together, replaces = data.gen_batch_size or data.train_batch_size, replaces_groups(config)
+    if data.train_batch_size % together and not (replaces and together % data.train_batch_size == 0):
+        more = "; with algorithm.filter_groups.enable=True it may also be a multiple of it"
         raise ConfigError(
-            f"data.train_batch_size={data.train_batch_size} is not a multiple of "
-            f"data.gen_batch_size={data.gen_batch_size}"
+            f"data.train_batch_size={data.train_batch_size} is not a multiple of data.gen_batch_size={together}"
+            + more * (not replaces)
         )
     check_ranks(config, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))
 
@@ -215,10 +222,43 @@ def _check_algorithm(config: RunConfig) -> None:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     if algorithm.adv_estimator == "gae" and config.critic.enable is False:
         raise ConfigError("algorithm.adv_estimator=gae needs values, but critic.enable=False; enable it or use grpo")
-    if algorithm.filter_groups.enable and not algorithm.filter_groups.metric:
-        raise ConfigError("algorithm.filter_groups.enable=True needs algorithm.filter_groups.metric, e.g. acc")
+    _check_filter_groups(config)
+    _check_reward_parts(config)
     if actor.policy_loss.loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
         raise ConfigError("actor_rollout_ref.actor.policy_loss.loss_mode=dro needs policy_loss.dro_beta above 0")
+
+
+def _check_filter_groups(config: RunConfig) -> None:
+    metric, key = config.algorithm.filter_groups.metric, "algorithm.filter_groups.metric"
+    if not config.algorithm.filter_groups.enable:
+        return
+    if not metric:
+        raise ConfigError(f"algorithm.filter_groups.enable=True needs {key}, e.g. acc")
+    if config.actor_rollout_ref.rollout.n == 1:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=True compares the answers to one prompt, and "
+            "actor_rollout_ref.rollout.n=1; set n to 2 or more"
+        )
+    if metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"{key}=seq_final_reward with algorithm.use_kl_in_reward=True: the KL penalty is not known while prompts "
+            "are replaced; use seq_reward"
+        )
+
+
+def _check_reward_parts(config: RunConfig) -> None:
+    names, numbers = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if numbers is not None and len(numbers) != len(names or ()):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights={numbers} has {len(numbers)} numbers for the {len(names or ())} parts of "
+            f"algorithm.gdpo_reward_keys={names}; give one each, or null"
+        )
+    parts = dict(zip(names or (), numbers or [1.0] * len(names or ()), strict=True))
+    if parts != config.reward.weights:
+        raise ConfigError(
+            f"reward.weights={config.reward.weights} and algorithm.gdpo_reward_keys={names} with gdpo_reward_weights="
+            f"{numbers} say the same thing differently; keep only reward.weights"
+        )
 
 
 def _check_engines(config: RunConfig) -> None:

@@ -37,7 +37,9 @@ class DataConfig(Section):
     truncation: str = key("error", "What happens to longer prompts.", choices=TRUNCATION)
     filter_overlong_prompts: bool = key(False, "Leave out rows with longer prompts, and count them.")
     train_batch_size: int = key(1024, "Prompts per training step, over all devices.", minimum=1)
-    gen_batch_size: int | None = key(None, "Prompts read from the data at once; null is train_batch_size.", minimum=1)
+    gen_batch_size: int | None = key(
+        None, "Prompts read from the data and sent to be answered together; null is train_batch_size.", minimum=1
+    )
     shuffle: bool = key(True, "Shuffle training rows each epoch.")
     validation_shuffle: bool = key(False, "Shuffle validation rows.")
     seed: int | None = key(None, "Seed of the shuffle; null is 1.", minimum=0, maximum=LARGEST_SEED)

@@ -23,7 +23,7 @@ def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
         return {}
     algorithm = str(values.get("algorithm.adv_estimator", "gae"))
     name = dated_name(values, {"gae": "ppo"}.get(algorithm, algorithm if algorithm.isidentifier() else "rl"))
-    return {**name, **_strategy(values), **_dynamic_batching(values), **_mini_batch(values)}
+    return {**name, **_strategy(values), **_dynamic_batching(values), **_mini_batch(values), **_reward_parts(values)}
 
 
 def _strategy(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -50,3 +50,18 @@ def _mini_batch(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     if path in values or not isinstance(batch, int) or not 0 < batch < 256:
         return {}
     return {path: (batch, "derived: not more than data.train_batch_size")}
+
+
+def _reward_parts(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """`reward.weights` and the two keys of gdpo say the same; those that are not set follow from those that are."""
+    names, numbers, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", "reward.weights"
+    by_name, keys, listed = values.get(weights) or {}, values.get(names), values.get(numbers)
+    result: dict[str, Any] = {}
+    if by_name and not keys:
+        result[names] = keys = list(by_name)
+    if isinstance(keys, list) and by_name and not listed and set(keys) == set(by_name):
+        result[numbers] = [by_name[key] for key in keys]
+    elif isinstance(keys, list) and not by_name and len(listed or keys) == len(keys):
+        result[weights] = dict(zip(keys, listed or [1.0] * len(keys), strict=True))
+    why = f"derived: {weights} is set" if by_name else f"derived: {names} is set"
+    return {path: (value, why) for path, value in result.items()}

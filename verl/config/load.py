@@ -113,7 +113,12 @@ def unread_keys(config: Any) -> list[str]:
         return any(is_read(other) for other, key in table.items() if key.follows == path and other not in set_keys)
 
     checkpoint_keys = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
-    excepted = ("model_engine", *checkpoint_keys)  # read before the recording, or only at the last training step
+    parts = ("gdpo_reward_keys", "gdpo_reward_weights")  # become reward.weights
+    excepted = (
+        "model_engine",
+        *parts,
+        *checkpoint_keys,
+    )  # read before the recording, or only at the last training step
     unread = [path for path in config._set if path.rpartition(".")[2] not in (*excepted, EXTRA) and not is_read(path)]
     own = [path for path in config._set if path.endswith("." + EXTRA)]
     return unread + [f"{path}.{name}" for path in own for name in own_values(config, path) if (path, name) not in reads]

@@ -35,6 +35,11 @@ class RewardConfig(Section):
     timeout_s: float | None = key(
         300.0, "Seconds one call may take before it counts as failed; null is no limit.", greater_than=0
     )
+    weights: dict[str, float] = key(
+        {},
+        "Weight of each part of the reward by its name: the reward is their weighted sum. Empty: it is the score that "
+        "the function returns.",
+    )
     reward_kwargs: dict[str, Any] = key({}, "Arguments of the built-in scorer, and of the dapo manager.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)

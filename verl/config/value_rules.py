@@ -32,6 +32,10 @@ def check_value(path: str, name: str, value: Any) -> None:
         raise ConfigError(f"{path}={value!r} must be a number of steps or after_each_epoch")
     if name in ("project_name", "experiment_name"):
         _check_folder_name(path, value)
+    if path == "reward.weights":
+        for part, weight in value.items():
+            if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
+                raise ConfigError(f"{path}.{part}={weight!r} must be a number, the weight of that part of the reward")
     _check_rollout_correction(path, name, value)
 
 

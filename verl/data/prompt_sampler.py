@@ -44,6 +44,22 @@ class PromptSampler:
         """The epoch of the last batch taken, from 0."""
         return self._epoch
 
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        return len(self._dataset)
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Where the next prompt is, for `go_to`: epoch, offset in its order, rows dropped so far."""
+        return self._epoch, self._offset, self._dropped
+
+    def go_to(self, position: tuple[int, int, int]) -> None:
+        """Go on from an earlier `position`, as if what was taken since had not been."""
+        is_other_epoch = position[0] != self._epoch
+        self._epoch, self._offset, self._dropped = position
+        if is_other_epoch:
+            self._order = self._epoch_order()
+
     @property
     def dropped(self) -> int:
         """Rows dropped so far because an epoch's last batch was incomplete."""

@@ -1,5 +1,6 @@
 """Parts of rewards as columns of a batch."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,15 +23,18 @@ def with_reward_columns(batch: Batch, trajectories: Sequence[Trajectory], column
 
 
 def reward_part(trajectory: Trajectory, name: str) -> float:
-    """The number called `name` in what the reward function returned; RewardError if there is none."""
-    part = trajectory.reward if name == "score" else trajectory.score_parts.get(name)
-    if isinstance(part, int | float):
+    """The finite number called `name` in what the reward function returned; RewardError if there is none.
+
+    `score` is the reward, unless `reward.weights` made it of parts and `score` is one of them.
+    """
+    part = {"score": trajectory.reward, **trajectory.score_parts}.get(name)
+    if isinstance(part, int | float) and math.isfinite(part):
         return float(part)
     there = ", ".join(
         ["score", *(key for key, value in trajectory.score_parts.items() if isinstance(value, int | float))]
     )
     raise RewardError(
-        f"the reward of an answer (data_source {trajectory.data_source!r}, row {trajectory.row}) has no number "
-        f"{name!r}, but {part!r}; it has {there}. Return it from the reward function beside the score, "
+        f"the reward of an answer (data_source {trajectory.data_source!r}, row {trajectory.row}) has no finite "
+        f"number {name!r}, but {part!r}; it has {there}. Return it from the reward function beside the score, "
         f"{{'score': 1.0, {name!r}: 0.5}}, or ask for parts that every answer has"
     )

@@ -35,13 +35,14 @@ class FunctionReward:
         on_error: str = "stop",
         num_threads: int = 8,
         timeout_s: float | None = 300.0,
+        weights: Mapping[str, float] | None = None,
     ):
         if on_error not in ON_ERROR_CHOICES:
             raise ConfigError(f"reward.on_error={on_error!r}; allowed: {', '.join(ON_ERROR_CHOICES)}")
         if timeout_s is not None and timeout_s <= 0:
             raise ConfigError(f"reward.timeout_s={timeout_s}; it must be positive, or null for no limit")
         self.name = name
-        self._kwargs = dict(kwargs or {})
+        self._kwargs, self._weights = dict(kwargs or {}), weights
         self._on_error = on_error
         self._guard = ProcessGuard(f"reward function {name}")
         guarded = function if is_async(function) else lambda **kwargs: self._guard.call(function, kwargs)
@@ -78,7 +79,7 @@ class FunctionReward:
         if outcome.error is not None:
             return self._failure_score(item, outcome.error)
         try:
-            return read_score(outcome.result)
+            return read_score(outcome.result, self._weights)
         except ValueError as error:  # our own sentence about what it returned
             return self._failure_score(item, error.with_traceback(None))
         except Exception as error:  # what it returned may be of the user's own types

@@ -1,4 +1,4 @@
-"""Reward managers, which change the scorer's value: `naive` (no change) and `dapo` (over-long penalty)."""
+"""Reward managers, which change the scorer's value: `naive` and `gdpo` (no change), and `dapo` (over-long penalty)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +24,17 @@ def find_reward_manager(name: str) -> RewardManager:
 @REWARD_MANAGERS.register("naive")
 def naive(reward: Reward, config: RunConfig) -> Reward:
     """The scorer's value, unchanged."""
+    return reward
+
+
+@REWARD_MANAGERS.register("gdpo")
+def gdpo(reward: Reward, config: RunConfig) -> Reward:
+    """The scorer's value, which must be the sum of named parts; the estimator gdpo normalises them one by one."""
+    if not config.reward.weights:
+        raise ConfigError(
+            "reward.reward_manager.name=gdpo needs the parts of the reward: reward.weights.NAME=WEIGHT for each number "
+            "that the reward function returns, or algorithm.gdpo_reward_keys=[NAME,...]"
+        )
     return reward
 
 

@@ -48,4 +48,5 @@ def _function_reward(function: Any, name: str, kwargs: dict[str, Any], config: R
         on_error=config.on_error,
         num_threads=config.num_workers,
         timeout_s=config.timeout_s,
+        weights=config.weights,
     )

@@ -6,6 +6,9 @@ from verl.config import ConfigError, RunConfig, load_config
 from verl.config.check import check_supported
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+FILTER = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", f"{ROLLOUT}.n=4"]
+PARTS = ["algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1,1]"]
+KL_IN_REWARD = "algorithm.use_kl_in_reward=True"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,18 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
         (["critic.enable=False"], ["gae"]),
         ([f"{ACTOR}.clip_ratio_c=1.0"], ["above 1"]),
         (["algorithm.filter_groups.enable=True"], ["metric"]),
+        ([*FILTER, "actor_rollout_ref.rollout.n=1"], ["filter_groups.enable", "rollout.n=1"]),
+        (
+            [*FILTER, "algorithm.filter_groups.metric=seq_final_reward", KL_IN_REWARD],
+            ["seq_reward", "use_kl_in_reward"],
+        ),
+        (["data.train_batch_size=4", "data.gen_batch_size=12"], ["filter_groups.enable=True it may"]),
+        ([*FILTER, "data.train_batch_size=4", "data.gen_batch_size=6"], ["train_batch_size=4", "gen_batch_size=6"]),
+        (["reward.weights.acc=yes"], ["reward.weights.acc='yes' must be a number"]),
+        (["reward.weights.acc=1", "algorithm.gdpo_reward_keys=[acc,format]"], ["keep only reward.weights"]),
+        ([*PARTS, "reward.weights.a=1", "reward.weights.b=2"], ["say the same thing differently"]),
+        (["algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1]"], ["1 numbers for the 2 parts"]),
+        (["algorithm.gdpo_reward_weights=[1]"], ["1 numbers for the 0 parts"]),
         ([f"{ACTOR}.policy_loss.loss_mode=dro"], ["dro_beta"]),
         (["algorithm.gamma=1.1"], ["gamma=1.1"]),
         (["model_engine=megatron", f"{ACTOR}.strategy=fsdp2"], ["megatron", "fsdp2"]),

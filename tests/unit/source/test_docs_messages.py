@@ -134,9 +134,6 @@ def test_every_health_line_is_on_the_page():
     assert len(begins) == len(lines)
 
 
-TOGETHER = ["algorithm.filter_groups.metric=acc"]  # without it, filter_groups is refused for another reason
-
-
 def refused_settings() -> list[str]:
     """The settings `key=value` in the first column of the table of what is refused."""
     table = (DOCS / "coming_from_verl.md").read_text(encoding="utf-8").partition("## What is refused")[2]
@@ -150,4 +147,4 @@ def test_what_the_page_calls_refused_is_refused():
     assert len(settings) > 12
     for setting in settings:
         with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)| is refused: "):
-            check_supported(load_config([setting, *TOGETHER, "actor_rollout_ref.model.path=/m"]))
+            check_supported(load_config([setting, "actor_rollout_ref.model.path=/m"]))

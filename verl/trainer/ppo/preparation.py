@@ -152,7 +152,7 @@ def _look_up_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset
     """A refusal for each `data_source` that has no scorer; a doubt where a loop or manager of the user may score."""
     reward = config.reward
     scores_here = runner.loop_name(None) in (single_turn.NAME, TOOL_AGENT) and not runner.configured_loops
-    is_needed = scores_here and reward.reward_manager.name in ("naive", "dapo") and reward.on_error == "stop"
+    is_needed = scores_here and reward.reward_manager.name in ("naive", "gdpo", "dapo") and reward.on_error == "stop"
     for source, location in rows.data_sources.items():
         try:
             find_scorer(source)

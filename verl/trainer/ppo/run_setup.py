@@ -13,6 +13,7 @@ from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
 from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
+from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.placement import place_roles, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
@@ -85,7 +86,7 @@ def assemble_run(
         critic = Critic(config, pools.for_role("critic"))
     trainer = PPOTrainer(
         config,
-        SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config)),
+        SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config), GroupRules.of(config)),
         actor,
         weight_sync,
         get_kl_controller(config.algorithm.kl_ctrl),

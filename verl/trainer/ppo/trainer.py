@@ -199,7 +199,7 @@ class PPOTrainer:
         bypassed = config.algorithm.rollout_correction.bypass_mode  # there are no trainer log-probs to compare with
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
-        out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()})
+        out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()} | rollouts.metrics)
         versions = batch["policy_versions"].double()
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))
         out["reward/errors"], out["reward/abstained"] = rollouts.num_reward_errors, rollouts.num_abstained

@@ -14,6 +14,7 @@ from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Reward, RewardInput, Score
+from verl.trainer.ppo.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
@@ -35,6 +36,7 @@ class RolloutBatch:
     num_abstained: int = 0
     scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
     engine_stats: dict[str, float] = field(default_factory=dict)  # metrics of the rollout engine meanwhile
+    metrics: dict[str, float] = field(default_factory=dict)  # of dynamic sampling
 
 
 @dataclass
@@ -75,78 +77,133 @@ class RolloutCollector:
         sampling: SamplingParams,
         with_baselines: bool = False,
     ) -> RolloutBatch:
-        """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward.
+        """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward."""
+        return await self.collect_groups(FixedPrompts(rows, request_ids), sampling, with_baselines)
+
+    async def collect_groups(
+        self, plan: GroupPlan, sampling: SamplingParams, with_baselines: bool = False
+    ) -> RolloutBatch:
+        """Trajectories of the groups that `plan` picks, in its order; it names the prompts as they come to be due.
 
         With baselines, one more answer per prompt is greedy: its reward is the `reward_baseline` of the others, which
-        have no reward themselves where it has none.
+        have no reward themselves where it has none. Answers that the plan no longer needs are aborted.
         """
-        start, counts = time.perf_counter(), CollectCounts(len(rows) * sampling.n)
-        out = RolloutBatch(rows=list(rows))
-        self.on_answers(counts)
-        await self.engine.wake()
-        stats_before = await self.engine.stats()
+        return await _Collection(self, plan, sampling, with_baselines).run()
 
-        async def answer_prompt(row: PromptRow, request_id: int) -> list[tuple[Trajectory, Score]]:
-            trajectories = await self.agent_runner.answer(row, request_id, sampling, self.engine)
-            out.generate_s = time.perf_counter() - start
-            counts.answered += sampling.n
-            self.on_answers(counts)
-            pairs = await scored(row, trajectories)
-            counts.scored += sampling.n
-            self.on_answers(counts)
-            return pairs
+    async def scored(self, row: PromptRow, trajectories: list[Trajectory]) -> Group:
+        """The trajectories with their scores; what their agent loop has scored itself keeps that score."""
+        texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
+        inputs = [
+            RewardInput.from_row(row, text, t)
+            for t, text in zip(trajectories, texts, strict=True)
+            if t.reward is None  # the others were scored by their agent loop
+        ]
+        new_scores = iter(await self.reward.score(inputs) if inputs else [])
+        scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
+        return [
+            (t.with_reward(s.value, s.extra, row.data_source, text), s)
+            for t, s, text in zip(trajectories, scores, texts, strict=True)
+        ]
 
-        async def greedy_answer(row: PromptRow, request_id: int) -> Score:
-            trajectories = await self.agent_runner.answer(row, request_id, greedy(sampling), self.engine)
-            out.generate_s = time.perf_counter() - start
-            return mean_score([found for _, found in await scored(row, trajectories)])
 
-        async def scored(row: PromptRow, trajectories: list[Trajectory]) -> list[tuple[Trajectory, Score]]:
-            texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
-            inputs = [
-                RewardInput.from_row(row, text, t)
-                for t, text in zip(trajectories, texts, strict=True)
-                if t.reward is None  # the others were scored by their agent loop
-            ]
-            new_scores = iter(await self.reward.score(inputs) if inputs else [])
-            scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
-            return [
-                (t.with_reward(s.value, s.extra, row.data_source, text), s)
-                for t, s, text in zip(trajectories, scores, texts, strict=True)
-            ]
+class _Collection:
+    """One call of `collect_groups`. Groups are numbered in the order in which their prompts came to be due."""
 
-        watcher = asyncio.create_task(self._watch_tokens(counts, stats_before))
+    def __init__(self, collector: RolloutCollector, plan: GroupPlan, sampling: SamplingParams, with_baselines: bool):
+        self.collector, self.plan, self.sampling, self.with_baselines = collector, plan, sampling, with_baselines
+        self.start, self.counts, self.out = time.perf_counter(), CollectCounts(0), RolloutBatch()
+        self.rows: list[PromptRow] = []
+        self.groups: dict[int, Group] = {}  # that are scored
+        self.generating: dict[int, asyncio.Task[None]] = {}
+        self.any_aborted = False
+
+    async def run(self) -> RolloutBatch:
+        engine, first = self.collector.engine, self._due()
+        await engine.wake()
+        stats_before = await engine.stats()
+        watcher = asyncio.create_task(self._watch_tokens(stats_before))
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(answer_prompt(row, i)) for row, i in zip(rows, request_ids, strict=True)]
-                prompts = zip(rows, request_ids if with_baselines else (), strict=False)
-                greedy_tasks = [group.create_task(greedy_answer(row, -1 - i)) for row, i in prompts]  # ids of their own
+            async with asyncio.TaskGroup() as self.tasks:
+                self._send(first)
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
-        out.engine_stats = metrics_between(stats_before, await self.engine.stats())
-        if self.free_cache:
-            await self.engine.sleep()
-        answers = [task.result() for task in tasks]
-        if with_baselines:
-            answers = [with_baseline(a, task.result()) for a, task in zip(answers, greedy_tasks, strict=True)]
-        for trajectory, score in (pair for pairs in answers for pair in pairs):
-            out.trajectories.append(trajectory)
-            out.scores.append(score)
-            out.num_reward_errors += score.error is not None
-            out.num_abstained += score.value is None and score.error is None
-        out.reward_s = time.perf_counter() - start - out.generate_s
-        return out
+        if self.any_aborted:
+            await engine.abort()  # returns when none of them runs on: the engine may sleep or get new weights
+        self.out.engine_stats = metrics_between(stats_before, await engine.stats())
+        if self.collector.free_cache:
+            await engine.sleep()
+        return self._result()
 
-    async def _watch_tokens(self, counts: CollectCounts, before: Sequence[EngineStats]) -> None:
+    def _due(self) -> Sequence[tuple[PromptRow, int]]:
+        """The prompts to send now, which are counted."""
+        prompts = self.plan.due()
+        self.counts.total += self.sampling.n * len(prompts)
+        if prompts:
+            self.collector.on_answers(self.counts)
+        return prompts
+
+    def _send(self, prompts: Sequence[tuple[PromptRow, int]]) -> None:
+        for row, request_id in prompts:
+            number = len(self.rows)
+            self.rows.append(row)
+            self.generating[number] = self.tasks.create_task(self._answer_prompt(number, row, request_id))
+
+    async def _answer_prompt(self, number: int, row: PromptRow, request_id: int) -> None:
+        async with asyncio.TaskGroup() as pair:
+            baseline = pair.create_task(self._greedy_score(row, -1 - request_id)) if self.with_baselines else None
+            trajectories = await self._answers(row, request_id, self.sampling)
+            self.generating.pop(number, None)  # an answer that is there is scored, needed or not
+            self.counts.answered += self.sampling.n
+            self.collector.on_answers(self.counts)
+            answers = await self.collector.scored(row, trajectories)
+            self.counts.scored += self.sampling.n
+            self.collector.on_answers(self.counts)
+        if baseline is not None:
+            answers = with_baseline(answers, baseline.result())
+        self.groups[number] = answers
+        self.plan.add(number, answers)
+        if self.plan.complete:
+            self._abort_surplus()
+        else:
+            self._send(self._due())
+
+    async def _answers(self, row: PromptRow, request_id: int, sampling: SamplingParams) -> list[Trajectory]:
+        trajectories = await self.collector.agent_runner.answer(row, request_id, sampling, self.collector.engine)
+        self.out.generate_s = time.perf_counter() - self.start
+        return trajectories
+
+    async def _greedy_score(self, row: PromptRow, request_id: int) -> Score:  # its ids are below 0
+        trajectories = await self._answers(row, request_id, greedy(self.sampling))
+        return mean_score([score for _, score in await self.collector.scored(row, trajectories)])
+
+    def _abort_surplus(self) -> None:
+        surplus, self.generating = self.generating, {}
+        for task in surplus.values():
+            task.cancel()
+        self.any_aborted |= bool(surplus)
+
+    async def _watch_tokens(self, before: Sequence[EngineStats]) -> None:
         """Keep `counts.tokens` up to date, so that long answers are seen to grow."""
         while True:
             await asyncio.sleep(TOKENS_EVERY_S)
-            counts.tokens = int(metrics_between(before, await self.engine.stats()).get("generated_tokens", 0))
-            self.on_answers(counts)
+            now = metrics_between(before, await self.collector.engine.stats())
+            self.counts.tokens = int(now.get("generated_tokens", 0))
+            self.collector.on_answers(self.counts)
+
+    def _result(self) -> RolloutBatch:
+        out, plan, groups = self.out, self.plan, self.groups
+        pairs = [pair for number in plan.picked for pair in groups[number]]
+        out.trajectories, out.scores = [t for t, _ in pairs], [score for _, score in pairs]
+        found = [score for number in range(plan.consumed) for _, score in groups[number]]
+        out.num_reward_errors = sum(score.error is not None for score in found)
+        out.num_abstained = sum(score.abstained for score in found)
+        out.rows, out.metrics = [self.rows[number] for number in plan.picked], plan.metrics()
+        out.reward_s = time.perf_counter() - self.start - out.generate_s
+        return out
 
 
 def greedy(sampling: SamplingParams) -> SamplingParams:
@@ -160,7 +217,7 @@ def mean_score(scores: Sequence[Score]) -> Score:
     return without or Score(sum(score.value or 0.0 for score in scores) / len(scores))
 
 
-def with_baseline(answers: list[tuple[Trajectory, Score]], baseline: Score) -> list[tuple[Trajectory, Score]]:
+def with_baseline(answers: Group, baseline: Score) -> Group:
     """The answers to a prompt with the reward of its greedy answer; without it they cannot be compared."""
     return [
         (
@@ -200,7 +257,12 @@ class TrajectorySource(Protocol):
 
 
 class SyncSource:
-    """Takes prompts in data order and waits for all answers of a batch. Staleness is 0."""
+    """Takes prompts in data order and waits for all answers of a batch. Staleness is 0.
+
+    With `rules`, it replaces groups that cannot be trained on (`GroupFilter`). Then the prompts are a stream that knows
+    no batches: none is left out at the end of an epoch, and the next step begins after the last prompt that this one
+    needed.
+    """
 
     def __init__(
         self,
@@ -208,17 +270,41 @@ class SyncSource:
         collector: RolloutCollector,
         sampling: SamplingParams,
         with_baselines: bool = False,
+        rules: GroupRules | None = None,
     ):
         self.prompts, self.collector, self.sampling = prompts, collector, sampling
         self.with_baselines = with_baselines  # one greedy answer per prompt more
+        self.rules = rules or GroupRules()
         self._next_request = 0
 
     async def take(self, num_prompts: int) -> RolloutBatch:
-        """The next `num_prompts` prompts, each answered `sampling.n` times by the published weights."""
-        rows = self.prompts.take(num_prompts)
+        """The next `num_prompts` groups, each answered `sampling.n` times by the published weights."""
+        if self.rules.replace_groups:
+            return await self._take_filtered(num_prompts)
+        size = self.rules.gen_batch_size or num_prompts
+        rows = [row for _ in range(num_prompts // size) for row in self.prompts.take(size)]
         request_ids = range(self._next_request, self._next_request + num_prompts)
         self._next_request += num_prompts
         return await self.collector.collect(rows, list(request_ids), self.sampling, self.with_baselines)
+
+    async def _take_filtered(self, num_prompts: int) -> RolloutBatch:
+        positions = [self.prompts.position]
+        first_request = self._next_request
+
+        def draw(count: int) -> list[tuple[PromptRow, int]]:
+            prompts = []
+            for _ in range(min(count, len(self.prompts) - len(positions) + 1)):  # each row once a step
+                prompts.append((self.prompts.take(1)[0], first_request + len(positions) - 1))
+                positions.append(self.prompts.position)
+            return prompts
+
+        plan = GroupFilter(num_prompts, self.rules, draw)
+        try:
+            batch = await self.collector.collect_groups(plan, self.sampling, self.with_baselines)
+        finally:
+            self.prompts.go_to(positions[plan.consumed])
+        self._next_request += plan.consumed
+        return batch
 
     @property
     def epoch(self) -> int:
