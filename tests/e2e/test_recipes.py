@@ -15,6 +15,7 @@ cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "test")
 STEPS = 20
 FAMILIES = {  # family: recipe
     "a critic": "ppo",
+    "a critic on normalised returns": "ppo critic.normalize_values=True",
     "group advantages": "dr_grpo",
     "parts of the reward": "gdpo",
     "a greedy baseline": "remax",
@@ -29,6 +30,7 @@ FASTER = {"ACTOR_LR": "1e-2", "CRITIC_LR": "1e-2", "TEST_FREQ": "-1", "REWARD_KE
 
 @pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES.keys())
 def test_twenty_steps_of_a_recipe_raise_the_score(name, tmp_path, monkeypatch):
+    name, *more = name.split()
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)
     (tmp_path / "warm").symlink_to(tmp_path / "model")
@@ -37,7 +39,7 @@ def test_twenty_steps_of_a_recipe_raise_the_score(name, tmp_path, monkeypatch):
         "    digits = sum(c.isdigit() for c in solution_str) / 8\n"
         "    return {'score': digits, 'format': float(len(solution_str) > 3)}\n"
     )
-    own = [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.logger=[file]"]
+    own = [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.logger=[file]", *more]
     added = [*cpu.overrides(name, tmp_path, 1, STEPS), *own, "trainer.val_before_train=False"]
     variables = cpu.variables(name, tmp_path) | SIZES | FASTER
     arguments, _ = LaunchedScripts(tmp_path)(f"examples/{cpu.RECIPES[name]}", *added, **variables)
@@ -48,3 +50,6 @@ def test_twenty_steps_of_a_recipe_raise_the_score(name, tmp_path, monkeypatch):
     assert losses and all(map(math.isfinite, losses))
     score = [rows[step]["critic/score/mean"] for step in range(1, STEPS + 1)]
     assert sum(score[-5:]) > sum(score[:5])
+    if name == "ppo":
+        explained = [rows[step]["critic/vf_explained_var"] for step in range(1, STEPS + 1)]
+        assert sum(explained[-5:]) > sum(explained[:5])

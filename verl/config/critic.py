@@ -37,6 +37,10 @@ class CriticConfig(RoleConfig):
     shuffle: bool = key(False, "Shuffle sequences before they are cut into mini-batches.")
     data_loader_seed: int = key(42, "Seed of that shuffle.", minimum=0, maximum=LARGEST_SEED)
     cliprange_value: float = key(0.5, "Clip range of the value loss.", minimum=0)
+    normalize_values: bool = key(
+        False,
+        "Train the critic on (return - running mean) / running deviation of the returns; its values are scaled back.",
+    )
     loss_agg_mode: str = key("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None, "Divisor of seq-mean-token-sum-norm; null is data.max_response_length.", greater_than=0

@@ -215,11 +215,13 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the engines' own checkpoints; JSON values only."""
+        critic = self.critic.state_dict() if self.critic is not None else {}
         return {
             "global_step": self.global_step,
             "version": self.version,
             "source": self.source.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
+            **({"critic": critic} if critic else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,6 +230,8 @@ class PPOTrainer:
         self.version = state["version"]
         self.source.load_state_dict(state["source"])
         self.kl_controller.load_state_dict(state["kl_controller"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state.get("critic", {}))
 
     def close(self) -> None:
         """End what still generates, then the rollout engine and the ranks."""
