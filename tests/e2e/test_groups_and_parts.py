@@ -60,6 +60,15 @@ def test_how_many_prompts_are_answered_at_once_changes_no_batch(folder: Path):
     assert rows[0] == rows[1] == rows[2]
 
 
+def test_two_ranks_train_on_the_same_groups(folder: Path):
+    inflight = "algorithm.filter_groups.max_inflight_gen_batches=4"  # so that each step aborts answers
+    jobs.train(folder, "one", *steps(2), *FILTER)
+    jobs.train(folder, "two", *steps(2), *FILTER, inflight, "trainer.device=cpu", "trainer.n_gpus_per_node=2")
+    for step in (1, 2):
+        assert rows_of(folder, "one", step) == rows_of(folder, "two", step)
+    assert all(row["training/filter_groups/discarded_surplus_samples"] for row in jobs.metrics(folder, "two").values())
+
+
 def test_the_parts_of_a_reward_are_trained_by_weight_logged_and_drawn(folder: Path):
     jobs.train(folder, "parts", *steps(3), "reward.weights.acc=1", "reward.weights.length=-0.5")
     for row in jobs.metrics(folder, "parts").values():
