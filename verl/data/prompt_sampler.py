@@ -17,7 +17,7 @@ def warn_about_unused_rows(num_rows: int, batch_size: int, shuffle: bool) -> Non
     """Log a warning if rows are never used: without shuffling, every epoch drops the same incomplete batch."""
     remaining = num_rows % batch_size
     if remaining and not shuffle:
-        text = "data.shuffle=False: the last %d of %d rows fill no batch of data.train_batch_size=%d and are never used"
+        text = "data.shuffle=False: the last %d of %d rows fill no batch of %d prompts and are never used"
         logger.warning(text, remaining, num_rows, batch_size)
 
 

@@ -49,7 +49,7 @@ def test_an_incomplete_last_batch_is_dropped_and_counted(tmp_path):
 @pytest.mark.parametrize(("rows", "shuffle", "said"), [(10, False, True), (10, True, False), (8, False, False)])
 def test_rows_that_no_epoch_reaches_are_said(caplog, rows, shuffle, said):
     warn_about_unused_rows(rows, 4, shuffle)
-    assert ("the last 2 of 10 rows fill no batch of data.train_batch_size=4" in caplog.text) == said
+    assert ("the last 2 of 10 rows fill no batch of 4 prompts" in caplog.text) == said
 
 
 def test_a_dataset_smaller_than_a_batch_is_an_error_at_once(tmp_path):

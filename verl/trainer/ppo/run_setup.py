@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.algorithms.kl import get_kl_controller
 from verl.config import RunConfig
-from verl.config.check import uses_critic, uses_reference
+from verl.config.check import replaces_groups, uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
 from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
@@ -52,7 +52,8 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
     assert prepared is not None  # without a refusal, all of it is there
     rows = prepared.prompts
     prompts = PromptSampler(rows, config.data.shuffle, config.data.seed)
-    warn_about_unused_rows(len(rows), config.data.train_batch_size, config.data.shuffle)
+    together = 1 if replaces_groups(config) else config.data.gen_batch_size or config.data.train_batch_size
+    warn_about_unused_rows(len(rows), together, config.data.shuffle)
     total_steps = count_steps(config, prompts)
     progress.stage("loading the model")
     pools = start_pools(config, total_steps, place_roles(config))

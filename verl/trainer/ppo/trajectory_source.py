@@ -283,9 +283,8 @@ class SyncSource:
             return await self._take_filtered(num_prompts)
         size = self.rules.gen_batch_size or num_prompts
         rows = [row for _ in range(num_prompts // size) for row in self.prompts.take(size)]
-        request_ids = range(self._next_request, self._next_request + num_prompts)
-        self._next_request += num_prompts
-        return await self.collector.collect(rows, list(request_ids), self.sampling, self.with_baselines)
+        first, self._next_request = self._next_request, self._next_request + num_prompts
+        return await self.collector.collect(rows, range(first, first + num_prompts), self.sampling, self.with_baselines)
 
     async def _take_filtered(self, num_prompts: int) -> RolloutBatch:
         positions = [self.prompts.position]
