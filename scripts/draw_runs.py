@@ -8,12 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.draw_architecture import PICTURES, STYLE, text
-from verl.observe.svg_curves import HEIGHT, LEFT, WIDTH, make_curve
+from verl.observe.svg_curves import HEIGHT, LEFT, WIDTH, Points, make_curve
 from verl.observe.trackers import read_metrics
 
 HEAD = 26  # pixels above a curve for its name
@@ -124,31 +124,39 @@ def train(name: str, folder: Path) -> list[dict[str, Any]]:
 
 def draw(records: list[dict[str, Any]], names: Sequence[str]) -> str:
     """One SVG with a curve for each metric, two beside each other."""
-    rows = -(-len(names) // COLUMNS)
-    width, height = COLUMNS * WIDTH, rows * (HEIGHT + HEAD)
-    cells = [
-        f'<g transform="translate({number % COLUMNS * WIDTH},{number // COLUMNS * (HEIGHT + HEAD) + HEAD})">'
-        f"{draw_curve(records, name)}</g>"
-        for number, name in enumerate(names)
+
+    def points(name: str) -> Points:
+        return [(float(r["step"]), float(r["data"][name])) for r in records if name in r["data"]]
+
+    return draw_cells([(name, {0: points(name)}) for name in names], COLUMNS)
+
+
+def draw_cells(cells: Sequence[tuple[str, Mapping[int, Points]]], columns: int) -> str:
+    """One SVG with a cell for each (name, points of each run), `columns` beside each other."""
+    rows = -(-len(cells) // columns)
+    width, height = columns * WIDTH, rows * (HEIGHT + HEAD)
+    drawn = [
+        f'<g transform="translate({number % columns * WIDTH},{number // columns * (HEIGHT + HEAD) + HEAD})">'
+        f"{draw_curve(name, runs)}</g>"
+        for number, (name, runs) in enumerate(cells)
     ]
     style = STYLE + "  .values { stroke: var(--accent); stroke-width: 1.6; fill: none }\n"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f'<style>{style}</style>\n<rect class="ground" width="{width}" height="{height}"/>\n'
-        + "\n".join(cells)
+        + "\n".join(drawn)
         + "\n</svg>\n"
     )
 
 
-def draw_curve(records: list[dict[str, Any]], name: str) -> str:
-    points = [(float(r["step"]), float(r["data"][name])) for r in records if name in r["data"]]
-    curve = make_curve(name, {0: points})
+def draw_curve(name: str, runs: Mapping[int, Points]) -> str:
+    curve = make_curve(name, runs)
     right, bottom = WIDTH - 14, HEIGHT - 26
     parts = [text(LEFT, -2, name, "name")]
     for y, label in curve.y_ticks:
         parts += [f'<path class="rule" d="M{LEFT},{y} H{right}"/>', text(LEFT - 6, y + 4, label, "small faint end")]
     parts += [text(x, bottom + 18, label, "small faint mid") for x, label in curve.x_ticks]
-    parts.append(f'<path class="values" d="{curve.lines[0].path}"/>')
+    parts += [f'<path class="values" d="{line.path}"/>' for line in curve.lines]
     return "".join(parts)
 
 

@@ -22,7 +22,7 @@ def check_clip_ratios(config: ActorConfig) -> None:
 def vanilla(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
-    """Dual-clip PPO.
+    """Dual-clip PPO: -min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A). The usual choice.
 
     Source: arXiv 1707.06347 eq. 7, with separate bounds below and above (2503.14476, eq. 10) and, where the advantage
     is negative, the ratio capped at `clip_ratio_c` (1912.09729, eq. 5).

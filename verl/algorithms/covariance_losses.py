@@ -55,7 +55,10 @@ def choose_for_clip_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Ten
 def clip_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
-    """PPO's clipped loss, 0 for a few random tokens of high covariance, which would lower the entropy most."""
+    """PPO's clipped loss, 0 for a few random tokens of high covariance, which would lower the entropy most.
+
+    For long runs whose entropy collapses. Source: arXiv 2505.22617, §4.
+    """
     losses, is_clipped = _clipped(logprobs, old_logprobs, advantages, config)
     chosen = batch["chosen_tokens"]
     metrics = {"pg_clipfrac": is_clipped, "chosen_tokens": chosen, "ppo_kl": limited_log_ratio(old_logprobs, logprobs)}
@@ -72,7 +75,10 @@ def choose_for_kl_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tenso
 def kl_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
-    """-A ratio, plus ppo_kl_coef |log p - log p_old| for the tokens of the highest covariance; no clip."""
+    """-A ratio, plus ppo_kl_coef |log p - log p_old| for the tokens of the highest covariance; no clip.
+
+    For long runs whose entropy collapses. Source: arXiv 2505.22617, §4.
+    """
     log_ratio, chosen = limited_log_ratio(logprobs, old_logprobs), batch["chosen_tokens"]
     penalty = torch.where(chosen, config.policy_loss.ppo_kl_coef * log_ratio.abs(), 0.0)
     return penalty - advantages * log_ratio.exp(), {"chosen_tokens": chosen, "ppo_kl": -log_ratio}

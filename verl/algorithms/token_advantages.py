@@ -17,7 +17,8 @@ def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over sampled tokens, whitened; returns = raw advantages + values.
 
     Tokens that were not sampled are skipped: a sampled token is followed by the next *sampled* token of its
-    sequence, also across tool turns. Source: arXiv 1506.02438, eq. 16.
+    sequence, also across tool turns. The one estimator that needs a critic, for credit by token. Source: arXiv
+    1506.02438, eq. 16.
     """
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
     values = batch.require("values", "Critic.values")

@@ -18,8 +18,6 @@ from verl.utils.external_code import load_module
 
 cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "test")
 NEEDED = {  # features that may be absent: then the script is refused with exactly their names
-    "dapo": "dynamic sampling",
-    "scalerl": "dynamic sampling",
     "rollout_correction": "rollout correction",
     "on_policy_distillation": "distillation",
 }

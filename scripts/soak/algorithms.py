@@ -1,0 +1,109 @@
+"""Every recipe of examples/cpu/run.py on the quickstart's task, from one warm model a seed. Goes on where the last run
+of this commit stopped, recipe by recipe; then draws docs/algorithms.md.
+
+    make soak PART=algorithms                    # three seeds, five for some: about four hours on two cores
+    python -m scripts.soak.algorithms --recipes grpo gspo --seeds 1 --steps 60 --folder /tmp/soak
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.soak.progress import RESULTS, ROOT, Progress
+from verl.observe.trackers import read_metrics
+from verl.utils.external_code import load_module
+
+cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "soak")
+STEPS, SEEDS, MORE_SEEDS = 240, 3, 5
+WITH_MORE_SEEDS = ("grpo", "ppo", "dapo", "gspo", "rloo")
+VALIDATION, SAMPLED = "val-core/quickstart/addition/acc/mean@1", "reward/acc/mean"
+CURVES = {"accuracy": SAMPLED, "kl": "actor/ppo_kl", "entropy": "actor/entropy", "length": "response_length/mean"}
+THRESHOLD, WINDOW = 0.6, 5  # steps to 60 %: of the mean over so many steps
+
+
+def facts(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page shows of a run: held-out accuracy before and after, steps to 60 %, and a curve a metric."""
+    held_out = [r["data"][VALIDATION] for r in records if VALIDATION in r["data"]]
+    curves = {
+        name: [[r["step"], r["data"][metric]] for r in records if metric in r["data"]]
+        for name, metric in CURVES.items()
+    }
+    accuracy = curves["accuracy"]
+    reached = [
+        step
+        for i, (step, _) in enumerate(accuracy)
+        if i + 1 >= WINDOW and sum(y for _, y in accuracy[i + 1 - WINDOW : i + 1]) / WINDOW >= THRESHOLD
+    ]
+    return {
+        "start": held_out[0],
+        "final": held_out[-1],
+        "steps": records[-1]["step"],
+        "steps_to_60": reached[0] if reached else None,
+        "curves": {name: write_points(in_stretches(points)) for name, points in curves.items()},
+    }
+
+
+def in_stretches(points: list[list[float]], parts: int = 24) -> list[list[float]]:
+    """Means over `parts` equal stretches of steps, at the last step of each."""
+    size = max(1, -(-len(points) // parts))
+    stretches = [points[i : i + size] for i in range(0, len(points), size)]
+    return [[s[-1][0], float(f"{sum(y for _, y in s) / len(s):.4g}")] for s in stretches]
+
+
+def write_points(points: list[list[float]]) -> str:
+    """Points on one line of the record; `read_points` reads them."""
+    return " ".join(f"{x:g}:{y:g}" for x, y in points)
+
+
+def read_points(line: str) -> list[tuple[float, float]]:
+    """The points that `write_points` wrote."""
+    return [(float(x), float(y)) for x, y in (point.split(":") for point in line.split())]
+
+
+def run_case(name: str, seed: int, steps: int, out: Path, progress: Progress) -> bool:
+    """Train unless it is recorded; whether it trained to the end."""
+    case = f"{name}, seed {seed}"
+    if progress.done(case):
+        return True
+    folder = out / f"seed_{seed}"
+    os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")
+    cpu.prepare(folder, seed)
+    metrics = folder / "metrics" / cpu.VARIABLES["PROJECT_NAME"] / f"{name}.jsonl"
+    extra = ["trainer.logger=[file]", "trainer.resume_mode=disable", "trainer.on_existing=rename"]
+    metrics.unlink(missing_ok=True)
+    if cpu.run(name, folder, seed, steps, extra) != 0:
+        print(f"{case}: stopped with an error", file=sys.stderr, flush=True)
+        return False
+    found = facts(read_metrics(metrics))
+    progress.record(case, 1, recipe=name, seed=seed, **found)
+    print(f"{case}: {found['start']:.1%} -> {found['final']:.1%} in {found['steps']} steps", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=cpu.RECIPES, default=list(cpu.RECIPES), metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=None, help="for every recipe (default: 3, and 5 for some)")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of the record")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "algorithms", help="of the runs")
+    options = parser.parse_args()
+    progress, failed = Progress("algorithms", options.folder), []
+    for seed in range(1, MORE_SEEDS + 1):
+        for name in options.recipes:
+            if seed <= (options.seeds or (MORE_SEEDS if name in WITH_MORE_SEEDS else SEEDS)):
+                done = run_case(name, seed, options.steps, options.out.absolute(), progress)
+                failed += [] if done else [f"{name}, seed {seed}"]
+    if failed:
+        print(f"not trained: {'; '.join(failed)}", file=sys.stderr)
+    if options.folder == RESULTS:
+        from scripts.algorithms_page import main as draw
+
+        draw()
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
