@@ -66,7 +66,7 @@ def load_or_skip_what_is_absent(name, arguments):
     except ConfigError as error:
         feature = re.search(r"is not supported yet: (.*) is still to come", str(error))
         assert feature and NEEDED.get(name, "-") in feature[1], error
-    return load(arguments, ("algorithm.filter_groups.", "algorithm.rollout_correction.", "distillation."))
+    return load(arguments, ("algorithm.rollout_correction.", "distillation."))
 
 
 def test_every_script_with_the_shared_settings_is_a_recipe():
