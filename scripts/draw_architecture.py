@@ -179,6 +179,8 @@ STAGES = (
         ("rewards per token,", "then advantages"),
         150,
         (
+            "correct",
+            "Batch.sampled_mask",
             "with_token_rewards",
             "apply_kl_in_reward",
             "last_sampled_positions",
@@ -223,6 +225,8 @@ STAGES = (
         (
             "PPOTrainer.step_metrics",
             "data_metrics",
+            "trained_mask",
+            "variance_proxy_metrics",
             "entropy_metrics",
             "mismatch_metrics",
             "Ledger.append",

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from verl.algorithms import covariance_losses, sequence_losses  # noqa: F401 - they register their losses
+from verl.algorithms import covariance_losses, rollout_correction, sequence_losses  # noqa: F401 - they register their losses
 from verl.algorithms.clipped_losses import check_clip_ratios, vanilla
 from verl.algorithms.kl import get_kl_estimator, kl_penalty
 from verl.algorithms.policy_loss import (
@@ -27,7 +27,7 @@ from verl.algorithms.policy_loss import (
     register_policy_loss,
     with_chosen_tokens,
 )
-from verl.config import ActorConfig, CriticConfig
+from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl.data.batch import Batch
 
 __all__ = [
@@ -65,11 +65,14 @@ class TokenLoss(Protocol):
 
 
 class ActorLoss:
-    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference), per token."""
+    """Policy loss x importance weight - entropy_coeff x entropy + kl_loss_coef x KL(policy || reference), per token."""
 
-    def __init__(self, config: ActorConfig, observe_entropy: bool = False):
-        self.config = config
-        self.policy_loss = get_policy_loss(config.policy_loss.loss_mode)
+    def __init__(
+        self, config: ActorConfig, observe_entropy: bool = False, correction: RolloutCorrectionConfig | None = None
+    ):
+        self.config, correction = config, correction or RolloutCorrectionConfig()
+        reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+        self.policy_loss = get_policy_loss("gpg" if reinforce else config.policy_loss.loss_mode)
         self.policy_loss.check(config)
         self.with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         with_output = self.with_entropy or observe_entropy
@@ -80,6 +83,9 @@ class ActorLoss:
         chosen = ("chosen_tokens",) if self.policy_loss.choose_tokens else ()
         self.columns: tuple[str, ...] = ("advantages", "loss_mask", "loss_weights", *chosen, *self.policy_loss.columns)
         self.optional_columns: tuple[str, ...] = ("old_logprobs",)
+        if correction.weighs_loss:
+            self.columns += ("rollout_is_weights",)
+        self.multiplied = correction.weighs_loss and not self.policy_loss.multiplies_weights
         if config.use_kl_loss:
             get_kl_estimator(config.kl_loss_type)
             self.columns += ("ref_logprobs",)
@@ -93,6 +99,8 @@ class ActorLoss:
         # Without old log-probs the trained policy is the one that sampled: the ratio is 1, and its gradient is kept.
         old = columns["old_logprobs"] if "old_logprobs" in columns else logprobs.detach()
         losses, metrics = self.policy_loss(logprobs, old, columns["advantages"], batch, config)
+        if self.multiplied:
+            losses = losses * columns["rollout_is_weights"]
         metrics["pg_loss"] = losses
         if self.with_entropy:
             metrics["entropy_loss"] = outputs["entropy"]
@@ -132,12 +140,15 @@ class ValueLoss:
         return losses * columns["loss_weights"], detach_metrics(metrics)
 
 
-def make_actor_loss(config: ActorConfig, observe_entropy: bool = False) -> TokenLoss:
+def make_actor_loss(
+    config: ActorConfig, observe_entropy: bool = False, correction: RolloutCorrectionConfig | None = None
+) -> TokenLoss:
     """The loss of `actor.*`; ConfigError, before the first step, for a configuration that cannot be used.
 
-    With `observe_entropy` the entropy is an output also where the loss does not contain it.
+    With `observe_entropy` the entropy is an output also where the loss does not contain it. With a `correction` that
+    weighs the loss, the batch needs the column `rollout_is_weights`.
     """
-    return ActorLoss(config, observe_entropy)
+    return ActorLoss(config, observe_entropy, correction)
 
 
 def make_value_loss(config: CriticConfig) -> TokenLoss:

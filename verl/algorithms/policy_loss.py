@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.config import ActorConfig
 from verl.config.algorithm import LOSS_AGG_MODES
 from verl.data.batch import Batch
-from verl.utils.errors import ConfigError, RegistryError
+from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry
 from verl.utils.suggest import did_you_mean
 
@@ -41,6 +41,7 @@ class PolicyLoss:
     outputs: tuple[str, ...] = ()
     choose_tokens: TokenChoice | None = None
     aggregation: str | None = None
+    multiplies_weights: bool = False
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
@@ -60,7 +61,6 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
-PLANNED = {"bypass_mode": "rollout correction"}
 
 
 def register_policy_loss(
@@ -71,6 +71,7 @@ def register_policy_loss(
     outputs: tuple[str, ...] = (),
     choose_tokens: TokenChoice | None = None,
     aggregation: str | None = None,
+    multiplies_weights: bool = False,
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Decorator that makes a loss selectable as `actor.policy_loss.loss_mode=<name>`.
 
@@ -81,6 +82,7 @@ def register_policy_loss(
     gradient: entropy, sum_pi_squared. Any but entropy runs the head once more and recomputes logits in the backward.
     `choose_tokens` is called once per mini-batch, before it is cut, with its column `current_logprobs`; the result is
     the column `chosen_tokens`. `aggregation` replaces `actor.loss_agg_mode`, for a loss that is defined with one.
+    `multiplies_weights`: it multiplies its losses by the column `rollout_is_weights` itself, where there is one.
     """
     if aggregation is not None and aggregation not in LOSS_AGG_MODES:
         raise ConfigError(
@@ -88,7 +90,7 @@ def register_policy_loss(
         )
 
     def add(function: PolicyLossFunction) -> PolicyLossFunction:
-        entry = PolicyLoss(function, per_token, check, columns, outputs, choose_tokens, aggregation)
+        entry = PolicyLoss(function, per_token, check, columns, outputs, choose_tokens, aggregation, multiplies_weights)
         POLICY_LOSSES.register(name)(entry)
         return function
 
@@ -97,11 +99,6 @@ def register_policy_loss(
 
 def get_policy_loss(name: str) -> PolicyLoss:
     """The loss registered as `name`; ConfigError for an unknown one."""
-    if name in PLANNED and name not in POLICY_LOSSES:
-        known = ", ".join(POLICY_LOSSES.names())
-        raise RegistryError(
-            f"actor.policy_loss.loss_mode={name} is still to come, with {PLANNED[name]}; available now: {known}"
-        )
     return POLICY_LOSSES.get(name)
 
 

@@ -64,8 +64,7 @@ def optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[Tenso
     W is the sum, up to this token, of 1 - 2 p + sum(pi^2): the squared norm of the gradient of the log-prob by the
     logits. Where one answer alone is that long its baseline is 0. Source: arXiv 2602.07078.
     """
-    positions = batch.position_ids().to(batch["loss_mask"].device)
-    return _otb(batch, positions[batch["loss_mask"]])
+    return _otb(batch, batch.position_ids().to(batch["loss_mask"].device))
 
 
 @register_advantage("tir_optimal_token_baseline", columns=("old_logprobs",), outputs=("sum_pi_squared",))
@@ -73,20 +72,27 @@ def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[T
     """`optimal_token_baseline` for answers of several turns: answers are compared after the same number of *sampled*
     tokens, however long the tool results between them are. Same source.
     """
-    sampled = batch["loss_mask"].long().cumsum(0)
-    return _otb(batch, sampled[batch["loss_mask"]])
+    return _otb(batch, batch.sampled_mask().long().cumsum(0))
 
 
-def _otb(batch: Batch, clock_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns; `clock_M` rises from token to token of a sequence, and is counted from its first one."""
+def _otb(batch: Batch, clock: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns; `clock` (T,) rises from token to token, and is counted from the first sampled one.
+
+    Where the losses have importance weights, the gradient of a token is as many times larger, and W has their squares.
+    """
     mask, sequence_M, returns_M = batch["loss_mask"], _sampled_sequences(batch), _rewards_to_go(batch, 1.0)
     probs_M = batch.require("old_logprobs", "Actor.logprobs")[mask].double().exp()
     squares_M = batch.require("sum_pi_squared", "Actor.logprobs_and_entropy")[mask].double()
     energy = (1 - 2 * probs_M + squares_M).clamp(min=0)
+    if "rollout_is_weights" in batch:
+        energy = energy * batch["rollout_is_weights"][mask].double().square()
     starts_M = torch.searchsorted(sequence_M, sequence_M)  # index of the first sampled token of the sequence
     sums = energy.cumsum(0)
     weights_M = sums - (sums - energy)[starts_M]
-    steps_M, group_M = clock_M - clock_M[starts_M], group_numbers(batch)[sequence_M]
+    first = clock.new_full((batch.num_sequences,), batch.num_tokens)
+    sampled = batch.sampled_mask()
+    first.scatter_reduce_(0, batch.sequence_ids().to(mask.device)[sampled], clock[sampled], reduce="amin")
+    steps_M, group_M = clock[mask] - first[sequence_M], group_numbers(batch)[sequence_M]
     widths = torch.zeros(batch.num_sequences, dtype=torch.long, device=mask.device)
     widths.scatter_reduce_(0, group_M, steps_M + 1, reduce="amax")
     cells_M = (widths.cumsum(0) - widths)[group_M] + steps_M  # of a table with a row of its own width per group

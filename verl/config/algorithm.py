@@ -1,9 +1,11 @@
 """The algorithm: advantages, KL, group filtering, and rollout correction (rollout versus training log-probs)."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.config.base import Section, key, section
+from verl.utils.errors import ConfigError
 
 PADDED_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSS_AGG_MODES = (*PADDED_AGG_MODES, "prompt-mean-token-mean")  # the last needs groups, which padded rows do not say
@@ -59,6 +61,32 @@ def _preset(**fixed: Any) -> Any:
     return classmethod(build)
 
 
+@dataclass(frozen=True)
+class RejectionRule:
+    """Accepts what has an estimate of the divergence, in nats, from `low` to `high`."""
+
+    name: str  # seq_mean_k1
+    unit: str  # token, seq_sum, seq_mean or seq_max
+    estimator: str  # k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio
+    low: float
+    high: float
+
+
+def _rejection_rule(name: str, threshold: str) -> RejectionRule:
+    """Bounds of k1 are ratios: lo_hi, or x for 1/x ... x. Those of k2 and k3 are one number above 0, in nats."""
+    unit, _, estimator = name.rpartition("_")
+    numbers = [float(number) for number in threshold.split("_")]
+    where = f"algorithm.rollout_correction.rollout_rs_threshold={threshold} of {name}"
+    if estimator != "k1":
+        if len(numbers) > 1:
+            raise ConfigError(f"{where} must be one number, the largest estimate that is kept, in nats; such as 0.01")
+        return RejectionRule(name, unit, estimator, -math.inf, numbers[0])
+    low, high = numbers if len(numbers) > 1 else (1 / numbers[0], numbers[0])
+    if low > high:
+        raise ConfigError(f"{where} keeps ratios from {low:g} to {high:g}, so none; give lo_hi, or a number above 1")
+    return RejectionRule(name, unit, estimator, -math.log(high), -math.log(low) if low > 0 else math.inf)
+
+
 _GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _PG = {"bypass_mode": True, "loss_type": "reinforce"}
@@ -69,11 +97,19 @@ class RolloutCorrectionConfig(Section):
     """Importance weights and rejection for the gap between rollout and training log-probs."""
 
     rollout_is: str | None = key(None, "Importance weights; null is off.", choices=("token", "sequence"))
-    rollout_is_threshold: float | str = key(2.0, "Upper limit of the weights; 'lo_hi' zeroes weights outside.")
-    rollout_rs: str | None = key(None, "Comma list of rejection rules; null is off.")
-    rollout_rs_threshold: float | str | None = key(None, "Bound of the rejection: one for all rules, or one per rule.")
-    bypass_mode: bool = key(False, "Use the rollout's log-probs as the old ones.")
-    loss_type: str = key("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
+    rollout_is_threshold: float | str = key(2.0, "Larger weights are cut to this; 'lo_hi' zeroes weights outside.")
+    rollout_rs: str | None = key(
+        None, "Comma list of rejection rules: token_, seq_sum_, seq_mean_, seq_max_ with k1, k2, k3."
+    )
+    rollout_rs_threshold: float | str | None = key(
+        None, "One for all rules, or a comma list: ratios lo_hi (or x for 1/x ... x) for k1, nats for k2 and k3."
+    )
+    bypass_mode: bool = key(False, "Use the rollout's log-probs as the old ones; loss_mode is bypass_mode then.")
+    loss_type: str = key(
+        "ppo_clip",
+        "Loss in bypass mode: PPO's, or the policy gradient times the weights.",
+        choices=("ppo_clip", "reinforce"),
+    )
     rollout_is_batch_normalize: bool = key(False, "Scale the weights of a batch to mean 1.")
 
     decoupled_token_is = _preset(rollout_is="token")
@@ -94,6 +130,46 @@ class RolloutCorrectionConfig(Section):
     bypass_pg_geo_rs_seq_tis = _preset(rollout_is="sequence", **_PG, **_GEO)
     bypass_pg_geo_rs_token_tis = _preset(rollout_is="token", **_PG, **_GEO)
     disabled = _preset()
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Whether losses are multiplied by importance weights; in bypass mode the ratio of PPO's loss is one."""
+        return self.rollout_is is not None and not (self.bypass_mode and self.loss_type == "ppo_clip")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a batch must be compared with the policy before it is trained on."""
+        return self.weighs_loss or self.rollout_rs is not None
+
+    def rejection_rules(self) -> list[RejectionRule]:
+        """The rules of `rollout_rs` with their bounds; ConfigError where these do not fit."""
+        if self.rollout_rs is None:
+            return []
+        if self.rollout_rs_threshold is None:
+            raise ConfigError(
+                f"algorithm.rollout_correction.rollout_rs={self.rollout_rs} needs rollout_rs_threshold: bounds of the "
+                "ratio for k1, such as 0.999_1.001, and the largest estimate in nats for k2 and k3, such as 0.01"
+            )
+        names = [name.strip() for name in self.rollout_rs.split(",")]
+        bounds = [bound.strip() for bound in str(self.rollout_rs_threshold).split(",")]
+        if len(bounds) not in (1, len(names)):
+            raise ConfigError(
+                f"algorithm.rollout_correction.rollout_rs_threshold={self.rollout_rs_threshold} has {len(bounds)} "
+                f"bounds for the {len(names)} rules of rollout_rs={self.rollout_rs}; give one for all, or one for each"
+            )
+        bounds = bounds * len(names) if len(bounds) == 1 else bounds
+        return [_rejection_rule(*pair) for pair in zip(names, bounds, strict=True)]
+
+
+def correction_presets() -> dict[str, dict[str, Any]]:
+    """The keys that each preset of `RolloutCorrectionConfig` sets, by its name."""
+    plain = RolloutCorrectionConfig()
+    names = [name for name, member in vars(RolloutCorrectionConfig).items() if isinstance(member, classmethod)]
+    made = {name: getattr(RolloutCorrectionConfig, name)() for name in names}
+    return {
+        name: {field.name: preset[field.name] for field in fields(preset) if preset[field.name] != plain[field.name]}
+        for name, preset in made.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import foreign_keys, schema
-from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
+from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS, ActorConfig
 from verl.config.model import HFModelConfig
 from verl.config.no_effect import value_at
+from verl.config.own_keys import with_value
 from verl.config.preference import PreferenceConfig
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
@@ -94,6 +95,14 @@ def replaces_groups(config: RunConfig) -> bool:
 def uses_reference(config: RunConfig) -> bool:
     """Whether a KL term needs the reference policy."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def trained_actor(config: RunConfig) -> ActorConfig:
+    """The actor's section with the policy loss that it is trained with: in bypass mode that is bypass_mode."""
+    actor = config.actor_rollout_ref.actor
+    if not config.algorithm.rollout_correction.bypass_mode:
+        return actor
+    return with_value(actor, "policy_loss", with_value(actor.policy_loss, "loss_mode", "bypass_mode"))
 
 
 def _check_aliases_agree(config: RunConfig) -> None:
@@ -224,6 +233,19 @@ def _check_algorithm(config: RunConfig) -> None:
         raise ConfigError("algorithm.adv_estimator=gae needs values, but critic.enable=False; enable it or use grpo")
     _check_filter_groups(config)
     _check_reward_parts(config)
+    correction, where = algorithm.rollout_correction, "algorithm.rollout_correction"
+    correction.rejection_rules()
+    if actor.policy_loss.loss_mode == "bypass_mode" and not correction.bypass_mode:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode needs {where}.bypass_mode=True, which takes "
+            "the rollout's log-probs as the old ones; set it, or another loss_mode"
+        )
+    used = [name for name in ("bypass_mode", "rollout_is", "rollout_rs") if correction[name]]
+    if used and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ConfigError(
+            f"{where}.{used[0]}={correction[used[0]]} needs the rollout's log-probs, but actor_rollout_ref.rollout."
+            "calculate_log_probs=False; set it to True"
+        )
     if actor.policy_loss.loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
         raise ConfigError("actor_rollout_ref.actor.policy_loss.loss_mode=dro needs policy_loss.dro_beta above 0")
 

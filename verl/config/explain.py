@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import foreign_keys, schema
+from verl.config.algorithm import correction_presets
 from verl.config.load import load_config, parse_command_line
 from verl.config.no_effect import value_at
 from verl.config.preference import DPOConfig, RewardModelConfig
@@ -17,6 +18,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
 PAGE = Path("docs/reference/config.md")
+CORRECTION = "algorithm.rollout_correction"
 ROOTS = {
     "main_ppo": RunConfig,
     "sft_trainer": SFTConfig,
@@ -128,7 +130,8 @@ def describe(path: str, root: type) -> list[str]:
     key = schema.owning_key(path, root)
     if key is None:
         inside = [known for known in schema.keys(root) if known.startswith(path + ".")]
-        return [f"{path}: section", *(f"  {known}" for known in inside)]
+        presets = preset_lines() if path == CORRECTION else []
+        return [f"{path}: section", *(f"  {known}" for known in inside), *presets]
     lines = [f"{path}: {key.doc}", f"  type      {schema.type_name(key.type)}", f"  default   {default_text(key)}"]
     if key.allowed():
         lines.append(f"  allowed   {key.allowed()}")
@@ -139,6 +142,15 @@ def describe(path: str, root: type) -> list[str]:
         lines.append(f"  later     {value}: {feature}")
     for value, reason in foreign_keys.load_foreign_keys(root).refused_values.get(key.path, {}).items():
         lines.append(f"  never     {value}: {reason}")
+    return lines
+
+
+def preset_lines() -> list[str]:
+    """A line for each preset of rollout correction, with the overrides that it stands for."""
+    lines = ["  presets, as overrides; RolloutCorrectionConfig.NAME() of verl.trainer.config gives the section:"]
+    for name, values in correction_presets().items():
+        overrides = " ".join(f"{CORRECTION}.{key}={format_value(value)}" for key, value in values.items())
+        lines.append(f"    {name}: {overrides or 'none'}")
     return lines
 
 

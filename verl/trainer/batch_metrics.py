@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import loss_weights
+from verl.algorithms.policy_loss import LOG_RATIO_LIMIT, limited_log_ratio
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 
@@ -15,15 +16,15 @@ LOG_PROB_FLOOR = 1e-12
 
 def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
     """Scores, rewards, advantages, returns, values and lengths of one step's batch."""
-    mask = batch["loss_mask"]
     out: dict[str, float] = {}
     out.update(mean_max_min("critic/score", batch["rewards"]))
     out.update(reward_metrics(batch))
     out.update(mean_max_min("critic/rewards", batch.sum_per_sequence(batch["token_rewards"])))
-    out.update(mean_max_min("critic/advantages", batch["advantages"][mask]))
-    out.update(mean_max_min("critic/returns", batch["returns"][mask]))
+    trained = trained_mask(batch)
+    out.update(mean_max_min("critic/advantages", batch["advantages"][trained]))
+    out.update(mean_max_min("critic/returns", batch["returns"][trained]))
     if "values" in batch:
-        values, returns = batch["values"][mask].double(), batch["returns"][mask].double()
+        values, returns = batch["values"][trained].double(), batch["returns"][trained].double()
         out.update(mean_max_min("critic/values", values))
         residual, spread = (returns - values).var(unbiased=False), returns.var(unbiased=False)
         out["critic/vf_explained_var"] = float(1.0 - residual / (spread + 1e-5))
@@ -36,6 +37,42 @@ def data_metrics(batch: Batch, max_prompt_length: int, max_response_length: int)
     out.update(mean_max_min("prompt_length", prompt))
     out["prompt_length/clip_ratio"] = float((prompt >= max_prompt_length).double().mean())
     return out
+
+
+def trained_mask(batch: Batch) -> Tensor:
+    """(T,) the sampled tokens that rollout correction has not rejected."""
+    mask = batch["loss_mask"]
+    return mask & ~batch["rejected_tokens"] if "rejected_tokens" in batch else mask
+
+
+def variance_proxy_metrics(batch: Batch, grad_norm: float | None) -> dict[str, float]:
+    """variance_proxy/*: estimates of the variance of the policy gradient; `grad_norm` is the step's, if it has one.
+
+    The gradient of log p by the logits has the squared norm 1 - 2 p + sum(pi^2); times the squared importance weight,
+    summed over an answer, it is W. Source: arXiv 2602.07078.
+    """
+    mask = trained_mask(batch)
+    energy = 1 - 2 * batch["old_logprobs"].double().exp() + batch["sum_pi_squared"].double()
+    if "rollout_is_weights" in batch:
+        energy = energy * batch["rollout_is_weights"].double().square()
+    squares = batch["advantages"].double().square()
+    count = batch.sum_per_sequence(mask.double())
+    answers = count > 0
+
+    def mean_over_answers(values: Tensor) -> float:
+        return float(values[answers].mean()) if bool(answers.any()) else 0.0
+
+    power = mean_over_answers(batch.sum_per_sequence(torch.where(mask, squares * energy, 0.0)))
+    mean_square = batch.sum_per_sequence(torch.where(mask, squares, 0.0)) / count.clamp(min=1)
+    out = {
+        "proxy2_total_power": power,
+        "expected_a_squared": mean_over_answers(mean_square),
+        "expected_w": mean_over_answers(batch.sum_per_sequence(torch.where(mask, energy, 0.0))),
+    }
+    if grad_norm is not None:
+        out["proxy1_signal_strength"] = grad_norm**2
+        out["proxy3_pure_noise"] = max(power - grad_norm**2, 0.0) / max(int(answers.sum()) - 1, 1)
+    return {f"variance_proxy/{name}": value for name, value in out.items()}
 
 
 def reward_metrics(batch: Batch) -> dict[str, float]:
@@ -142,7 +179,7 @@ def mismatch_metrics(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]
     """How far the rollout's log-probs are from the trainer's for the same weights, over sampled tokens.
 
     Probabilities: training/rollout_probs_diff_{max,mean,std} and their Pearson correlation. Log-probs (nats):
-    KL(rollout || trainer) by k1 and k3, and perplexities of whole sequences.
+    KL(rollout || trainer) by k1 and k3, chi-squared of tokens and of whole sequences, and perplexities of sequences.
     """
     mask = batch["loss_mask"]
     rollout, trainer = batch["rollout_logprobs"][mask].double(), trainer_logprobs[mask].double()
@@ -161,6 +198,10 @@ def mismatch_metrics(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]
     log_ratio = trainer - rollout
     out["rollout_corr/kl"] = float(-log_ratio.mean())
     out["rollout_corr/k3_kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+    limited = limited_log_ratio(trainer_logprobs, batch["rollout_logprobs"]).double().masked_fill(~mask, 0.0)
+    sums = batch.sum_per_sequence(limited)[batch.sum_per_sequence(mask.long()) > 0]
+    out["rollout_corr/chi2_token"] = float((2 * limited[mask]).exp().mean() - 1)
+    out["rollout_corr/chi2_seq"] = float((2 * sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp().mean() - 1)
     out.update(_perplexities(batch, trainer_logprobs))
     return out
 

@@ -49,7 +49,8 @@ REPLACEMENTS = {
     "register_adv_est and register_policy_loss",
     "verl.trainer.ppo.metric_utils": "verl.trainer.batch_metrics and verl.trainer.validation_metrics have the metrics",
     "verl.trainer.ppo.reward": _REWARD,
-    "verl.trainer.ppo.rollout_corr_helper": "set algorithm.rollout_correction.*; verl.algorithms has its parts",
+    "verl.trainer.ppo.rollout_corr_helper": "set algorithm.rollout_correction.*; verl.algorithms.rollout_correction "
+    "computes it for packed batches",
     "verl.trainer.ppo.v1": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
     "verl.trainer.sft_trainer_ray": "python3 -m verl.trainer.sft_trainer starts a rank per device without Ray",
     "verl.utils.checkpoint": "checkpoints are written by verl.workers.engine.checkpoint; `verl merge` merges shards",

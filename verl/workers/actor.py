@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from verl.algorithms.advantages import get_advantage
 from verl.algorithms.losses import aggregation_mode, get_policy_loss, make_actor_loss, with_chosen_tokens
-from verl.config import FSDPOptimizerConfig, RunConfig
+from verl.algorithms.rollout_correction import correct
+from verl.config import FSDPOptimizerConfig, RolloutCorrectionConfig, RunConfig
 from verl.config.actor import LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
+from verl.config.check import trained_actor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.random_streams import token_draws
 from verl.runtime.group import WorkerGroup
+from verl.utils.errors import DataError
 from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_worker import EngineWorker, MiniBatches, micro_batching, with_loss_weights
@@ -34,6 +37,7 @@ class Actor:
         ranks_per_sequence = actor.engine.ranks_per_sequence
         self.train_micro = micro_batching(actor, PPO_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
         self.infer_micro = micro_batching(rollout, LOG_PROB_BATCHING_KEYS, ranks_per_sequence, actor.use_prefix_grouper)
+        self.correction_metrics = Metrics()  # of the last update in bypass mode
 
     @property
     def model(self) -> nn.Module:
@@ -72,33 +76,53 @@ class Actor:
         """Run all optimiser steps on one batch; return metrics, and (T,) outputs of each token's first forward pass.
 
         The outputs are `logprobs`, and `entropy` where the loss names it. Without a column `old_logprobs` the loss
-        treats the current policy as the sampling policy.
+        treats the current policy as the sampling policy. A mini-batch whose tokens are all rejected makes no step;
+        DataError if there is no other.
         """
-        actor, metrics = self.config.actor_rollout_ref.actor, Metrics()
+        actor, metrics = trained_actor(self.config), Metrics()
+        self.correction_metrics = Metrics()
         first: dict[str, Tensor] = {}
-        tokens_seen = 0
+        tokens_seen = updates = 0
         indexed = batch.with_columns(token_indices=torch.arange(batch.num_tokens))
         self.dispatcher.begin_update(batch.num_sequences * actor.ppo_epochs)
         mode, scale = aggregation_mode(actor), actor.loss_scale_factor or self.config.data.max_response_length
         for _, mini in self.mini_batches.split(indexed, step):
-            mini = with_loss_weights(self.with_choice(mini, batch, step, is_first=tokens_seen == 0), mode, scale)
-            update_metrics, outputs = self.dispatcher.update(mini, self.train_micro, self.temperature)
-            metrics.merge(update_metrics)
+            mini, before = self.with_correction(mini)
+            outputs: dict[str, Tensor] = {}
+            if mini["loss_mask"].any():
+                mini = with_loss_weights(self.with_choice(mini, batch, step, is_first=tokens_seen == 0), mode, scale)
+                update_metrics, outputs = self.dispatcher.update(mini, self.train_micro, self.temperature)
+                metrics.merge(update_metrics)
+                updates += 1
+            outputs |= before  # which has rejected tokens, too
             for name, column in outputs.items() if tokens_seen < batch.num_tokens else ():  # the first epoch
                 first.setdefault(name, torch.zeros(batch.num_tokens))[mini["token_indices"]] = column.float()
             tokens_seen += mini.num_tokens
         self.group.broadcast("advance_schedule")
+        if not updates:
+            raise DataError(all_rejected(self.config.algorithm.rollout_correction, step + 1))
         return metrics, first
+
+    def with_correction(self, mini: Batch) -> tuple[Batch, dict[str, Tensor]]:
+        """The mini-batch, in bypass mode corrected by the policy at its beginning, if asked for; and the outputs (T,)
+        of that policy."""
+        correction = self.config.algorithm.rollout_correction
+        if not (correction.bypass_mode and correction.corrects):
+            return mini, {}
+        outputs = self.logprobs_and_entropy(mini)
+        mini, metrics = correct(mini, outputs["logprobs"], correction)
+        self.correction_metrics.merge(metrics)
+        return mini, outputs
 
     def with_choice(self, mini: Batch, batch: Batch, step: int, is_first: bool) -> Batch:
         """The mini-batch with the tokens that its loss chooses by the current log-probs of all of it, if it does.
 
         The draws depend on the seed, the step, and the token's sequence and position in the step's batch only.
         """
-        actor = self.config.actor_rollout_ref.actor
+        actor = trained_actor(self.config)
         if get_policy_loss(actor.policy_loss.loss_mode).choose_tokens is None:
             return mini
-        unchanged = is_first and not self.config.algorithm.rollout_correction.bypass_mode and "old_logprobs" in mini
+        unchanged = is_first and "old_logprobs" in mini
         mini = mini.with_columns(current_logprobs=mini["old_logprobs"] if unchanged else self.logprobs(mini))
         draws = token_draws(actor.data_loader_seed, step, batch.sequence_ids(), batch.position_ids())
         return with_chosen_tokens(mini, actor, draws[mini["token_indices"]])
@@ -126,21 +150,29 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     worker = EngineWorker(engine)
     # no other pass of the policy may give the entropy; after the import of external_lib, which may register a loss
     alone = config.algorithm.rollout_correction.bypass_mode or update_gives_old_logprobs(config)
-    worker.loss = make_actor_loss(arr.actor, observe_entropy=alone)
+    worker.loss = make_actor_loss(trained_actor(config), alone, config.algorithm.rollout_correction)
     return worker
+
+
+def all_rejected(correction: RolloutCorrectionConfig, step: int) -> str:
+    """What is wrong in a step without a token that rollout correction accepts."""
+    return (
+        f"step {step}: algorithm.rollout_correction.rollout_rs={correction.rollout_rs} rejects every sampled token, so "
+        f"there is nothing to train on; widen rollout_rs_threshold={correction.rollout_rs_threshold}, or find out why "
+        "rollout and trainer disagree (training/rollout_probs_diff_mean, rollout_corr/k3_kl)"
+    )
 
 
 def update_gives_old_logprobs(config: RunConfig) -> bool:
     """Whether the update's own forward pass can give the log-probs that it needs: they are used by one optimiser step,
     on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction, no advantage
     estimator and no choice of tokens that needs the policy's outputs first."""
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    algorithm, actor = config.algorithm, trained_actor(config)
     first = get_advantage(algorithm.adv_estimator).needs_logprob_pass(algorithm) or outputs_asked_for(config)
     if first or get_policy_loss(actor.policy_loss.loss_mode).choose_tokens:
         return False
-    corrected = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
     one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    return one_step and not algorithm.use_kl_in_reward and not corrected
+    return one_step and not algorithm.use_kl_in_reward and not algorithm.rollout_correction.corrects
 
 
 def outputs_asked_for(config: RunConfig) -> tuple[str, ...]:

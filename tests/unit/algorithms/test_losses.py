@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.algorithms.algorithm_cases import random_batch
 from verl.algorithms.aggregation import loss_weights
-from verl.algorithms.losses import get_policy_loss, make_actor_loss, make_value_loss
+from verl.algorithms.losses import make_actor_loss, make_value_loss
 from verl.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.config.algorithm import LOSS_AGG_MODES
 from verl.data.micro_batches import MicroBatching, split_micro_batches
@@ -177,8 +177,6 @@ def test_value_loss_equals_the_naive_definition_and_finite_differences(batch):
 
 
 def test_losses_that_cannot_be_used_are_refused_before_the_first_step():
-    with pytest.raises(ConfigError, match="loss_mode=bypass_mode is still to come, with rollout correction"):
-        get_policy_loss("bypass_mode")
     with pytest.raises(ConfigError, match=r"loss_mode=dro needs policy_loss\.dro_beta above 0; it is None"):
         make_actor_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")))
     with pytest.raises(ConfigError, match="did you mean 'vanilla'"):

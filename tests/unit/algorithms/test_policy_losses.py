@@ -69,7 +69,7 @@ def chosen(name: str, batch: Batch) -> torch.Tensor:
 
 def token_loss(name: str, lp, old, a, is_chosen) -> torch.Tensor:
     match name:
-        case "vanilla":
+        case "vanilla" | "bypass_mode":
             return formulas.vanilla(lp, old, a, LOW, HIGH, C)
         case "cispo":
             return formulas.cispo(lp, old, a, LOW, HIGH)
@@ -166,7 +166,7 @@ def coefficient(name: str, r: float, a: float, lp: float, old: float, is_chosen:
     """The factor of ∇ log p in the direction of ascent."""
     inside = (a > 0 and r < 1 + HIGH) or (a < 0 and r > 1 - LOW)
     match name:
-        case "vanilla":
+        case "vanilla" | "bypass_mode":
             return r * a * (inside and (a > 0 or r < C))
         case "cispo":
             return min(max(r, 1 - LOW), 1 + HIGH) * a

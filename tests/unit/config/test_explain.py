@@ -91,6 +91,16 @@ def test_the_import_paths_of_other_people_s_code_lead_to_our_classes():
     assert RolloutConfig().n == 1 and FSDPOptimizerConfig().lr == 1e-3
 
 
+def test_the_section_of_rollout_correction_lists_its_presets_with_their_overrides(capsys):
+    assert cli.main(["config", "explain", "algorithm.rollout_correction"]) == 0
+    lines, section = capsys.readouterr().out.splitlines(), "algorithm.rollout_correction"
+    assert (
+        f"    bypass_pg_is: {section}.rollout_is=sequence {section}.bypass_mode=true {section}.loss_type=reinforce"
+        in lines
+    )
+    assert sum(line.startswith("    ") for line in lines) == 18 and "    disabled: none" in lines
+
+
 def test_presets_of_the_rollout_correction_are_classmethods():
     from verl.trainer.config import RolloutCorrectionConfig as Correction
 

@@ -4,19 +4,15 @@ import warnings
 
 import pytest
 
-from verl.config import ConfigError, ConfigWarning, RunConfig, SFTConfig, foreign_keys, load_config, schema
-from verl.config.check import check_supported
+from verl.config import ConfigWarning, RunConfig, SFTConfig, foreign_keys, load_config, schema
 from verl.config.explain import describe
 
-ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @pytest.mark.parametrize(
     ("override", "feature", "preset"),
     [
-        (f"{CORRECTION}.rollout_rs=token_k1", "rollout correction", "ppo_trainer"),
-        (f"{CORRECTION}.rollout_is=token", "rollout correction", "ppo_trainer"),
-        (f"{CORRECTION}.rollout_rs_threshold=0.5_2.0", "rollout correction", "ppo_trainer"),
         (f"{ACTOR}.profiler.enable=True", "profiling", "ppo_trainer"),
         ("critic.profiler.ranks=[0]", "profiling", "ppo_trainer"),
         ("global_profiler.steps=[1,2]", "profiling", "ppo_trainer"),
@@ -53,10 +49,3 @@ def test_a_loss_or_an_engine_from_outside_may_read_what_ours_do_not():
         warnings.simplefilter("error")
         load_config([f"{ACTOR}.policy_loss.loss_mode=mine", f"{ACTOR}.tau_pos=2", f"{ACTOR}.policy_loss.dro_beta=1"])
         load_config([f"{ROLLOUT}.name=mine", f"{ROLLOUT}.custom={{a:1}}"])
-
-
-@pytest.mark.filterwarnings("ignore::verl.config.ConfigWarning")
-def test_a_run_that_asks_for_rejection_does_not_start_without_it():
-    config = load_config([f"{CORRECTION}.rollout_rs=seq_mean_k1", "actor_rollout_ref.model.path=/m"])
-    with pytest.raises(ConfigError, match=r"rollout_rs=seq_mean_k1 is not supported yet: rollout correction"):
-        check_supported(config)

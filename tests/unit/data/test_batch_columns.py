@@ -113,20 +113,20 @@ def is_shim(place: str) -> bool:
 def test_every_column_that_code_writes_or_reads_is_in_the_legend():
     writes, reads, _ = uses()
     unknown = sorted({f"{place} {name}" for name, _, place in writes + reads if name not in COLUMNS})
-    assert not unknown, "add to COLUMNS in verl/data/batch.py:\n" + "\n".join(unknown)
+    assert not unknown, "add to COLUMNS in verl/data/columns.py:\n" + "\n".join(unknown)
 
 
 def test_the_legend_names_every_function_that_writes_a_column():
     writers = {(name, function) for name, function, place in uses()[0] if not is_shim(place)}
     told = {(name, function) for name, column in COLUMNS.items() for function in column.written_by}
-    assert writers - told == set(), "written_by in verl/data/batch.py lacks these"
-    assert told - writers == set(), "these functions do not write these columns; see written_by in verl/data/batch.py"
+    assert writers - told == set(), "written_by in verl/data/columns.py lacks these"
+    assert told - writers == set(), "these functions do not write these columns; see written_by in verl/data/columns.py"
 
 
 def test_every_function_the_legend_names_as_a_reader_mentions_the_column():
     writes, reads, mentions = uses()
     wrong = [f"{n}: {f}" for n, column in COLUMNS.items() for f in column.read_by if n not in mentions[f]]
-    assert not wrong, "read_by in verl/data/batch.py names functions that are gone or do not read the column"
+    assert not wrong, "read_by in verl/data/columns.py names functions that are gone or do not read the column"
     assert COLUMNS.keys() - {name for name, _, _ in writes + reads} == set(), "in the legend and nowhere else"
     assert not [name for name, column in COLUMNS.items() if not column.read_by], "a column that nothing reads"
 

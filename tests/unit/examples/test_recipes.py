@@ -18,7 +18,6 @@ from verl.utils.external_code import load_module
 
 cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "test")
 NEEDED = {  # features that may be absent: then the script is refused with exactly their names
-    "rollout_correction": "rollout correction",
     "on_policy_distillation": "distillation",
 }
 ABOUT_DEVICES = {"trainer.device", "trainer.n_gpus_per_node"}
@@ -66,7 +65,7 @@ def load_or_skip_what_is_absent(name, arguments):
     except ConfigError as error:
         feature = re.search(r"is not supported yet: (.*) is still to come", str(error))
         assert feature and NEEDED.get(name, "-") in feature[1], error
-    return load(arguments, ("algorithm.rollout_correction.", "distillation."))
+    return load(arguments, ("distillation.",))
 
 
 def test_every_script_with_the_shared_settings_is_a_recipe():

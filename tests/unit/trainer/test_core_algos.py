@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.unit.algorithms.algorithm_cases import random_batch
-from verl.algorithms import losses
+from verl.algorithms import advantages, losses
 from verl.algorithms.advantages import ADVANTAGES, compute_advantages, with_token_rewards
 from verl.algorithms.aggregation import loss_weights
-from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
+from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
 from verl.config.algorithm import PADDED_AGG_MODES
+from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching, split_micro_batches
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import (
@@ -395,3 +396,83 @@ def test_a_loss_that_returns_no_metrics_is_refused_with_what_it_returned():
 
     with pytest.raises(ConfigError, match=r"'bare' cannot be used: it returned Tensor; it must return \(loss, metrics"):
         losses.make_actor_loss(config_for("bare"))
+
+
+def weights_of(batch: Batch) -> torch.Tensor:
+    """(T,) importance weights from 0.5 to 1.5 on sampled tokens."""
+    drawn = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return (0.5 + drawn) * batch["loss_mask"]
+
+
+def test_an_outside_loss_gets_the_importance_weights_and_they_are_not_applied_twice():
+    @register_policy_loss("weighed")
+    def weighed(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        token_loss = -advantages * log_prob
+        token_loss = token_loss if rollout_is_weights is None else token_loss * rollout_is_weights
+        return agg_loss(token_loss, response_mask, loss_agg_mode), {}
+
+    batch = with_weights("token-mean").with_columns(rollout_is_weights=weights_of(random_batch()))
+    loss = losses.make_actor_loss(config_for("weighed"), correction=RolloutCorrectionConfig(rollout_is="token"))
+    leaf = batch["logprobs"].clone().requires_grad_()
+    loss({"logprobs": leaf}, batch.token_columns, batch.cu_seqlens)[0].sum().backward()
+    expected = -batch["advantages"] * batch["rollout_is_weights"] * batch["loss_weights"]
+    torch.testing.assert_close(leaf.grad, expected.to(leaf.dtype), rtol=1e-10, atol=1e-12)
+    assert not losses.get_policy_loss("weighed").function.ignores_weights(config_for("weighed"))
+
+
+def test_an_estimator_gets_weights_squares_arrays_and_the_padded_batch_by_name():
+    seen = {}
+
+    @register_adv_est("curious")
+    def curious(
+        token_level_rewards,
+        response_mask,
+        rollout_is_weights,
+        sum_pi_squared,
+        reward_baselines,
+        non_tensor_batch,
+        batch,
+    ):
+        seen.update(locals())
+        return token_level_rewards * response_mask, token_level_rewards * response_mask
+
+    config = AlgorithmConfig(adv_estimator="curious", gdpo_reward_keys=["format"])
+    entry = advantages.get_advantage("curious")
+    assert set(entry.columns_for(config)) == {"reward_baselines", "rollout_is_weights", "reward_parts.format"}
+    assert entry.outputs == ("sum_pi_squared",)
+    packed = random_batch()
+    first = int(packed["loss_mask"].nonzero()[0])
+    rejected = torch.zeros_like(packed["loss_mask"])
+    rejected[first] = True
+    packed = with_token_rewards(
+        packed.with_columns(
+            loss_mask=packed["loss_mask"] & ~rejected,
+            rejected_tokens=rejected,
+            rollout_is_weights=weights_of(packed),
+            sum_pi_squared=weights_of(packed) / 3,
+            reward_baselines=torch.arange(6.0),
+            **{"reward_parts.format": torch.arange(6.0) / 2},
+        )
+    )
+    advantages.compute_advantages(packed, config)
+    whole = packed.with_columns(loss_mask=packed.sampled_mask())  # rows begin at the first sampled token
+    width = seen["response_mask"].shape[1]
+
+    def by_hand(of: Batch, name: str) -> torch.Tensor:
+        rows = padded_by_hand(of, name)
+        assert (rows[:, width:] == 0).all()
+        return rows[:, :width]
+
+    for name in ("rollout_is_weights", "sum_pi_squared"):
+        torch.testing.assert_close(seen[name], by_hand(whole, name))
+        torch.testing.assert_close(seen["batch"][name], seen[name])
+    torch.testing.assert_close(seen["response_mask"], by_hand(whole.with_columns(m=packed["loss_mask"].long()), "m"))
+    torch.testing.assert_close(seen["batch"]["responses"], by_hand(whole, "tokens"))
+    torch.testing.assert_close(seen["batch"]["rollout_log_probs"], by_hand(whole, "rollout_logprobs"))
+    assert seen["reward_baselines"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert seen["non_tensor_batch"]["format"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert seen["non_tensor_batch"]["uid"].tolist() == packed["group_ids"].tolist()
+    with pytest.raises(
+        KeyError, match=r"there is no 'style' for an advantage estimator, but format, uid; .*gdpo_reward"
+    ):
+        seen["non_tensor_batch"]["style"]

@@ -124,18 +124,32 @@ def remax(rewards: Numbers, masks: Masks, baselines: Sequence[float]) -> Numbers
 
 
 def optimal_token_baseline(
-    rewards: Numbers, masks: Masks, groups: Sequence[int], log_p: Numbers, squares: Numbers, count_sampled: bool
+    rewards: Numbers,
+    masks: Masks,
+    groups: Sequence[int],
+    log_p: Numbers,
+    squares: Numbers,
+    count_sampled: bool,
+    importance: Numbers | None = None,
+    sampled: Masks | None = None,
 ) -> Numbers:
-    """A token's moment is how many tokens after the first sampled one it stands; `count_sampled`: sampled tokens."""
+    """A token's moment is how many tokens after the first sampled one it stands; `count_sampled`: sampled tokens.
+
+    `importance`: weights of the losses, which make the gradient of a token as many times larger. `sampled`: the mask
+    with the tokens that rollout correction has rejected.
+    """
     to_go = [rewards_to_go(r, m, 1.0) for r, m in zip(rewards, masks, strict=True)]
     energy = [
         [1 - 2 * math.exp(lp) + sq for lp, sq in zip(*row, strict=True)] for row in zip(log_p, squares, strict=True)
     ]
+    if importance is not None:
+        energy = [[e * w * w for e, w in zip(*row, strict=True)] for row in zip(energy, importance, strict=True)]
     out = [[0.0] * len(mask) for mask in masks]
 
     def moment(i: int, t: int) -> int:
-        first = list(masks[i]).index(True)
-        return sum(masks[i][first:t]) if count_sampled else t - first
+        row = (sampled or masks)[i]
+        first = list(row).index(True)
+        return sum(row[first:t]) if count_sampled else t - first
 
     def weight(i: int, t: int) -> float:
         return math.fsum(energy[i][s] for s in range(t + 1) if masks[i][s])
@@ -271,3 +285,55 @@ def chosen_by_clip_cov(
 def chosen_by_kl_cov(log_p: Sequence[float], a: Sequence[float], ratio: float) -> set[int]:
     cov = covariances(log_p, a)
     return set(sorted(range(len(a)), key=lambda i: -cov[i])[: max(int(ratio * len(a)), 1)])
+
+
+# ---- rollout correction: log-probs of the trained policy and of the rollout, per sequence
+
+
+def log_ratio(log_p: float, rollout: float) -> float:
+    return max(-20.0, min(20.0, log_p - rollout))
+
+
+def divergence(kind: str, x: float) -> float:
+    """k1, k2 or k3 of a log-ratio, in nats."""
+    return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
+
+
+def accepted(log_p: Numbers, rollout: Numbers, masks: Masks, rule: str, low: float, high: float) -> list[list[bool]]:
+    """Which sampled tokens `rule` keeps. k1: ratios low to high; k2, k3: estimates up to `high`."""
+    unit, _, kind = rule.rpartition("_")
+    out = []
+    for new, old, mask in zip(log_p, rollout, masks, strict=True):
+        ratios = {t: log_ratio(new[t], old[t]) for t in range(len(mask)) if mask[t]}
+        values = {t: divergence(kind, x) for t, x in ratios.items()}
+        if values and unit != "token":
+            numbers = list(values.values())
+            whole = max(numbers) if unit == "seq_max" else math.fsum(numbers)
+            values = dict.fromkeys(values, whole / len(numbers) if unit == "seq_mean" else whole)
+        fits = {t: low <= math.exp(-v) <= high if kind == "k1" else v <= high for t, v in values.items()}
+        out.append([fits.get(t, False) for t in range(len(mask))])
+    return out
+
+
+def importance_weights(
+    log_p: Numbers, rollout: Numbers, masks: Masks, kept: Masks, of_sequence: bool, limits: tuple[float, float] | float
+) -> Numbers:
+    """Probability ratios of tokens or of whole sequences; above one limit cut to it, outside two 0."""
+    out = []
+    for new, old, mask, keep in zip(log_p, rollout, masks, kept, strict=True):
+        logs = [log_ratio(a, b) if m else 0.0 for a, b, m in zip(new, old, mask, strict=True)]
+        logs = [log_ratio(math.fsum(logs), 0.0)] * len(mask) if of_sequence else logs
+        weights = [math.exp(x) for x in logs]
+        if isinstance(limits, tuple):
+            weights = [w if limits[0] <= w <= limits[1] else 0.0 for w in weights]
+        else:
+            weights = [min(w, limits) for w in weights]
+        out.append([w if k else 0.0 for w, k in zip(weights, keep, strict=True)])
+    return out
+
+
+def normalised(weights: Numbers, kept: Masks, of_sequence: bool) -> Numbers:
+    """Divided by their mean over kept tokens, or over the sequences that have any."""
+    rows = [[w for w, k in zip(row, keep, strict=True) if k] for row, keep in zip(weights, kept, strict=True)]
+    values = [row[0] for row in rows if row] if of_sequence else [w for row in rows for w in row]
+    return [[w / mean(values) for w in row] for row in weights]

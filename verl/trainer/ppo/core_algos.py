@@ -95,8 +95,10 @@ def register_adv_est(name_or_enum: str | Enum, extra: type | None = None) -> Cal
     """Decorator: `fn(token_level_rewards, response_mask, config, index, ...) -> (advantages, returns)`, (bs, T) each.
 
     Arguments are passed by name. Always: token_level_rewards, response_mask, config. When the batch has them: index
-    (group ids) and reward_baselines. Only to a function that names them: values, old_log_probs, sum_pi_squared, gamma,
-    lam. What it names without a default the trainer provides: greedy answers for reward_baselines, and so on.
+    (group ids) and reward_baselines. Only to a function that names them: values, old_log_probs, sum_pi_squared,
+    rollout_is_weights, gamma, lam; non_tensor_batch (arrays by name: uid, and the parts of rewards that
+    algorithm.gdpo_reward_keys names) and batch (the other columns, padded, by name). What it names without a default
+    the trainer provides: greedy answers for reward_baselines, and so on.
     Keys of its own are `algorithm.extra.*`, read as `config.extra["x"]` or `config.extra.x`; a dataclass `extra` gives
     their types and defaults, and any other key is refused.
     """
@@ -105,7 +107,7 @@ def register_adv_est(name_or_enum: str | Enum, extra: type | None = None) -> Cal
     def add(function: PaddedFunction) -> PaddedFunction:
         if ADV_ESTIMATOR_REGISTRY.get(name) is not function:
             adapter = AdvantageAdapter(name, function, extra)
-            our_advantages.register_advantage(name, adapter.check, *adapter.needs)(adapter)
+            our_advantages.register_advantage(name, adapter.check, adapter.columns, adapter.outputs)(adapter)
             ADV_ESTIMATOR_REGISTRY[name] = function
         return function
 
@@ -122,14 +124,15 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> PaddedFunction:
 def register_policy_loss(name: str, extra: type | None = None) -> Callable[[PaddedFunction], PaddedFunction]:
     """Decorator: `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`.
 
-    It returns (loss, metrics); the top of this file says how the loss must be computed. Keys of its own are
+    It returns (loss, metrics); the top of this file says how the loss must be computed. `rollout_is_weights` (bs, T)
+    are the importance weights of rollout correction, which it must multiply its losses by, or None. Keys of its own are
     `actor_rollout_ref.actor.policy_loss.extra.*`, read as `config.extra["x"]`; `extra` as in `register_adv_est`.
     """
 
     def add(function: PaddedFunction) -> PaddedFunction:
         if POLICY_LOSS_REGISTRY.get(name) is not function:
             adapter = PolicyLossAdapter(name, function, extra)
-            our_losses.register_policy_loss(name, per_token=False, check=adapter.check)(adapter)
+            our_losses.register_policy_loss(name, False, adapter.check, multiplies_weights=True)(adapter)
             POLICY_LOSS_REGISTRY[name] = function
         return function
 

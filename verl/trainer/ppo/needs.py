@@ -3,8 +3,9 @@
 from verl.algorithms.advantages import get_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
-from verl.config.check import uses_critic, uses_reference
+from verl.config.check import trained_actor, uses_critic, uses_reference
 from verl.data.batch import COLUMNS, REWARD_PART
+from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
@@ -16,7 +17,8 @@ def needs_baselines(config: RunConfig) -> bool:
 
 def check_needs(config: RunConfig) -> None:
     """ConfigError, before the first step, for a column that no stage of this run fills."""
-    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    algorithm, loss_mode = config.algorithm, trained_actor(config).policy_loss.loss_mode
+    correction = algorithm.rollout_correction
     asked = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": get_advantage(algorithm.adv_estimator).columns_for(
             algorithm
@@ -25,6 +27,10 @@ def check_needs(config: RunConfig) -> None:
     }
     switches = {
         "values": (uses_critic(config), "critic.enable=True"),
+        "rollout_is_weights": (
+            correction.weighs_loss and not correction.bypass_mode,
+            "algorithm.rollout_correction.rollout_is=token, without bypass_mode",
+        ),
         "ref_logprobs": (uses_reference(config), "actor_rollout_ref.actor.use_kl_loss=True"),
     }
     for who, columns in asked.items():
@@ -36,9 +42,36 @@ def check_needs(config: RunConfig) -> None:
                 raise ConfigError(f"{who} needs the column {name!r}, which this run does not fill; set {switch}")
 
 
+def check_weights_are_used(config: RunConfig) -> None:
+    """ConfigError for a padded loss that does not multiply by the importance weights that the run computes."""
+    actor = trained_actor(config)
+    correction, loss = config.algorithm.rollout_correction, get_policy_loss(actor.policy_loss.loss_mode).function
+    if correction.weighs_loss and isinstance(loss, PolicyLossAdapter) and loss.ignores_weights(actor):
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is}, but the policy loss {loss.name!r} "
+            f"ignores its argument rollout_is_weights; multiply its losses by it, or set rollout_is=null"
+        )
+
+
+def forced_loss(config: RunConfig) -> str | None:
+    """One line where bypass mode trains with another loss, or without the weights, that the configuration asks for."""
+    correction, asked = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if not correction.bypass_mode:
+        return None
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    if asked not in ("vanilla", "bypass_mode"):
+        return f"actor_rollout_ref.actor.policy_loss.loss_mode={asked} has no effect: {bypass} trains with bypass_mode"
+    if correction.rollout_is is not None and not correction.weighs_loss:
+        return (
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is} has no effect: with {bypass} and "
+            "loss_type=ppo_clip the ratio of the loss is the importance weight; loss_type=reinforce has weights"
+        )
+    return None
+
+
 def forced_aggregation(config: RunConfig) -> str | None:
     """One line where the policy loss is defined with another aggregation than `loss_agg_mode` asks for."""
-    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.loss_agg_mode"
+    actor, key = trained_actor(config), "actor_rollout_ref.actor.loss_agg_mode"
     forced = get_policy_loss(actor.policy_loss.loss_mode).aggregation
     if forced in (None, actor.loss_agg_mode) or key not in getattr(config, "_set", ()):
         return None

@@ -18,12 +18,22 @@ from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.algorithm import PADDED_AGG_MODES
 from verl.config.extra import Extra
 from verl.config.own_keys import check_types, with_typed_extra, with_value
-from verl.data.batch import Batch
+from verl.data.batch import REWARD_PART, Batch
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 
 PaddedFunction = Callable[..., Any]
 PADDED_COLUMNS = {"values": "values", "old_log_probs": "old_logprobs"}  # arguments of estimators and their columns
+BATCH_COLUMNS = {  # names in the argument `batch` of an estimator, and the columns
+    "responses": "tokens",
+    "token_level_rewards": "token_rewards",
+    "rollout_log_probs": "rollout_logprobs",
+    "old_log_probs": "old_logprobs",
+    "ref_log_prob": "ref_logprobs",
+    "values": "values",
+    "sum_pi_squared": "sum_pi_squared",
+    "rollout_is_weights": "rollout_is_weights",
+}
 LOSS_ARGUMENTS = (
     "old_log_prob",
     "log_prob",
@@ -43,7 +53,7 @@ class PaddedView:
         position = torch.arange(batch.num_tokens, device=mask.device)
         ends = batch.cu_seqlens[1:].to(mask.device).long()
         sequence = batch.sequence_ids().to(mask.device)
-        sampled = torch.where(mask, position, batch.num_tokens)
+        sampled = torch.where(batch.sampled_mask(), position, batch.num_tokens)
         starts = ends.clone().scatter_reduce_(0, sequence, sampled, reduce="amin")  # a row of width 0 if none
         width = max(int((ends - starts).max()), 1)
         index = starts[:, None] + torch.arange(width, device=mask.device)
@@ -59,6 +69,14 @@ class PaddedView:
     def to_packed(self, rows: Tensor) -> Tensor:
         """(N, W) -> (T,), 0 before the response."""
         return rows.new_zeros(self.num_tokens).index_put((self.index[self.valid],), rows[self.valid])
+
+
+class NamedArrays(dict[str, Any]):
+    """What an estimator gets as `batch` or `non_tensor_batch`; a KeyError says what there is."""
+
+    def __missing__(self, name: str) -> Any:
+        advice = "parts of the reward are those in algorithm.gdpo_reward_keys"
+        raise KeyError(f"there is no {name!r} for an advantage estimator, but {', '.join(sorted(self))}; {advice}")
 
 
 class ActorView(ActorConfig):
@@ -93,12 +111,21 @@ class AdvantageAdapter:
         self.typed(config)
 
     @property
-    def needs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The columns, and the outputs of the policy, that its arguments without a default name."""
-        required = [n for n, p in inspect.signature(self.function).parameters.items() if p.default is p.empty]
-        names = {**PADDED_COLUMNS, "reward_baselines": "reward_baselines"}
-        columns = tuple(column for argument, column in names.items() if argument in required)
-        return columns, ("sum_pi_squared",) if "sum_pi_squared" in required else ()
+    def required(self) -> list[str]:
+        """The arguments without a default."""
+        return [n for n, p in inspect.signature(self.function).parameters.items() if p.default is p.empty]
+
+    def columns(self, config: AlgorithmConfig) -> tuple[str, ...]:
+        """The columns that its arguments without a default name; parts of rewards for `non_tensor_batch`."""
+        names = {**PADDED_COLUMNS, "reward_baselines": "reward_baselines", "rollout_is_weights": "rollout_is_weights"}
+        columns = tuple(column for argument, column in names.items() if argument in self.required)
+        takes_parts = "non_tensor_batch" in inspect.signature(self.function).parameters
+        return columns + tuple(REWARD_PART + name for name in config.gdpo_reward_keys or () if takes_parts)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs of the policy that its arguments without a default name."""
+        return ("sum_pi_squared",) if "sum_pi_squared" in self.required else ()
 
     def __call__(self, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
         config, padded = self.typed(config), PaddedView(batch)
@@ -127,9 +154,15 @@ class AdvantageAdapter:
         if "reward_baselines" in batch:
             standard["reward_baselines"] = batch["reward_baselines"]
         named: dict[str, Any] = {"gamma": config.gamma, "lam": config.lam}
-        for padded_name, column in {**PADDED_COLUMNS, "sum_pi_squared": "sum_pi_squared"}.items():
+        optional_columns = {name: name for name in ("sum_pi_squared", "rollout_is_weights")}
+        for padded_name, column in {**PADDED_COLUMNS, **optional_columns}.items():
             if column in batch:
                 named[padded_name] = padded.to_padded(batch[column])
+        parts = {n.removeprefix(REWARD_PART): n for n in batch.sequence_columns if n.startswith(REWARD_PART)}
+        arrays = {"uid": "group_ids"} | parts
+        named["non_tensor_batch"] = NamedArrays({k: batch[n].cpu().numpy() for k, n in arrays.items() if n in batch})
+        rows = {k: padded.to_padded(batch[n]) for k, n in BATCH_COLUMNS.items() if n in batch}
+        named["batch"] = NamedArrays(rows, response_mask=padded.response_mask)
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         chosen = {k: v for k, v in (standard | named).items() if k in parameters or (takes_all and k in standard)}
@@ -209,10 +242,11 @@ class PolicyLossAdapter:
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
     ) -> tuple[Tensor, TokenMetrics]:
         padded = PaddedView(batch)
+        weights = padded.to_padded(batch["rollout_is_weights"]) if "rollout_is_weights" in batch else None
         capture = AggLossCapture(padded.to_padded(batch.require("loss_weights", "loss_weights")), config.loss_agg_mode)
         log_prob, old_log_prob, adv = (padded.to_padded(column) for column in (logprobs, old_logprobs, advantages))
         with self.explain_errors(), torch.enable_grad():
-            loss, metrics = self.call(capture, config, log_prob, old_log_prob, adv, padded.response_mask)
+            loss, metrics = self.call(capture, config, log_prob, old_log_prob, adv, padded.response_mask, weights)
             coefficients = capture.coefficients(loss, log_prob)
         losses = padded.to_packed(capture.combined_losses(coefficients))
         numbers = {key.removeprefix("actor/"): losses.new_tensor(float(value)) for key, value in metrics.items()}
@@ -226,6 +260,7 @@ class PolicyLossAdapter:
         old: Tensor,
         advantages: Tensor,
         mask: Tensor,
+        rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """One call of the outside function, with `agg_loss` captured. All tensors are (N, W)."""
         token = _ACTIVE_CAPTURE.set(capture)
@@ -237,7 +272,7 @@ class PolicyLossAdapter:
                 response_mask=mask,
                 loss_agg_mode=config.loss_agg_mode,
                 config=ActorView(self.typed(config)),
-                rollout_is_weights=None,
+                rollout_is_weights=rollout_is_weights,
             )
         finally:
             _ACTIVE_CAPTURE.reset(token)
@@ -287,8 +322,18 @@ class PolicyLossAdapter:
             if not torch.allclose(whole, torch.cat(halves), rtol=1e-4, atol=1e-6):
                 raise ConfigError("the loss of a sequence changes with its micro-batch, or is random")
 
-    def trial_gradient(self, config: ActorConfig, part: slice, trial_means: list[float]) -> Tensor:
-        """(rows of `part`, 6) gradient of the per-token losses at fixed inputs, `agg_loss` returning `trial_means`."""
+    def ignores_weights(self, config: ActorConfig) -> bool:
+        """Whether the gradient is the same without and with importance weights."""
+        plain, weighted = (self.trial_gradient(config, slice(0, 4), [1.0], weight) for weight in (None, 0.5))
+        return torch.equal(plain, weighted)
+
+    def trial_gradient(
+        self, config: ActorConfig, part: slice, trial_means: list[float], weight: float | None = None
+    ) -> Tensor:
+        """(rows of `part`, 6) gradient of the per-token losses at fixed inputs, `agg_loss` returning `trial_means`.
+
+        With a `weight` it is the importance weight of every token.
+        """
         log_prob, old, advantages = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
         mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
         width = int(mask[part].any(0).nonzero().max()) + 1
@@ -297,7 +342,8 @@ class PolicyLossAdapter:
         log_prob.requires_grad_()
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            loss, _ = self.call(capture, config, log_prob, old, advantages * mask, mask)
+            weights = None if weight is None else torch.full_like(old, weight)
+            loss, _ = self.call(capture, config, log_prob, old, advantages * mask, mask, weights)
             coefficients = capture.coefficients(loss, log_prob)
             value = sum(c * leaf.item() for c, leaf in zip(coefficients, capture.leaves, strict=True))
             if abs(value - loss.item()) > 1e-4 * (1 + abs(value)):

@@ -13,7 +13,7 @@ from verl.agent.tool_agent import TOOL_AGENT
 from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
-from verl.config.check import check_supported, uses_critic
+from verl.config.check import check_supported, trained_actor, uses_critic
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
 from verl.rewards.base import NoScorerError, Reward
@@ -22,7 +22,7 @@ from verl.rewards.scorer_lookup import find_scorer
 from verl.runtime.pools import describe_pools
 from verl.trainer.early_checks import early_mistakes, files_read
 from verl.trainer.engine_installed import check_engine_is_installed
-from verl.trainer.ppo.needs import check_needs, forced_aggregation
+from verl.trainer.ppo.needs import check_needs, check_weights_are_used, forced_aggregation, forced_loss
 from verl.trainer.ppo.placement import place_roles
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
@@ -111,13 +111,16 @@ def _check_started_once() -> None:
 
 def check_functions(config: RunConfig, found: Findings) -> None:
     """What is chosen by name, after external_lib, which may register it."""
-    actor = config.actor_rollout_ref.actor
+    actor = trained_actor(config)
     found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor))
     name = config.algorithm.adv_estimator
     found.check("advantage estimator", lambda: check_advantage(config.algorithm), name)
     loss = actor.policy_loss.loss_mode
     if found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss):
         found.check("columns", lambda: check_needs(config))
+        found.check("importance weights", lambda: check_weights_are_used(config))
+        if notice := forced_loss(config):
+            found.warn("rollout correction", notice)
         if notice := forced_aggregation(config):
             found.warn("loss_agg_mode", notice)
 

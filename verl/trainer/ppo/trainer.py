@@ -14,7 +14,9 @@ import torch
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.kl import KLController, apply_kl_in_reward
 from verl.algorithms.losses import aggregation_mode
+from verl.algorithms.rollout_correction import correct
 from verl.config import RunConfig
+from verl.config.check import trained_actor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.reward_parts import with_reward_columns
@@ -29,11 +31,12 @@ from verl.trainer.batch_metrics import (
     mismatch_metrics,
     reward_part_metrics,
     turn_metrics,
+    variance_proxy_metrics,
 )
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
-from verl.utils.errors import RewardError, VerlError
+from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
-from verl.workers.actor import Actor, outputs_asked_for, update_gives_old_logprobs
+from verl.workers.actor import Actor, all_rejected, outputs_asked_for, update_gives_old_logprobs
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 
@@ -141,16 +144,31 @@ class PPOTrainer:
         return batch
 
     def compute_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Adds token_rewards, advantages and returns."""
-        algorithm, metrics = self.config.algorithm, Metrics()
+        """Adds token_rewards, advantages and returns, and corrects the batch before, if asked for."""
+        algorithm = self.config.algorithm
+        batch, metrics = self.correct(batch)
         if algorithm.use_kl_in_reward:
-            batch, metrics = apply_kl_in_reward(batch, self.kl_controller, algorithm.kl_penalty)
+            batch, kl_metrics = apply_kl_in_reward(batch, self.kl_controller, algorithm.kl_penalty)
+            metrics.merge(kl_metrics)
         else:
             batch = with_token_rewards(batch)
         return compute_advantages(batch, algorithm), metrics
 
+    def correct(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Rollout correction by old_logprobs; in bypass mode the actor does it, mini-batch by mini-batch."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.bypass_mode or not correction.corrects:
+            return batch, Metrics()
+        batch, metrics = correct(batch, batch["old_logprobs"], correction)
+        if not batch["loss_mask"].any():
+            raise DataError(all_rejected(correction, self.global_step + 1))
+        return batch, metrics
+
     def update(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
-        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs and entropy if left out."""
+        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs and entropy if left out.
+
+        Rejected tokens are in `loss_mask` again afterwards.
+        """
         metrics = Metrics()
         if self.critic is not None:
             with timer("update_critic"):
@@ -158,12 +176,15 @@ class PPOTrainer:
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
                 update_metrics, outputs = self.actor.update(batch, self.global_step)
-                metrics.merge(update_metrics.with_prefix("actor/"))
+                metrics.merge(update_metrics.with_prefix("actor/")).merge(self.actor.correction_metrics)
+            if self.config.algorithm.rollout_correction.bypass_mode:
+                for name, value in mismatch_metrics(batch, outputs["logprobs"]).items():
+                    metrics.mean(name, value, 1)
             if "old_logprobs" not in batch:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
             if "entropy" not in batch and "entropy" in outputs:
                 batch = batch.with_columns(entropy=outputs["entropy"])
-        return batch, metrics
+        return batch.with_columns(loss_mask=batch.sampled_mask()), metrics
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of `coroutine` on the event loop of rollout, rewards and publishing."""
@@ -186,7 +207,7 @@ class PPOTrainer:
 
     def step_metrics(self, batch: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
         """Every metric of the step except timings."""
-        config, actor = self.config, self.config.actor_rollout_ref.actor
+        config, actor = self.config, trained_actor(self.config)
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
         tokens_per_rank = self.actor.dispatcher.tokens_per_rank / actor.ppo_epochs
@@ -196,9 +217,11 @@ class PPOTrainer:
         out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
         out.update(reward_part_metrics(rollouts.trajectories))
-        bypassed = config.algorithm.rollout_correction.bypass_mode  # there are no trainer log-probs to compare with
+        bypassed = config.algorithm.rollout_correction.bypass_mode  # then `update` has compared
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
+        if "sum_pi_squared" in batch:
+            out.update(variance_proxy_metrics(batch, out.get("actor/grad_norm")))
         out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()} | rollouts.metrics)
         versions = batch["policy_versions"].double()
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))

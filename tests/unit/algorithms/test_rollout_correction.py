@@ -1,0 +1,389 @@
+"""Rollout correction against its definition in verl.commands.certify.formulas, for every option and combination."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.unit.algorithms.algorithm_cases import column_by_sequence, random_batch
+from verl.algorithms.advantages import compute_advantages, with_token_rewards
+from verl.algorithms.aggregation import loss_weights
+from verl.algorithms.losses import make_actor_loss
+from verl.algorithms.rollout_correction import correct
+from verl.commands.certify import formulas
+from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
+from verl.config.algorithm import LOSS_AGG_MODES
+from verl.data.batch import Batch
+from verl.data.metrics import Metrics
+from verl.trainer.batch_metrics import mismatch_metrics, variance_proxy_metrics
+
+RULES = {  # bounds that keep some tokens of the test's batch and reject others
+    "token_k1": "0.8_1.3",
+    "token_k2": "0.03",
+    "token_k3": "0.03",
+    "seq_sum_k1": "0.7_1.6",
+    "seq_sum_k2": "0.15",
+    "seq_sum_k3": "0.15",
+    "seq_mean_k1": "0.95_1.06",
+    "seq_mean_k2": "0.025",
+    "seq_mean_k3": "0.025",
+    "seq_max_k2": "0.06",
+    "seq_max_k3": "0.06",
+}
+
+
+def pair(seed: int = 0, scale: float = 0.3) -> tuple[Batch, torch.Tensor]:
+    """A batch with the rollout's log-probs, and those of the policy (T,)."""
+    batch, generator = random_batch(seed), torch.Generator().manual_seed(seed + 9)
+    mask = batch["loss_mask"]
+    rollout = -torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64) * mask - 0.05 * mask
+    noise = torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64) * scale
+    batch = batch.with_columns(rollout_logprobs=rollout, old_logprobs=(rollout + noise) * mask)
+    return batch, batch["old_logprobs"]
+
+
+def settings(**changes) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(**changes)
+
+
+def bounds_of(rule: str, text: str) -> tuple[float, float]:
+    numbers = [float(n) for n in text.split("_")]
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
+    return (1 / numbers[0], numbers[0]) if rule.endswith("k1") else (0.0, numbers[0])
+
+
+def lists(batch: Batch, column: torch.Tensor) -> list[list]:
+    return [column[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+
+
+def kept_by_definition(batch: Batch, logprobs: torch.Tensor, rules: dict[str, str]) -> torch.Tensor:
+    rows = column_by_sequence(batch, "loss_mask")
+    for rule, text in rules.items():
+        both = lists(batch, logprobs), column_by_sequence(batch, "rollout_logprobs")
+        fits = formulas.accepted(*both, column_by_sequence(batch, "loss_mask"), rule, *bounds_of(rule, text))
+        rows = [[a and b for a, b in zip(*row, strict=True)] for row in zip(rows, fits, strict=True)]
+    return torch.tensor([kept for row in rows for kept in row])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_keeps_the_tokens_of_its_definition(rule, seed):
+    batch, logprobs = pair(seed)
+    out, metrics = correct(batch, logprobs, settings(rollout_rs=rule, rollout_rs_threshold=RULES[rule]))
+    expected = kept_by_definition(batch, logprobs, {rule: RULES[rule]})
+    assert torch.equal(out["loss_mask"], expected)
+    assert torch.equal(out["rejected_tokens"], batch["loss_mask"] & ~expected)
+    assert torch.equal(out.sampled_mask(), batch["loss_mask"])
+    numbers, sampled = metrics.values(), batch["loss_mask"]
+    share = float((sampled & ~expected).sum() / sampled.sum())
+    lost = batch.sum_per_sequence((sampled & ~expected).long()) > 0
+    for name in ("rollout_rs", f"rollout_rs_{rule}"):
+        assert numbers[f"rollout_corr/{name}_masked_fraction"] == pytest.approx(share)
+        assert numbers[f"rollout_corr/{name}_seq_masked_fraction"] == pytest.approx(float(lost.sum()) / 5)
+
+
+def test_the_bounds_of_this_file_keep_some_tokens_and_reject_others():
+    for rule, text in RULES.items():
+        kept = [kept_by_definition(*pair(seed), {rule: text}).sum() for seed in range(3)]
+        assert 0 < sum(kept) < 3 * pair()[0]["loss_mask"].sum(), rule
+
+
+def test_a_single_bound_of_k1_is_a_ratio_and_its_inverse():
+    batch, logprobs = pair()
+    single, both = (
+        correct(batch, logprobs, settings(rollout_rs="token_k1", rollout_rs_threshold=text))[0]["loss_mask"]
+        for text in (1.25, "0.8_1.25")
+    )
+    assert torch.equal(single, both) and not torch.equal(single, batch["loss_mask"])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("names", "bounds"),
+    [
+        (("token_k1", "seq_max_k3"), None),
+        (("seq_mean_k1", "token_k2", "seq_sum_k3"), None),
+        (("token_k2", "seq_max_k2", "token_k3"), "0.05"),
+    ],
+)
+def test_a_combination_keeps_what_every_rule_keeps(names, bounds, seed):
+    batch, logprobs = pair(seed)
+    rules = {name: bounds or RULES[name] for name in names}
+    text = bounds or ", ".join(rules.values())
+    out, metrics = correct(batch, logprobs, settings(rollout_rs=", ".join(names), rollout_rs_threshold=text))
+    assert torch.equal(out["loss_mask"], kept_by_definition(batch, logprobs, rules))
+    assert {f"rollout_corr/rollout_rs_{name}_mean" for name in names} <= metrics.values().keys()
+
+
+@pytest.mark.parametrize("rules", [{}, {"token_k3": RULES["token_k3"]}])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("threshold", [1.2, "1.2", "0.8_1.25"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_equal_the_definition(level, threshold, normalise, rules):
+    batch, logprobs = pair(3)
+    config = settings(
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+        rollout_is_batch_normalize=normalise,
+        rollout_rs=",".join(rules) or None,
+        rollout_rs_threshold=",".join(rules.values()) or None,
+    )
+    out, metrics = correct(batch, logprobs, config)
+    kept = lists(batch, kept_by_definition(batch, logprobs, rules))
+    masks, of_sequence = column_by_sequence(batch, "loss_mask"), level == "sequence"
+    limits = (0.8, 1.25) if threshold == "0.8_1.25" else 1.2
+    args = lists(batch, logprobs), column_by_sequence(batch, "rollout_logprobs"), masks, kept, of_sequence, limits
+    expected = formulas.importance_weights(*args)
+    expected = formulas.normalised(expected, kept, of_sequence) if normalise else expected
+    flat = torch.tensor([w for row in expected for w in row], dtype=torch.float64)
+    torch.testing.assert_close(out["rollout_is_weights"], flat, rtol=1e-10, atol=1e-12)
+    numbers = metrics.values()
+    assert ("rollout_corr/rollout_is_batch_norm_factor" in numbers) == normalise
+    assert ("rollout_corr/rollout_is_oob_ratio" in numbers) == isinstance(limits, tuple)
+    used = flat[out["loss_mask"]]
+    assert numbers["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+        float(used.sum() ** 2 / (len(used) * (used**2).sum()))
+    )
+
+
+def test_metrics_of_weights_are_those_before_the_limits():
+    batch, logprobs = pair(3)
+    mask = batch["loss_mask"]
+    values = correct(batch, logprobs, settings(rollout_is="token", rollout_is_threshold=1.2))[1].values()
+    raw = (logprobs - batch["rollout_logprobs"]).exp()[mask]
+    means = (batch.sum_per_sequence((logprobs - batch["rollout_logprobs"]).exp() * mask))[batch.lengths > 0]
+    means = torch.stack([m / n for m, n in zip(means, batch.sum_per_sequence(mask.long()), strict=True) if n])
+    for prefix, numbers in (("rollout_is_", raw), ("rollout_is_seq_", means)):
+        expected = {"mean": numbers.mean(), "max": numbers.max(), "min": numbers.min()}
+        for name, number in (expected | {"std": numbers.std(unbiased=False)}).items():
+            assert values[f"rollout_corr/{prefix}{name}"] == pytest.approx(float(number)), (prefix, name)
+    assert values["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(float((raw > 1.2).double().mean()))
+    assert values["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(float((raw < 1 / 1.2).double().mean()))
+    assert values["rollout_corr/rollout_is_seq_max_deviation"] == pytest.approx(float((means - 1).abs().max()))
+
+
+def test_log_ratios_are_limited_to_20_nats():
+    batch, logprobs = pair()
+    far = logprobs + torch.where(batch["loss_mask"], 500.0, 0.0)
+    for level in ("token", "sequence"):
+        out, metrics = correct(batch, far, settings(rollout_is=level, rollout_is_threshold=1e30))
+        assert float(out["rollout_is_weights"].max()) == pytest.approx(math.exp(20))
+        assert all(math.isfinite(value) for value in metrics.values().values())
+
+
+def test_the_same_log_probs_give_weights_of_exactly_1_and_reject_nothing():
+    batch, _ = pair()
+    config = settings(rollout_is="token", rollout_rs=",".join(RULES), rollout_rs_threshold=",".join(RULES.values()))
+    out, _ = correct(batch, batch["rollout_logprobs"], config)
+    assert torch.equal(out["loss_mask"], batch["loss_mask"])
+    assert (out["rollout_is_weights"][batch["loss_mask"]] == 1).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_correction_does_not_depend_on_the_order_of_sequences(level):
+    batch, logprobs = pair(4)
+    rules = {"rollout_rs": "token_k2,seq_mean_k1", "rollout_rs_threshold": "0.05,0.9_1.1"}
+    config = settings(rollout_is=level, rollout_is_batch_normalize=True, **rules)
+    order = torch.tensor([5, 3, 0, 2, 4, 1])
+    whole = correct(batch, logprobs, config)[0].select(order)
+    moved = correct(batch.select(order), batch.select(order)["old_logprobs"], config)[0]
+    assert torch.equal(moved["loss_mask"], whole["loss_mask"])
+    torch.testing.assert_close(moved["rollout_is_weights"], whole["rollout_is_weights"], rtol=1e-12, atol=0)
+
+
+# ---- losses
+
+LOW, HIGH, C = 0.2, 0.3, 3.0
+
+
+def loss_config(mode: str) -> ActorConfig:
+    return ActorConfig(
+        policy_loss=PolicyLossConfig(loss_mode=mode), clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=C
+    )
+
+
+MODES = {  # loss_mode, correction
+    "decoupled": ("vanilla", {"rollout_is": "token"}),
+    "decoupled sequence": ("gspo", {"rollout_is": "sequence", "rollout_is_threshold": "0.5_1.5"}),
+    "reinforce": ("bypass_mode", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}),
+    "ppo_clip": ("bypass_mode", {"bypass_mode": True, "rollout_is": "token"}),
+}
+REJECTION = {"rollout_rs": "token_k2,seq_max_k3", "rollout_rs_threshold": "0.09,0.3"}
+
+
+def corrected(case: str, agg: str, seed: int = 5) -> tuple[Batch, torch.Tensor, RolloutCorrectionConfig]:
+    """A mini-batch ready for the loss, the policy's log-probs, and the correction."""
+    config, (batch, logprobs) = settings(**MODES[case][1], **REJECTION), pair(seed)
+    batch, _ = correct(batch, logprobs, config)
+    old = batch["rollout_logprobs"] if config.bypass_mode else logprobs
+    weights = loss_weights(batch, agg, 9.0, torch.float64)
+    return batch.with_columns(old_logprobs=old, loss_weights=weights), logprobs, config
+
+
+def weighted_loss(case: str, batch: Batch, logprobs: torch.Tensor, config: RolloutCorrectionConfig) -> torch.Tensor:
+    loss = make_actor_loss(loss_config(MODES[case][0]), correction=config)
+    columns = {n: batch[n] for n in (*loss.columns, *loss.optional_columns) if n in batch}
+    return loss({"logprobs": logprobs}, columns, batch.cu_seqlens)[0].sum()
+
+
+def by_definition(case: str, batch: Batch, logprobs: torch.Tensor, config: RolloutCorrectionConfig, agg: str):
+    """Loops over answers and their kept tokens; a rejected token counts in no mean."""
+    start, rows, groups = batch.cu_seqlens.tolist(), [], []
+    for i, (a, b) in enumerate(itertools.pairwise(start)):
+        kept = [t for t in range(a, b) if batch["loss_mask"][t]]
+        if not kept:
+            continue
+        x, old, adv = ([c[t] for t in kept] for c in (logprobs, batch["old_logprobs"], batch["advantages"]))
+        if case == "decoupled sequence":
+            row = formulas.gspo(x, old, adv, LOW, HIGH)
+        elif case == "reinforce":
+            row = [formulas.policy_gradient(*pair_) for pair_ in zip(x, adv, strict=True)]
+        else:
+            row = [formulas.vanilla(*three, LOW, HIGH, C) for three in zip(x, old, adv, strict=True)]
+        if config.weighs_loss:
+            row = [one * batch["rollout_is_weights"][t] for one, t in zip(row, kept, strict=True)]
+        rows.append(torch.stack(row))
+        groups.append(int(batch["group_ids"][i]))
+    match agg:
+        case "token-mean":
+            return torch.cat(rows).mean()
+        case "token-sum":
+            return torch.cat(rows).sum()
+        case "seq-mean-token-sum":
+            return torch.stack([row.sum() for row in rows]).mean()
+        case "seq-mean-token-mean":
+            return torch.stack([row.mean() for row in rows]).mean()
+        case "prompt-mean-token-mean":
+            prompts = sorted(set(groups))
+            parts = [[row for row, g in zip(rows, groups, strict=True) if g == prompt] for prompt in prompts]
+            return torch.stack([torch.cat(part).mean() for part in parts]).mean()
+    return torch.stack([row.sum() for row in rows]).mean() / 9.0
+
+
+def gradient(function, logprobs: torch.Tensor) -> torch.Tensor:
+    leaf = logprobs.clone().requires_grad_()
+    return torch.autograd.grad(function(leaf), leaf)[0]
+
+
+@pytest.mark.parametrize("agg", LOSS_AGG_MODES)
+@pytest.mark.parametrize("case", MODES)
+def test_loss_and_gradient_equal_the_definition_over_the_tokens_that_are_kept(case, agg):
+    batch, logprobs, config = corrected(case, agg)
+    assert batch["rejected_tokens"].any() and batch["loss_mask"].any()
+    value, expected = weighted_loss(case, batch, logprobs, config), by_definition(case, batch, logprobs, config, agg)
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+    ours = gradient(lambda x: weighted_loss(case, batch, x, config), logprobs)
+    theirs = gradient(lambda x: by_definition(case, batch, x, config, agg), logprobs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    assert (ours != 0).any() and (ours[~batch["loss_mask"]] == 0).all()
+
+
+def test_the_gradient_of_reinforce_is_minus_weight_times_advantage():
+    batch, logprobs, config = corrected("reinforce", "token-mean")
+    ours = gradient(lambda x: weighted_loss("reinforce", batch, x, config), logprobs)
+    by_hand = [
+        -min(math.exp(float(logprobs[t] - batch["rollout_logprobs"][t])), 2.0) * float(batch["advantages"][t])
+        if batch["loss_mask"][t]
+        else 0.0
+        for t in range(batch.num_tokens)
+    ]
+    expected = torch.tensor(by_hand, dtype=torch.float64) / int(batch["loss_mask"].sum())
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2], [3, 4, 5]], [[5], [0], [3], [1, 2], [4]], [[4, 2, 0, 5, 3, 1]]])
+@pytest.mark.parametrize("case", MODES)
+def test_no_cut_into_micro_batches_and_no_order_changes_the_gradient(case, parts):
+    batch, logprobs, config = corrected(case, "seq-mean-token-mean")
+    batch = batch.with_columns(token_indices=torch.arange(batch.num_tokens), now=logprobs)
+    whole = gradient(lambda x: weighted_loss(case, batch, x, config), logprobs)
+    summed = torch.zeros_like(whole)
+    for indices in parts:
+        part = batch.select(torch.tensor(indices))
+        summed[part["token_indices"]] = gradient(lambda x, part=part: weighted_loss(case, part, x, config), part["now"])
+    torch.testing.assert_close(summed, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_that_is_weighed_needs_the_weights():
+    loss = make_actor_loss(loss_config("vanilla"), correction=settings(rollout_is="token"))
+    assert "rollout_is_weights" in loss.columns
+    for plain in (None, settings(bypass_mode=True, rollout_is="token")):
+        assert "rollout_is_weights" not in make_actor_loss(loss_config("vanilla"), correction=plain).columns
+
+
+# ---- advantages and metrics of corrected batches
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_token_baselines_have_squared_weights_and_skip_rejected_tokens(name):
+    batch, logprobs = pair(1)
+    squares = torch.where(batch["loss_mask"], logprobs.exp() ** 2 + 0.01, 0.0)
+    config = settings(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.08)
+    batch = with_token_rewards(correct(batch.with_columns(sum_pi_squared=squares), logprobs, config)[0])
+    assert batch["rejected_tokens"].any()
+    found = compute_advantages(batch, AlgorithmConfig(adv_estimator=name))["advantages"]
+    columns = [column_by_sequence(batch, n) for n in ("token_rewards", "loss_mask")]
+    more = [column_by_sequence(batch, n) for n in ("old_logprobs", "sum_pi_squared", "rollout_is_weights")]
+    sampled = lists(batch, batch.sampled_mask())
+    expected = formulas.optimal_token_baseline(
+        *columns, batch["group_ids"].tolist(), *more[:2], name.startswith("tir"), more[2], sampled
+    )
+    flat = torch.tensor([a for row in expected for a in row], dtype=torch.float64)
+    torch.testing.assert_close(found, flat, rtol=1e-10, atol=1e-10)
+
+
+def test_the_variance_proxies_equal_their_definition():
+    batch, logprobs = pair(2)
+    squares = torch.where(batch["loss_mask"], logprobs.exp() ** 2 + 0.01, 0.0)
+    batch, _ = correct(batch.with_columns(sum_pi_squared=squares), logprobs, settings(rollout_is="token"))
+    powers, weights, means = [], [], []
+    for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
+        index = [t for t in range(a, b) if batch["loss_mask"][t]]
+        if index:
+            energy = [
+                float(batch["rollout_is_weights"][t]) ** 2 * (1 - 2 * math.exp(logprobs[t]) + float(squares[t]))
+                for t in index
+            ]
+            square = [float(batch["advantages"][t]) ** 2 for t in index]
+            powers.append(sum(e * s for e, s in zip(energy, square, strict=True)))
+            weights.append(sum(energy))
+            means.append(sum(square) / len(square))
+    found = variance_proxy_metrics(batch, 0.5)
+    power = sum(powers) / len(powers)
+    assert found["variance_proxy/proxy1_signal_strength"] == 0.25
+    assert found["variance_proxy/proxy2_total_power"] == pytest.approx(power, rel=1e-12)
+    assert found["variance_proxy/proxy3_pure_noise"] == pytest.approx((power - 0.25) / (len(powers) - 1), rel=1e-12)
+    assert found["variance_proxy/expected_a_squared"] == pytest.approx(sum(means) / len(means), rel=1e-12)
+    assert found["variance_proxy/expected_w"] == pytest.approx(sum(weights) / len(weights), rel=1e-12)
+    assert "variance_proxy/proxy3_pure_noise" not in variance_proxy_metrics(batch, None)
+
+
+def test_chi_squared_equals_its_definition():
+    batch, logprobs = pair(2)
+    tokens, answers = [], []
+    for new, old, mask in zip(
+        lists(batch, logprobs),
+        column_by_sequence(batch, "rollout_logprobs"),
+        lists(batch, batch["loss_mask"]),
+        strict=True,
+    ):
+        logs = [a - b for a, b, m in zip(new, old, mask, strict=True) if m]
+        tokens += [math.exp(2 * x) for x in logs]
+        answers += [math.exp(2 * sum(logs))] if logs else []
+    found = mismatch_metrics(batch, logprobs)
+    assert found["rollout_corr/chi2_token"] == pytest.approx(sum(tokens) / len(tokens) - 1, rel=1e-10)
+    assert found["rollout_corr/chi2_seq"] == pytest.approx(sum(answers) / len(answers) - 1, rel=1e-10)
+
+
+def test_metrics_of_mini_batches_merge():
+    (first, a), (second, b) = pair(0), pair(1)
+    config = settings(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.8_1.3")
+    merged = Metrics().merge(correct(first, a, config)[1]).merge(correct(second, b, config)[1]).values()
+    joined = Batch.cat([first, second])
+    whole = correct(joined, torch.cat([a, b]), config)[1].values()
+    assert merged.keys() == whole.keys()
+    for name in whole:
+        if not name.endswith(("_std", "eff_sample_size")):
+            assert merged[name] == pytest.approx(whole[name]), name
