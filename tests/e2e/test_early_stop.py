@@ -74,6 +74,7 @@ def test_ctrl_c_twice_before_the_first_step_ends_with_a_sentence(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_fine_tuning_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, capsys: Any):
     monkeypatch.setattr(sft, "build_sft", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(sft_trainer, "say_early_mistakes", lambda *_: [])
     words = [
         f"model.path={tmp_path}",
         f"trainer.default_local_dir={tmp_path / 'run'}",

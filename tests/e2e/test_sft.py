@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.observe.tracking import Tracking
 from verl.runtime.collectives import Collectives
+from verl.runtime.group import Layout, RankPlace
 from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.sft_trainer import run_sft
@@ -303,7 +305,9 @@ def test_ranks_share_a_batch_by_tokens_and_attention(folder: Path):
         trainer = SFTTrainer(
             config(folder, "run"), FourRows(), None, Tracking("p", "e", []), collectives=Collectives(rank, 2)
         )
-        trainer.worker = SimpleNamespace(attention_length=lambda: 8.0)  # 16 tokens cost as much as 4 x 6
+        trainer.layout = Layout((RankPlace(0), RankPlace(1)))
+        # 16 tokens cost as much as 4 x 6
+        trainer.worker = SimpleNamespace(attention_length=lambda: 8.0, place=partial(RankPlace, rank))
         shares.append(trainer.rank_shard(Batch.pack(rows))[0].lengths.tolist())
     assert sorted(shares) == [[6, 6, 6, 6], [16]]
 

@@ -27,6 +27,8 @@ from verl.utils.errors import ConfigError, Mistakes, VerlError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+ON_THIS_MACHINE = "on this machine"
+
 
 @dataclass
 class Findings:
@@ -51,10 +53,13 @@ class Findings:
         return result
 
     def refusal(self, name: str, error: VerlError) -> None:
-        """Keep a reason against the run, once."""
+        """Keep a reason against the run, once; what is not on this machine, under the check that finds it too."""
+        row = Finding(name, Status.BAD, str(error))
         if str(error) not in map(str, self.errors):
             self.mistakes.add(error)
-            self.rows.append(Finding(name, Status.BAD, str(error)))
+            self.rows.append(row)
+        elif (absent := Finding(ON_THIS_MACHINE, Status.BAD, str(error))) in self.rows:
+            self.rows[self.rows.index(absent)] = row
 
     def check(self, name: str, check: Callable[[], object], text: str = "") -> bool:
         """Whether `check` did not raise; `text` is what is then shown."""
@@ -63,7 +68,7 @@ class Findings:
     def missing(self, mistakes: Mistakes) -> None:
         """Keep what is not on this machine."""
         for error in mistakes.errors:
-            self.refusal("on this machine", error)
+            self.refusal(ON_THIS_MACHINE, error)
 
     def attempt(self, look: Callable[[], int]) -> int:
         """The number that `look` finds; 0 where it cannot look, which another check says."""
