@@ -56,7 +56,7 @@ class TrainerConfig(Section):
     critic_warmup: int = key(0, "Number of first steps that train only the critic.", minimum=0)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
-    test_freq: int = key(-1, "Validate every test_freq steps, and at the end; <= 0: see val_before_train, val_only.")
+    test_freq: int = key(-1, "Validate every N steps and at the end; <= 0: only before step 1 (val_before_train).")
     save_freq: int | None = key(
         None, "Save every save_freq steps, and at the end; null is only at the end, <= 0 is never."
     )

@@ -80,6 +80,14 @@ def when_saved(config: AnyConfig) -> str:
     return f", every {frequency} steps and the last"
 
 
+def when_validated(config: RunConfig) -> str:
+    """When the rows held out are answered, to follow the number of steps."""
+    settings = config.trainer
+    if settings.test_freq > 0:
+        return f", validation every {settings.test_freq} and at the end"
+    return "" if settings.val_only else ", no validation after the first (trainer.test_freq=N)"
+
+
 def describe_model(path: str) -> str:
     """Architecture and number of parameters of a model folder, as far as its files say."""
     folder, parts = Path(path).expanduser(), []

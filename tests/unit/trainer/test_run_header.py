@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from verl.config import load_config
 from verl.trainer.run_folder import RunPlace
-from verl.trainer.run_header import closing_lines, count_parameters, format_count, opening_lines
+from verl.trainer.run_header import closing_lines, count_parameters, format_count, opening_lines, when_validated
 
 MODEL = "actor_rollout_ref.model.path=nowhere"
 
@@ -26,6 +26,29 @@ def test_the_first_line_says_when_the_model_will_be_lost(override: str, first: s
     lines = opening_lines(load_config([MODEL, override]), RunPlace("new"))
     assert ("saves nothing" in lines[0]) == bool(first) and lines[0].startswith("run verl_examples/ppo-")
     assert where in next(line for line in lines if line.startswith("checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.test_freq=5", ", validation every 5 and at the end"),
+        ("trainer.test_freq=-1", ", no validation after the first (trainer.test_freq=N)"),
+        ("trainer.test_freq=0", ", no validation after the first (trainer.test_freq=N)"),
+        ("trainer.val_only=True", ""),
+    ],
+)
+def test_a_run_says_that_its_trained_model_is_not_validated(override: str, said: str):
+    assert when_validated(load_config([MODEL, override])) == said
+
+
+def test_the_runs_of_the_readme_validate_the_model_that_they_train():
+    readme = Path(__file__).parents[3].joinpath("README.md").read_text()
+    commands = [text.split("```")[0] for text in readme.split("python3 -m verl.trainer.main_ppo")[1:]]
+    assert len(commands) == 2
+    for command in commands:
+        overrides = [word for word in command.split() if word != "\\"]
+        config = load_config(overrides)
+        assert "data.val_files" in command and config.trainer.test_freq > 0, command
 
 
 def test_fine_tuning_always_saves_its_last_step():

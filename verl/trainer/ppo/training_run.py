@@ -32,6 +32,7 @@ from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
 from verl.trainer.resume import find_resume
 from verl.trainer.run_files import LEDGER
+from verl.trainer.run_header import when_validated
 from verl.trainer.validation_metrics import process_validation_metrics
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
@@ -232,9 +233,9 @@ class TrainingRun:
 
     def facts(self) -> list[str]:
         """What is known once everything is loaded: devices, rows, steps."""
-        data, settings = self.config.data, self.config.trainer
+        data = self.config.data
         held_out = f"{len(self.validation.prompts):,} held out" if self.validation else "no validation"
-        every = f", validation every {settings.test_freq}" if self.validation and settings.test_freq > 0 else ""
+        every = when_validated(self.config) if self.validation else ""
         return [
             f"device       {get_platform().device_name}, {describe_pools(self.trainer.pools.groups)}",
             f"rows         {self.num_prompts:,} prompts, {held_out}",
