@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3650,
+    "config": 3653,
     "plugin": 1350,
     "data": 2700,
     "algorithms": 2200,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5377,
+    "trainer": 5405,
     "commands": 4900,
     "utils": 1370,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14420, 43000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14474, 43000, 400
 
 
 def package_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import jobs, test_sft
+from verl.commands import generate_answers
+from verl.commands.score_answers import score_file
 from verl.config import load_config
 from verl.observe.progress import Progress
 from verl.trainer import main_ppo
@@ -115,6 +118,27 @@ def test_the_header_comes_before_the_libraries_and_the_summary_says_what_to_do_n
     assert re.search(r"^step 2/2 \| .* 0s left$", done.stderr, re.MULTILINE)
     model = next(line for line in late if line.startswith("model")).split()[1]
     assert (folder / model / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("values", [(), ("data.val_max_samples=3", "reward.custom_reward_function.name=by_length")])
+def test_the_commands_that_evaluate_give_the_score_of_the_last_validation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], values: tuple[str, ...]
+):
+    reward = folder / "reward.py"
+    text = "def {}(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
+    digits = "sum(int(c) * 10.0 ** -n for n, c in enumerate(solution_str) if c.isdigit())"
+    reward.write_text(text.format("compute_score", digits) + text.format("by_length", f"1 - {digits}"))
+    said: list[str] = []
+    config = load_config(jobs.overrides(folder, "run", TWO, "trainer.test_freq=1", *values))
+    scores = main_ppo.run_ppo(config, said.append)
+    (score,) = [value for name, value in scores.items() if name.startswith("val-core/")]
+    monkeypatch.chdir(folder)
+    generate, score_answers = (line.split(maxsplit=1)[1] for line in said if line.startswith("evaluate"))
+    assert generate_answers.main(shlex.split(generate)[2:]) == 0
+    capsys.readouterr()
+    assert score_file(load_config(shlex.split(score_answers)[2:], config_name="evaluation"))
+    (again,) = json.loads(capsys.readouterr().out.splitlines()[-1]).values()
+    assert again == pytest.approx(score, rel=1e-9)
 
 
 def test_progress_names_every_stage_and_counts_the_answers(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """The name of a run that was given none, and a configuration with the name and folders that the run took."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, TypeVar
 
@@ -31,6 +31,19 @@ def has_own_folder(config: RunConfig | SFTConfig) -> bool:
 def origins(config: RunConfig | SFTConfig) -> dict[str, str]:
     """Where each value comes from; empty for a configuration that load_config did not make."""
     return dict(config.__dict__.get("_origins", {}))
+
+
+def values_given(config: RunConfig | SFTConfig, below: Sequence[str]) -> dict[str, Any]:
+    """Values by key that the user gave, of keys that are or lie in one of `below`."""
+    out: dict[str, Any] = {}
+    for key, origin in origins(config).items():
+        given = not origin.startswith(("default", "follows", "derived", "chosen"))
+        if given and any(f"{key}.".startswith(f"{name}.") for name in below):
+            value: Any = config
+            for name in key.split("."):
+                value = value[name] if isinstance(value, dict) else getattr(value, name)
+            out[key] = value
+    return out
 
 
 def same_command(config: RunConfig | SFTConfig) -> str:

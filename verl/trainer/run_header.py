@@ -3,17 +3,29 @@
 import contextlib
 import json
 import math
+import shlex
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from verl import __version__
 from verl.config import PreferenceConfig, RewardModelConfig, RunConfig, SFTConfig
-from verl.config.run_name import same_command
+from verl.config.run_name import same_command, values_given
 from verl.trainer.run_files import LEDGER, complete_steps, step_folder
 from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
 
 _LARGEST_HEADER_BYTES = 100_000_000  # of a safetensors file
+_ANSWER_KEYS = (  # those that a run and `verl generate` read alike, and on which answers depend
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in ("name", "dtype", "seed", "min_tokens", "stop", "stop_token_ids")
+    ),
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("agent", "multi_turn", "server", "engine_kwargs", "custom")),
+    *(f"actor_rollout_ref.model.{name}" for name in ("external_lib", "tokenizer_path", "custom_chat_template")),
+    *(f"data.{name}" for name in ("prompt_key", "truncation", "filter_overlong_prompts", "custom_cls", "tokenizer")),
+    *("data.apply_chat_template_kwargs", "trainer.device"),
+)
 
 
 def say(line: str) -> None:
@@ -149,17 +161,33 @@ def _contents(root: Path) -> str:
 
 
 def _evaluate_commands(config: AnyConfig, model: Path) -> list[str]:
-    """Answers of the saved model to the held-out prompts, then their scores."""
+    """Answers of the saved model to the held-out prompts, sampled as validation does, then their scores."""
     if isinstance(config, SFTConfig) or not config.data.val_files:
         return []
-    data = config.data
-    file = data.val_files if isinstance(data.val_files, str) else f"[{','.join(data.val_files or ())}]"
-    reward = config.reward.custom_reward_function
-    custom = f" custom_reward_function.path={reward.path}" if reward.path else ""
-    custom += f" custom_reward_function.name={reward.name}" if reward.path and reward.name != "compute_score" else ""
+    data, validation = config.data, config.actor_rollout_ref.rollout.val_kwargs
+    values = {
+        "actor_rollout_ref.model.path": str(model),
+        "data.train_files": data.val_files,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        "actor_rollout_ref.rollout.do_sample": validation.do_sample,
+    }
+    if data.val_max_samples != -1:
+        values["data.train_max_samples"] = data.val_max_samples
+    if validation.do_sample:
+        names = ("temperature", "top_p", "top_k", "n")
+        values.update({f"actor_rollout_ref.rollout.{name}": getattr(validation, name) for name in names})
+    values.update(values_given(config, _ANSWER_KEYS))
+    scoring = {"data.path": "answers.parquet", **values_given(config, ("reward",))}
+    if data.reward_fn_key != "data_source":
+        scoring["data.data_source_key"] = data.reward_fn_key
     return [
-        f"verl generate actor_rollout_ref.model.path={model} data.train_files={file} "
-        f"data.max_prompt_length={data.max_prompt_length} data.max_response_length={data.max_response_length} "
-        "data.output_path=answers.parquet",
-        f"verl eval data.path=answers.parquet{custom}",
+        f"verl generate {_words(values)} data.output_path=answers.parquet",
+        f"verl eval {_words(scoring)}",
     ]
+
+
+def _words(values: dict[str, Any]) -> str:
+    """Overrides to paste into a shell."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return " ".join(shlex.quote(f"{key}={text}") for key, text in texts.items())

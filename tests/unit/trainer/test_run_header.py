@@ -1,5 +1,6 @@
 """The lines before a run's first step."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.config import load_config
+from verl.trainer.ppo.rollout_setup import training_sampling, validation_sampling
 from verl.trainer.run_folder import RunPlace
 from verl.trainer.run_header import closing_lines, count_parameters, format_count, opening_lines, when_validated
 
@@ -72,3 +74,19 @@ def test_parameters_are_counted_from_the_headers_of_the_files(tmp_path: Path):
     (tmp_path / "model-3.safetensors").write_bytes(b"\xff" * 9)
     assert count_parameters(tmp_path) == 0
     assert [format_count(n) for n in (12, 16_040, 596_049_920, 8_190_735_360)] == ["12", "16k", "596M", "8.19B"]
+
+
+def test_the_commands_that_evaluate_sample_as_validation_does(tmp_path: Path):
+    (tmp_path / "global_step_4").mkdir()
+    (tmp_path / "global_step_4" / "trainer.json").write_text("{}")
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    given = [f"{val}.do_sample=True", f"{val}.temperature=0.7", f"{val}.top_p=0.9", f"{val}.n=4"]
+    given += ["actor_rollout_ref.rollout.stop=[a b, c]", 'data.apply_chat_template_kwargs={"enable_thinking": false}']
+    given += ["actor_rollout_ref.rollout.n=16"]
+    config = load_config([MODEL, f"trainer.default_local_dir={tmp_path}", "data.val_files=[v 1, w]", *given])
+    lines = [line.split(maxsplit=1)[1] for line in closing_lines(config, ["done"], True) if line.startswith("evaluate")]
+    printed = load_config(shlex.split(lines[0])[2:])
+    training, held_out = training_sampling(printed.actor_rollout_ref.rollout), config.actor_rollout_ref.rollout
+    assert training == validation_sampling(held_out) and training.n == 4 and training.stop == ("a b", "c")
+    assert printed.data.train_files == config.data.val_files
+    assert printed.data.apply_chat_template_kwargs == {"enable_thinking": False}
