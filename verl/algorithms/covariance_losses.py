@@ -19,9 +19,10 @@ def token_covariances(batch: Batch) -> Tensor:
     return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
 
 
-def smallest(values: Tensor, count: int, mask: Tensor) -> Tensor:
-    """(T,) bool: the `count` smallest finite ones of the values (M,) of the sampled tokens; ties by position."""
-    order = values.sort(stable=True).indices[:count]
+def smallest(values: Tensor, draws: Tensor, count: int, mask: Tensor) -> Tensor:
+    """(T,) bool: the `count` smallest finite ones of the values (M,) of the sampled tokens; ties by `draws` (M,)."""
+    by_draw = draws.argsort()
+    order = by_draw[values[by_draw].sort(stable=True).indices[:count]]
     chosen_M = torch.zeros(len(values), dtype=torch.bool, device=mask.device)
     chosen_M[order[values[order].isfinite()]] = True
     out = torch.zeros_like(mask)
@@ -48,7 +49,7 @@ def choose_for_clip_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Ten
     _, is_clipped = _clipped(current, old, batch["advantages"], config)
     inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub) & ~is_clipped[mask]
     count = max(int(settings.clip_cov_ratio * len(covariance)), 1)
-    return smallest(torch.where(inside, draws[mask], torch.inf), count, mask)
+    return smallest(torch.where(inside, 0.0, torch.inf), draws[mask], count, mask)
 
 
 @register_policy_loss("clip_cov", choose_tokens=choose_for_clip_cov)
@@ -67,8 +68,9 @@ def clip_cov(
 
 def choose_for_kl_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tensor:
     """(T,) the `kl_cov_ratio` of all tokens (at least one) with the largest covariance."""
-    covariance = token_covariances(batch)
-    return smallest(-covariance, max(int(config.policy_loss.kl_cov_ratio * len(covariance)), 1), batch["loss_mask"])
+    covariance, mask = token_covariances(batch), batch["loss_mask"]
+    count = max(int(config.policy_loss.kl_cov_ratio * len(covariance)), 1)
+    return smallest(-covariance, draws[mask], count, mask)
 
 
 @register_policy_loss("kl_cov", choose_tokens=choose_for_kl_cov)

@@ -24,16 +24,16 @@ STD_EPSILON = 1e-6  # makes the advantages of a group of (nearly) equal scores (
 
 @register_advantage("grpo_vectorized")
 @register_advantage("grpo")
-def grpo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """(score - mean) / (std + 1e-6) with the unbiased std of the group, or only the difference when
+def grpo(batch: Batch, config: AlgorithmConfig, epsilon: float = STD_EPSILON) -> tuple[Tensor, Tensor]:
+    """(score - mean) / (std + `epsilon`) with the unbiased std of the group, or only the difference when
     `norm_adv_by_std_in_grpo` is false (Dr.GRPO). A group of one has mean 0 and std 1. Source: arXiv 2402.03300, §4.1.2.
     """
-    return _on_tokens(_relative_to_group(sequence_scores(batch), group_numbers(batch), config), batch)
+    return _on_tokens(_relative_to_group(sequence_scores(batch), group_numbers(batch), config, epsilon), batch)
 
 
-def _relative_to_group(scores: Tensor, group: Tensor, config: AlgorithmConfig) -> Tensor:
+def _relative_to_group(scores: Tensor, group: Tensor, config: AlgorithmConfig, epsilon: float = STD_EPSILON) -> Tensor:
     means, stds = group_mean_and_std(scores, group)
-    return (scores - means) / (stds + STD_EPSILON) if config.norm_adv_by_std_in_grpo else scores - means
+    return (scores - means) / (stds + epsilon) if config.norm_adv_by_std_in_grpo else scores - means
 
 
 def _on_tokens(advantages_N: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -42,10 +42,10 @@ def _on_tokens(advantages_N: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @register_advantage("grpo_passk")
-def grpo_passk(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def grpo_passk(batch: Batch, config: AlgorithmConfig, epsilon: float = STD_EPSILON) -> tuple[Tensor, Tensor]:
     """Only the best answer of a group has an advantage: its lead over the second best.
 
-    Divided by the std of the group + 1e-6, unless `norm_adv_by_std_in_grpo` is false. DataError for a group of one.
+    Divided by the std of the group + `epsilon`, unless `norm_adv_by_std_in_grpo` is false. DataError: a group of one.
     For tasks in which one correct answer of several is enough. Source: arXiv 2503.19595, §3.
     """
     scores, group = sequence_scores(batch), group_numbers(batch)
@@ -61,7 +61,7 @@ def grpo_passk(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     best, second = by_group[first], by_group[first + 1]
     leads = scores[best] - scores[second]
     if config.norm_adv_by_std_in_grpo:
-        leads = leads / (group_mean_and_std(scores, group)[1][best] + STD_EPSILON)
+        leads = leads / (group_mean_and_std(scores, group)[1][best] + epsilon)
     return _on_tokens(torch.zeros_like(scores).index_copy(0, best, leads), batch)
 
 
@@ -141,7 +141,7 @@ def gpg(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """
     scores = sequence_scores(batch)
     means, _ = group_mean_and_std(scores, group_numbers(batch))
-    return _on_tokens((scores - means) * (len(scores) / torch.count_nonzero(scores).clamp(min=1)), batch)
+    return _on_tokens((scores - means) * len(scores) / torch.count_nonzero(scores).clamp(min=1), batch)
 
 
 @register_advantage("reinforce_plus_plus_baseline")

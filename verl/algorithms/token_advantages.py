@@ -23,7 +23,7 @@ def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
     values = batch.require("values", "Critic.values")
     mask = batch["loss_mask"]
-    sequence_M = batch.sequence_ids().to(mask.device)[mask]
+    sequence_M = _sampled_sequences(batch)
     rewards_M, values_M = rewards[mask].double(), values[mask].double()
     next_values = torch.zeros_like(values_M)
     next_values[:-1] = torch.where(sequence_M[1:] == sequence_M[:-1], values_M[1:], 0.0)
@@ -38,7 +38,7 @@ def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, 
 
     No critic and no groups: one answer per prompt is enough. Source: arXiv 2501.03262, §3.1.
     """
-    mask, returns_M = batch["loss_mask"], _rewards_to_go(batch, config.gamma)
+    mask, returns_M = batch["loss_mask"], _rewards_to_go(batch, _sampled_sequences(batch), config.gamma)
     dtype = batch["token_rewards"].dtype
     return to_token_column(whiten(returns_M), mask, dtype), to_token_column(returns_M, mask, dtype)
 
@@ -49,9 +49,10 @@ def remax(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 
     For few answers per prompt: the baseline costs one. Source: arXiv 2310.10505, algorithm 1.
     """
-    mask, returns_M = batch["loss_mask"], _rewards_to_go(batch, 1.0)
+    mask, sequence_M = batch["loss_mask"], _sampled_sequences(batch)
+    returns_M = _rewards_to_go(batch, sequence_M, 1.0)
     baselines = batch.require("reward_baselines", "RolloutCollector.collect").double().to(mask.device)
-    advantages_M = returns_M - baselines[_sampled_sequences(batch)]
+    advantages_M = returns_M - baselines[sequence_M]
     dtype = batch["token_rewards"].dtype
     return to_token_column(advantages_M, mask, dtype), to_token_column(returns_M, mask, dtype)
 
@@ -80,13 +81,15 @@ def _otb(batch: Batch, clock: Tensor) -> tuple[Tensor, Tensor]:
 
     Where the losses have importance weights, the gradient of a token is as many times larger, and W has their squares.
     """
-    mask, sequence_M, returns_M = batch["loss_mask"], _sampled_sequences(batch), _rewards_to_go(batch, 1.0)
+    mask, sequence_M = batch["loss_mask"], _sampled_sequences(batch)
+    returns_M = _rewards_to_go(batch, sequence_M, 1.0)
     probs_M = batch.require("old_logprobs", "Actor.logprobs")[mask].double().exp()
     squares_M = batch.require("sum_pi_squared", "Actor.logprobs_and_entropy")[mask].double()
     energy = (1 - 2 * probs_M + squares_M).clamp(min=0)
     if "rollout_is_weights" in batch:
         energy = energy * batch["rollout_is_weights"][mask].double().square()
-    starts_M = torch.searchsorted(sequence_M, sequence_M)  # index of the first sampled token of the sequence
+    counts = torch.bincount(sequence_M, minlength=batch.num_sequences)
+    starts_M = (counts.cumsum(0) - counts)[sequence_M]  # index of the first sampled token of the sequence
     sums = energy.cumsum(0)
     weights_M = sums - (sums - energy)[starts_M]
     first = clock.new_full((batch.num_sequences,), batch.num_tokens)
@@ -109,7 +112,7 @@ def _sampled_sequences(batch: Batch) -> Tensor:
     return batch.sequence_ids().to(mask.device)[mask]
 
 
-def _rewards_to_go(batch: Batch, discount: float) -> Tensor:
+def _rewards_to_go(batch: Batch, sequence_M: Tensor, discount: float) -> Tensor:
     """(M,) this and all later rewards of the sequence, discounted per sampled token, in float64."""
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
-    return discounted_suffix_sums(rewards[batch["loss_mask"]].double(), _sampled_sequences(batch), discount)
+    return discounted_suffix_sums(rewards[batch["loss_mask"]].double(), sequence_M, discount)

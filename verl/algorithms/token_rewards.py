@@ -72,7 +72,7 @@ def discounted_suffix_sums(x: Tensor, sequence: Tensor, discount: float) -> Tens
         same = sequence[shift:] == sequence[:-shift]
         if not bool(same.any()):
             break
-        y[:-shift] = y[:-shift] + factor * torch.where(same, y[shift:], 0.0)
+        y[:-shift].add_(torch.where(same, y[shift:], 0.0), alpha=factor)
         shift, factor = 2 * shift, factor * factor
     return y
 

@@ -95,6 +95,14 @@ def test_advantages_equal_the_definition(name, seed, by_std):
     assert expected.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("rewards", [[1.5, 0, 0, 0.3, 0, -2.0], [0.0] * 6])
+def test_answers_without_reward_do_not_count_in_gpg(rewards):
+    batch = with_token_rewards(full_batch().with_columns(rewards=torch.tensor(rewards, dtype=torch.float64)))
+    config = config_of("gpg")
+    expected = torch.tensor([a for row in by_definition("gpg", batch, config) for a in row], dtype=torch.float64)
+    torch.testing.assert_close(advantages(batch, config), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_that_were_not_sampled_have_no_advantage_and_change_nothing(name):
     batch = full_batch(groups=PAIRS)
