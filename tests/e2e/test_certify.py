@@ -305,6 +305,42 @@ def test_a_padded_loss_from_outside_is_certified(tmp_path, monkeypatch, mode):
     assert certificate.holds, certificate.verdict()
 
 
+PACKED = """
+import torch
+
+from verl.algorithms.advantages import register_advantage
+from verl.algorithms.losses import register_policy_loss
+
+
+@register_advantage("surprise_from_outside", columns=("old_logprobs",))
+def surprise(batch, config):
+    advantages = torch.where(batch["loss_mask"], batch["token_rewards"] - 0.1 * batch["old_logprobs"], 0.0)
+    return advantages, advantages
+
+
+def choose_unlikely(batch, config, draws):
+    return (batch["current_logprobs"] < -1.0) & (draws < 0.5)
+
+
+@register_policy_loss("spread_from_outside", outputs=("sum_pi_squared", "entropy"), choose_tokens=choose_unlikely)
+def spread(logprobs, old_logprobs, advantages, batch, config):
+    losses = -advantages * (logprobs - old_logprobs).exp()
+    extra = batch["sum_pi_squared"] - 0.1 * batch["entropy"]
+    return losses + torch.where(batch["chosen_tokens"], extra, 0.0), {"chosen_tokens": batch["chosen_tokens"]}
+"""
+
+
+def test_functions_on_packed_batches_from_a_file_are_certified_with_what_they_ask_for(tmp_path, monkeypatch):
+    (tmp_path / "my_packed_functions.py").write_text(PACKED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    certificate = run(
+        "actor_rollout_ref.model.external_lib=my_packed_functions",
+        "algorithm.adv_estimator=surprise_from_outside",
+        f"{ACTOR}.policy_loss.loss_mode=spread_from_outside",
+    )
+    assert certificate.holds, certificate.verdict()
+
+
 SMALL = ("--tiny", "--sequences=5", "--length=12")
 
 

@@ -7,6 +7,7 @@ step, so group and batch statistics need no collectives. Import from advantages.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry
 
 AdvantageFunction = Callable[[Batch, AlgorithmConfig], tuple[Tensor, Tensor]]
+F = TypeVar("F", bound=AdvantageFunction)  # it may have more arguments, with defaults
 Columns = tuple[str, ...] | Callable[[AlgorithmConfig], tuple[str, ...]]
 
 
@@ -50,7 +52,7 @@ def register_advantage(
     check: Callable[[AlgorithmConfig], None] = accept_any_algorithm,
     columns: Columns = (),
     outputs: tuple[str, ...] = (),
-) -> Callable[[AdvantageFunction], AdvantageFunction]:
+) -> Callable[[F], F]:
     """Decorator that makes an estimator selectable as `algorithm.adv_estimator=<name>`.
 
     `check` raises ConfigError, before the first step, for a configuration that it cannot use.
@@ -61,7 +63,7 @@ def register_advantage(
     computes only what is asked for.
     """
 
-    def add(function: AdvantageFunction) -> AdvantageFunction:
+    def add(function: F) -> F:
         ADVANTAGES.register(name)(Advantage(function, check, columns, outputs))
         return function
 

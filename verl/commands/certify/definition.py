@@ -48,7 +48,7 @@ AttentionInterface.register(NAIVE_ATTENTION, naive_attention)
 
 
 def model_outputs(model: nn.Module, sequences: list[TokenColumns], temperature: float) -> list[TokenColumns]:
-    """For each token of each sequence: log-prob and entropy (nats), or the value.
+    """For each token of each sequence: log-prob, entropy (nats) and the sum of squared probabilities, or the value.
 
     Entry t is for token t given the tokens before it, 0 for the first. Several sequences are padded on the right, which
     does not affect a causal model.
@@ -65,7 +65,8 @@ def model_outputs(model: nn.Module, sequences: list[TokenColumns], temperature: 
         logp_LV = torch.log_softmax(logits_LV / temperature, -1)
         logprobs = logp_LV.gather(1, sequence["tokens"][1:, None])[:, 0]
         entropy = -(logp_LV.exp() * logp_LV).sum(1)
-        out.append({"logprobs": torch.cat([first, logprobs]), "entropy": torch.cat([first, entropy])})
+        columns = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": logp_LV.exp().square().sum(1)}
+        out.append({name: torch.cat([first, column]) for name, column in columns.items()})
     return out
 
 
@@ -138,7 +139,8 @@ def actor_loss(config: ActorConfig, scale: float) -> ReferenceLoss:
         losses = [torch.zeros_like(one) for one in logprobs]
         for i, (out, sequence) in enumerate(zip(outputs, sequences, strict=True)):
             if external is None:
-                losses[i] = losses[i] + single_sequence_policy_loss(policy_loss, logprobs[i], sequence, config)
+                seen = sequence | {name: out[name] for name in policy_loss.outputs}
+                losses[i] = losses[i] + single_sequence_policy_loss(policy_loss, logprobs[i], seen, config)
             if config.entropy_coeff:
                 losses[i] = losses[i] - config.entropy_coeff * out["entropy"]
             if config.use_kl_loss:
