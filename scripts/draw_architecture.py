@@ -201,6 +201,7 @@ STAGES = (
         125,
         (
             "PPOTrainer.update",
+            "ReturnScale.targets",
             "Actor.update",
             "Actor.with_choice",
             "token_covariances",
