@@ -27,7 +27,7 @@ STAGE_WORDS = {
     "testing": "validating",
     "save_checkpoint": "saving",
 }
-WIDE = 100  # columns of a terminal with room for the bar and for tokens per second
+BAR_WIDTHS = (6, 24)  # columns of the bar: the narrowest that is drawn, the widest
 HEARTBEAT_S = 1.0  # how often at the least a thread looks whether a plain line is due, while a stage is long
 
 
@@ -53,7 +53,8 @@ class Progress:
 
     Call `begin(total_steps, step)` where the number of steps becomes known after the start, `stage(name)` when a stage
     begins (StageTimer does so through `on_enter`), `count("3 of 8 answers")` as it advances, and `step(step, metrics)`
-    when a step is done. Time left is the mean time of the last 20 steps times the number of remaining steps.
+    when a step is done. From its first stage on, a step is the one in progress, and its number is shown. Time left is
+    the mean time of the last 20 steps times the number of remaining steps; "over", once a step takes longer than that.
 
     >>> with Progress(total_steps=10) as progress:
     ...     progress.stage("gen")
@@ -69,7 +70,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total_steps = total_steps
-        self.current_step = start_step
+        self.current_step = start_step  # the last that is done
+        self.in_step = False
         self.stage_name = self.counted = ""
         self.reward: float | None = None
         self.loss: float | None = None
@@ -95,6 +97,7 @@ class Progress:
 
     def stage(self, name: str) -> None:
         """Stage `name` begins, of the next step or before the first."""
+        self.in_step = True
         if name != "step":
             self.stage_name, self.counted = STAGE_WORDS.get(name, name), ""
         self.display.show(self, force=False)
@@ -106,7 +109,7 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done, with these metrics."""
-        self.current_step = step
+        self.current_step, self.in_step = step, False
         self._step_ends.append(self.clock())
         self.reward = first_available(metrics, REWARD_NAMES, self.reward)
         self.loss = first_available(metrics, LOSS_NAMES, self.loss)
@@ -115,29 +118,47 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds to the end; None before the first step is done."""
-        steps = len(self._step_ends) - 1
-        if steps == 0:
+        """Estimated seconds to the end; None before the first step is done, and once the last step is overdue."""
+        steps_left = self.total_steps - self.current_step
+        if (per_step := self._seconds_per_step()) is None or (steps_left == 1 and self.is_overdue):
             return None
-        per_step = (self._step_ends[-1] - self._step_ends[0]) / steps
         since = self.clock() - self._step_ends[-1]
-        return max(0.0, per_step * (self.total_steps - self.current_step) - since)
+        later = max(per_step, (self._step_ends[-1] - self._step_ends[0] + since) / len(self._step_ends))
+        return max(0.0, per_step - since) + later * (steps_left - 1) if steps_left > 0 else 0.0
 
-    def describe(self, width: int = WIDE) -> str:
-        """The text of the line; tokens per second where a terminal of `width` columns has room for it."""
-        parts = [f"step {self.current_step}/{self.total_steps}"] if self.total_steps else []
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the step in progress already takes longer than the steps before it: time left is a lower bound."""
+        per_step = self._seconds_per_step()
+        return per_step is not None and self.clock() - self._step_ends[-1] > per_step
+
+    def _seconds_per_step(self) -> float | None:
+        steps = len(self._step_ends) - 1
+        return (self._step_ends[-1] - self._step_ends[0]) / steps if steps else None
+
+    def describe(self, width: int = sys.maxsize) -> str:
+        """The text of the line, in `width` columns: tokens per second go first, the step and time left stay whole."""
+        parts: dict[str, str] = {}
+        if self.total_steps:
+            parts["step"] = f"step {min(self.current_step + self.in_step, self.total_steps)}/{self.total_steps}"
         if self.stage_name:
-            parts.append(f"{self.stage_name} {self.counted}".rstrip())
+            parts["stage"] = f"{self.stage_name} {self.counted}".rstrip()
         if self.reward is not None:
-            parts.append(f"reward {self.reward:.3f}")
+            parts["reward"] = f"reward {self.reward:.3f}"
         elif self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.tokens_per_s is not None and width >= WIDE:
-            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        parts.append(f"{format_duration(self.clock() - self.start_time)} so far")
-        if self.seconds_left is not None:
-            parts.append(f"{format_duration(self.seconds_left)} left")
-        return " | ".join(parts)
+            parts["reward"] = f"loss {self.loss:.4f}"
+        if self.tokens_per_s is not None:
+            parts["speed"] = f"{self.tokens_per_s:,.0f} tokens/s"
+        parts["so far"] = f"{format_duration(self.clock() - self.start_time)} so far"
+        if (left := self.seconds_left) is not None:
+            bound = "over " if self.is_overdue and left else ""
+            parts["left"] = f"{bound}{format_duration(left)} left"
+        for name in ("speed", "so far", "reward"):
+            if len(" | ".join(parts.values())) > width:
+                parts.pop(name, None)
+        if (excess := len(" | ".join(parts.values())) - width) > 0 and "stage" in parts:
+            parts["stage"] = parts["stage"][: max(0, len(parts["stage"]) - excess - 1)] + "…"
+        return " | ".join(parts.values())
 
     def close(self) -> None:
         """Stop the display and restore the terminal."""
@@ -194,7 +215,7 @@ class RichLine:
         # rich redirects sys.stdout to print above the bar; a stdout that goes to a file must not be redirected
         self._console = console = Console(file=stream)
         self._bar = RichProgress(
-            *live_columns(console.width),
+            *live_columns(console),
             console=console,
             transient=True,
             refresh_per_second=2,
@@ -204,7 +225,7 @@ class RichLine:
 
     def show(self, progress: Progress, force: bool) -> None:
         if self._task is None:
-            self._task = self._bar.add_task("", total=None, line=lambda: progress.describe(self._console.width))
+            self._task = self._bar.add_task("", total=None, line=progress.describe)
             self._bar.start()
         total = progress.total_steps or None  # a bar without an end moves to and fro
         self._bar.update(self._task, total=total, completed=progress.current_step)
@@ -213,17 +234,21 @@ class RichLine:
         self._bar.stop()
 
 
-def live_columns(width: int) -> list[Any]:
-    """Spinner, bar (where there is room), and the line, computed at every redraw so that times advance."""
+def live_columns(console: Any) -> list[Any]:
+    """Spinner, bar (as wide as the line leaves room), and the line, computed at every redraw so that times advance."""
     from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task
     from rich.text import Text
 
     class LineColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(task.fields["line"](), overflow="ellipsis", no_wrap=True)
+            return Text(task.fields["line"](console.width - 3), overflow="ellipsis", no_wrap=True)
 
-    bar = [BarColumn(bar_width=24)] if width >= WIDE else []
-    return [SpinnerColumn(), *bar, LineColumn()]
+    class FittingBar(ProgressColumn):
+        def render(self, task: Task) -> Any:
+            room = console.width - 4 - len(task.fields["line"]())  # one column more, for a time that grows meanwhile
+            return BarColumn(bar_width=min(room, BAR_WIDTHS[1])).render(task) if room >= BAR_WIDTHS[0] else Text("")
+
+    return [SpinnerColumn(), FittingBar(), LineColumn()]
 
 
 def is_live_terminal(stream: TextIO) -> bool:

@@ -7,8 +7,10 @@ import pty
 import time
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress as RichProgress
 
-from verl.observe.progress import PlainLines, Progress, RichLine, format_duration
+from verl.observe.progress import PlainLines, Progress, RichLine, format_duration, live_columns
 from verl.observe.timers import StageTimer
 
 
@@ -47,10 +49,59 @@ def test_a_pipe_gets_a_line_per_interval_and_one_for_the_last_step():
     ]
 
 
-def test_a_narrow_terminal_is_not_told_tokens_per_second():
-    progress = Progress(9, 8, stream=io.StringIO(), clock=Clock())
-    progress.step(8, {"perf/throughput": 12345.0, "critic/score/mean": 0.5})
-    assert "tokens/s" in progress.describe(100) and "tokens/s" not in progress.describe(99)
+@pytest.mark.parametrize(("width", "has_bar", "has_speed"), [(160, True, True), (108, False, True), (80, False, False)])
+def test_time_left_stays_whole_and_the_bar_goes_before_tokens_per_second(width, has_bar, has_speed):
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(40, stream=io.StringIO(), clock=clock)
+    clock.now = 65.0
+    progress.step(1, {"perf/throughput": 12345.0, "critic/score/mean": 0.5})
+    progress.stage("update_actor")
+    progress.count("3 of 16 sequences")
+    console = Console(file=stream, width=width)
+    bar = RichProgress(*live_columns(console), console=console)
+    bar.add_task("", total=40, completed=20, line=progress.describe)
+    console.print(bar.get_renderable())
+    line = stream.getvalue()
+    assert "step 2/40 | updating 3 of 16 sequences" in line and "reward 0.500" in line
+    assert "42m15s left" in line and len(line.splitlines()) == 1
+    assert ("━" in line, "tokens/s" in line) == (has_bar, has_speed)
+
+
+def test_a_terminal_without_room_cuts_the_stage_and_keeps_step_and_time_left():
+    clock = Clock()
+    progress = Progress(40, stream=io.StringIO(), clock=clock)
+    clock.now = 65.0
+    progress.step(1, {"perf/throughput": 12345.0, "critic/score/mean": 0.5})
+    progress.stage("ref")
+    assert progress.describe(36) == "step 2/40 | evaluatin… | 42m15s left"
+
+
+def test_the_step_in_progress_is_counted_and_keeps_its_number_when_it_ends():
+    progress = Progress(stream=io.StringIO(), clock=Clock())
+    progress.begin(total_steps=2, start_step=0)
+    for step in (1, 2):
+        progress.stage("gen")
+        assert progress.describe().startswith(f"step {step}/2 |")
+        progress.step(step, {})
+        assert progress.describe().startswith(f"step {step}/2 |")
+    progress.stage("save_checkpoint")
+    assert progress.describe().startswith("step 2/2 |")
+
+
+def test_a_step_that_takes_longer_than_estimated_does_not_eat_the_time_of_later_steps():
+    clock = Clock()
+    progress = Progress(4, stream=io.StringIO(), clock=clock)
+    clock.now = 10.0
+    progress.step(1, {})
+    clock.now = 14.0
+    assert progress.describe().endswith("| 26s left")
+    clock.now = 40.0  # a mean of at least 20 s over the two steps: two steps of that remain
+    assert progress.describe().endswith("| over 40s left")
+    progress.step(3, {})
+    clock.now = 100.0
+    assert "left" not in progress.describe()
+    progress.step(4, {})
+    assert progress.describe().endswith("| 0s left")
 
 
 def test_nothing_but_plain_text_reaches_a_pipe():
@@ -110,7 +161,7 @@ def test_a_stage_says_how_far_it_is_and_the_steps_begin_when_their_number_is_kno
     progress.begin(total_steps=9, start_step=4)
     progress.stage("gen")
     progress.count("1,000 of 4,096 answers")
-    assert progress.describe() == "step 4/9 | generating 1,000 of 4,096 answers | 0s so far"
+    assert progress.describe() == "step 5/9 | generating 1,000 of 4,096 answers | 0s so far"
     progress.stage("update_actor")
     assert "answers" not in progress.describe()
 
