@@ -27,7 +27,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "rewards": 1100,
     "trainer": 5405,
     "commands": 4900,
-    "utils": 1370,
+    "utils": 1405,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
 CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14474, 43000, 400

@@ -133,7 +133,8 @@ def test_an_engine_in_place_is_built_on_every_rank(folder: Path, monkeypatch: py
 
 def test_what_is_not_registered_or_built_as_another_class_is_refused(folder: Path):
     with pytest.raises(
-        ConfigError, match=r"rollout.name=vlm is no rollout engine; did you mean 'vllm'\?.*external_lib"
+        ConfigError,
+        match=r"rollout.name=vlm is no rollout engine \(did you mean 'vllm'\?\); known: .*hf.*, vllm.*external_lib",
     ):
         find_rollout_engine("vlm")
 

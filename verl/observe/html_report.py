@@ -50,6 +50,7 @@ HEADLINE = (
 )
 BANDS = {f"critic/{name}/mean": (f"critic/{name}/min", f"critic/{name}/max") for name in ("score", "rewards")}
 NOT_DRAWN = ("training/global_step", "training/epoch")
+NAMES = {"trainer.experiment_name", "trainer.default_local_dir"}  # they differ between any two runs
 
 
 @dataclass(frozen=True)
@@ -193,10 +194,10 @@ def stage_times(records: Sequence[Mapping[str, Any]]) -> StackedTimes | None:
 
 
 def differing_keys(configs: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
-    """(key, its value in each run) of every key whose values differ; empty for one run, or where one is unknown."""
+    """(key, value in each run) of every key that differs, less NAMES; empty for one run, or where one is unknown."""
     if len(configs) < 2 or not all(configs):
         return []
-    keys = sorted({key for config in configs for key in config})
+    keys = sorted({key for config in configs for key in config} - NAMES)
     sections = {key.rpartition(".")[0] for key in keys}  # empty in one run, with keys in another
     values = {key: [config.get(key, "(not there)") for config in configs] for key in keys}
     return [(key, found) for key, found in values.items() if len(set(found)) > 1 and key not in sections]
@@ -209,7 +210,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             out |= flatten(value, f"{prefix}{key}.")
         else:
-            out[f"{prefix}{key}"] = str(value)
+            out[f"{prefix}{key}"] = "null" if value is None else str(value)
     return out
 
 

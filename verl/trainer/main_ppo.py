@@ -15,6 +15,7 @@ from verl.utils.command_line import run_command
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
 usage: python3 -m verl.trainer.main_ppo [--config-name NAME] [--config-dir DIR] key=value ...
+       verl train, with the same words, is the same command
 
   python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=DIR algorithm.adv_estimator=grpo \\
       data.train_files=train.parquet data.val_files=test.parquet actor_rollout_ref.rollout.n=8

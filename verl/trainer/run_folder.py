@@ -15,9 +15,10 @@ from verl.observe.run_changes import change_lines, find_changes, results_change
 from verl.observe.run_record import RUN_FILE, VALIDATION_SAMPLES, RunRecord, read_record
 from verl.observe.trackers import parse_metrics
 from verl.observe.tracking import metrics_path
-from verl.trainer.run_files import LEDGER, complete_steps
+from verl.trainer.run_files import LATEST_STEP_FILE, LEDGER, complete_steps
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.folder_lock import FolderInUseError, one_run_in
+from verl.utils.process_end import say_place
 
 AnyConfig = RunConfig | SFTConfig
 _DUMPS = ("rollout_data_dir", "validation_data_dir")
@@ -61,6 +62,7 @@ def claimed_run(config: C) -> Iterator[tuple[C, RunPlace]]:
         if taken.trainer.experiment_name != named.trainer.experiment_name and not has_dated_name(named):
             place = RunPlace(f"new; {named.trainer.experiment_name} holds another run")
         values = _chosen_values(config, taken)
+        say_place(Path(taken.trainer.default_local_dir) / LATEST_STEP_FILE, taken.trainer.experiment_name)
         yield taken, replace(_describe(taken, held, place), values=values)
 
 

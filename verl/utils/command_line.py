@@ -25,7 +25,7 @@ def run_command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[
         with SaidEnd():
             code = run(arguments)
     except VerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{error.prefix}{error}", file=sys.stderr)
         return error.exit_code
     except SystemExit as error:  # of user code, in a task of its own: our code returns
         print(

@@ -7,6 +7,7 @@ class VerlError(Exception):
     """Root of every error this library raises on purpose; commands print it without a traceback."""
 
     exit_code = 2  # of the command
+    prefix = "error: "  # of the line that the command prints
 
 
 class ConfigError(VerlError):
@@ -66,6 +67,12 @@ class SeveralErrors(ConfigError):
         self.errors = errors
 
 
+class NothingElse(ConfigError):
+    """All that is wrong was said before."""
+
+    prefix = ""
+
+
 class Mistakes:
     """Errors of independent checks, raised together: `with mistakes: check()`, at the end `mistakes.refuse(...)`."""
 
@@ -92,7 +99,7 @@ class Mistakes:
         known = {_problem(error) for error in said}
         new = [error for error in self.errors if _problem(error) not in known]
         if self.errors and not new:
-            raise ConfigError("nothing else is wrong; repair what is said above, and run the command again")
+            raise NothingElse("nothing else is wrong; repair what is said above, and run the command again")
         if len(new) == 1 and not said:
             raise new[0]
         if new:

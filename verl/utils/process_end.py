@@ -10,18 +10,19 @@ the command also keeps its process id, terminal and debugger without one.
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
+OVER = b"\0"  # through the pipe: the end was said
 exit_now = os._exit  # for our own code: `os._exit` is replaced while a command runs
 
-ADVICE = (
-    "raise an exception there instead; the same command, under the name of the run, resumes from the last checkpoint"
-)
+ADVICE = "raise an exception there instead; "
 
 
 class SaidEnd:
@@ -29,6 +30,9 @@ class SaidEnd:
 
     Within another such block, and in a rank of torchrun (which says how its ranks end), no watching process starts.
     """
+
+    active: "ClassVar[SaidEnd | None]" = None
+    place = b""  # of the run, once it is known: see say_place
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -46,6 +50,7 @@ class SaidEnd:
         if "WORLD_SIZE" not in os.environ:
             self._start_watcher()
         os._exit = self._exit
+        SaidEnd.active = self
 
     def _start_watcher(self) -> None:
         reader, self.pipe = os.pipe()
@@ -59,7 +64,8 @@ class SaidEnd:
             exit_now(status)
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        text = f"error: os._exit({status}) ended the process before the run was over, called at {where}; {ADVICE}\n"
+        text = f"error: os._exit({status}) ended the process before the run was over, called at {where}; {ADVICE}"
+        text += how_to_resume(self.place) + "\n"
         with contextlib.suppress(ValueError, OSError):
             sys.stdout.flush()
         with contextlib.suppress(OSError, TypeError):  # where it cannot be written, the watcher speaks
@@ -70,14 +76,14 @@ class SaidEnd:
     def _mark_said(self) -> None:
         if self.pipe is not None:
             with contextlib.suppress(OSError):  # the watcher was killed
-                os.write(self.pipe, b".")
+                os.write(self.pipe, OVER)
             os.close(self.pipe)
             self.pipe = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self.outer_exit is not exit_now or os.getpid() != self.owner:
             return
-        os._exit = exit_now
+        os._exit, SaidEnd.active = exit_now, None
         self._mark_said()
         if self.watcher is not None:
             self.watcher.wait()
@@ -86,15 +92,41 @@ class SaidEnd:
 
 
 def watch(process: int) -> None:
-    """Wait for the end of the pipe at stdin; without a byte before it, say how `process` ended."""
+    """Wait for the end of the pipe at stdin; without OVER before it, say how `process` ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if not os.read(0, 1):
-        print(f"error: the run is not over, but its process {process} {how_it_ended(process)}", file=sys.stderr)
+    place = b""
+    while part := os.read(0, 65536):
+        place += part
+        if place.endswith(OVER):
+            return
+    text = f"its process {process} {how_it_ended(process)}{how_to_resume(place)}"
+    print(f"error: the run is not over, but {text}", file=sys.stderr)
+
+
+def say_place(latest: Path, name: str) -> None:
+    """What the command runs: `latest` will hold the step of its last checkpoint; for the advice about its end."""
+    if (end := SaidEnd.active) is not None and os.getpid() == end.owner and not end.place:
+        end.place = json.dumps([str(latest.absolute()), name]).encode()
+        if end.pipe is not None:
+            with contextlib.suppress(OSError):  # the watcher was killed
+                os.write(end.pipe, end.place)
+
+
+def how_to_resume(place: bytes) -> str:
+    """What goes on from where, given the bytes of say_place; from no step where none was saved."""
+    if not place:
+        return "the same command, under the name of the run, goes on from its last checkpoint if it has saved one"
+    latest, name = json.loads(place)
+    try:
+        step = int(Path(latest).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "nothing was saved: the same command begins with step 1"
+    return f"the same command resumes from global_step_{step}, with trainer.experiment_name={name}"
 
 
 def how_it_ended(process: int) -> str:
-    """How a process that has ended and is still listed did so, and what to do."""
+    """How a process that has ended and is still listed did so."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/stat", encoding="utf-8") as file:
         status = int(file.read().rpartition(")")[2].split()[49])  # field 52 of proc(5): exit_code
         if not os.WIFSIGNALED(status):
@@ -104,14 +136,12 @@ def how_it_ended(process: int) -> str:
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
         if number == signal.SIGKILL:
-            return "was killed by SIGKILL, as the kernel does when memory runs out (see dmesg); " + RESUME
+            return "was killed by SIGKILL, as the kernel does when memory runs out (see dmesg); "
         if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
-            return f"crashed ({name}): the lines above show where, if its Python could still write; {RESUME}"
-        return f"was ended by {name}; {RESUME}"
-    return f"is gone: it was killed, it crashed, or native code called exit; {RESUME}"
+            return f"crashed ({name}): the lines above show where, if its Python could still write; "
+        return f"was ended by {name}; "
+    return "is gone: it was killed, it crashed, or native code called exit; "
 
-
-RESUME = "the same command, under the name of the run, resumes from the last checkpoint"
 
 if __name__ == "__main__":
     watch(int(sys.argv[1]))

@@ -119,6 +119,11 @@ def test_headline_names_are_whole_names_or_beginnings() -> None:
 def test_keys_that_one_run_lacks_differ_and_unknown_configurations_are_not_compared() -> None:
     configs = [flatten({"a": {"b": 1, "c": 2}}), flatten({"a": {"b": 1}})]
     assert differing_keys(configs) == [("a.c", ["2", "(not there)"])]
+    named = [
+        flatten({"trainer": {"experiment_name": x, "default_local_dir": x, "save_freq": s}})
+        for x, s in ("a1", ("b", None))
+    ]
+    assert differing_keys(named) == [("trainer.save_freq", ["1", "null"])]
     assert differing_keys([configs[0], {}]) == [] and differing_keys(configs[:1]) == []
     sections = [flatten({"a": {"extra": {}}, "b": 1}), flatten({"a": {"extra": {"k": 3}}, "b": 1})]
     assert differing_keys(sections) == [("a.extra.k", ["(not there)", "3"])]

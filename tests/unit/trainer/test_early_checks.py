@@ -104,7 +104,7 @@ def test_a_run_whose_reasons_were_all_said_early_does_not_repeat_them(
     assert main_ppo.main(jobs.overrides(tmp_path, "run", f"{ARR}.model.path={tmp_path}/nowhere")) == 2
     out, err = capsys.readouterr()
     assert (out + err).count("nowhere is not a folder") == 1
-    assert "error: nothing else is wrong; repair what is said above" in err
+    assert "\nnothing else is wrong; repair what is said above" in "\n" + err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,7 +19,7 @@ from verl.plugin import load_plugins
 from verl.utils.errors import ConfigError, PluginError
 from verl.utils.external_code import import_external
 from verl.utils.registry import Registry
-from verl.utils.suggest import did_you_mean
+from verl.utils.suggest import closest
 
 if TYPE_CHECKING:
     from torch import device, nn
@@ -112,10 +112,11 @@ def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = No
         import_external(external_lib)
         load_plugins()
     if name not in _ENGINES:
+        near = "".join(f" (did you mean {known!r}?)" for known in closest(name, _ENGINES, count=1))
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name} is no rollout engine; {did_you_mean(name, _ENGINES)}. One of your "
-            "own registers itself with verl.workers.rollout.registry.register_rollout_engine in a module that "
-            "actor_rollout_ref.model.external_lib names, or in a plug-in"
+            f"actor_rollout_ref.rollout.name={name} is no rollout engine{near}; known: {', '.join(sorted(_ENGINES))}. "
+            "One of your own registers itself with verl.workers.rollout.registry.register_rollout_engine in a module "
+            "that actor_rollout_ref.model.external_lib names, or in a plug-in"
         )
     return _ENGINES.get(name)
 
