@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5405,
+    "trainer": 5408,
     "commands": 4900,
     "utils": 1405,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14474, 43000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14477, 43000, 400
 
 
 def package_of(path: Path) -> str:
