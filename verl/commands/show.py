@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.data.batch import Batch
+from verl.data.data_files import FileRows
 from verl.observe.ledger import LedgerStep, ledger_steps, read_ledger
 from verl.observe.run_record import RunRecord, find_run
 from verl.utils.errors import DataError, VerlError
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = find_run(options.run)
         step = read_step(record, options.step)
         chosen = choose(step.batch, options.worst, options.best, options.row)
-        show(step, chosen, load_run_tokenizer(record, options.tokenizer), options.color)
+        show(step, chosen, load_run_tokenizer(record, options.tokenizer), options.color, open_data(record))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -92,8 +93,31 @@ def load_run_tokenizer(record: RunRecord, folder: Path | None) -> Any:
         return None
 
 
-def show(step: LedgerStep, chosen: Sequence[int], tokenizer: Any, color: str) -> None:
-    """Print the trajectories: reward and why it ended, the prompt, and what followed it."""
+def open_data(record: RunRecord) -> FileRows | None:
+    """The rows that the run trained on; None where they are not there any more, or a class of the user made them."""
+    data = dict(record.config.get("data", {}))
+    if not data.get("train_files") or dict(data.get("custom_cls") or {}).get("path"):
+        return None
+    try:
+        return FileRows(data["train_files"])
+    except (DataError, OSError):
+        return None
+
+
+def expected_answer(data: FileRows | None, row: int, prompt: str) -> Any:
+    """The ground truth of a data row; None without one, or where the row does not hold this prompt any more."""
+    if data is None or not 0 <= row < len(data):
+        return None
+    raw = data[row]
+    messages, answer = raw.get("prompt"), raw.get("reward_model")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or not isinstance(answer, dict) or str(last.get("content")).strip() not in prompt:
+        return None
+    return answer.get("ground_truth")
+
+
+def show(step: LedgerStep, chosen: Sequence[int], tokenizer: Any, color: str, data: FileRows | None) -> None:
+    """Print the trajectories: reward and why it ended, the expected answer, the prompt, and what followed it."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -113,6 +137,9 @@ def show(step: LedgerStep, chosen: Sequence[int], tokenizer: Any, color: str) ->
             f"step {step.step}, row {int(rows[number])}, reward {reward:.4g}, {length} sampled tokens, {reason}"
         )
         tokens, mask = batch["tokens"][part], batch["loss_mask"][part]
+        prompt = "" if tokenizer is None else str(tokenizer.decode(tokens[~mask].tolist()))
+        if (expected := expected_answer(data, int(rows[number]), prompt)) is not None:
+            console.print(f"expected: {expected}", markup=False)
         console.print(coloured(tokens, mask, None if values is None else values[part], tokenizer, color))
 
 

@@ -141,6 +141,24 @@ def test_the_worst_and_best_answers_of_a_step_are_shown_as_text(runs, monkeypatc
     assert re.search(r"^\d\d\+\d\d=", worst, re.M)  # a prompt of the task, decoded
 
 
+def test_the_expected_answer_is_read_from_the_row_if_it_still_holds_the_prompt(runs, capsys) -> None:
+    show.main(["demo/first", "--row", "99"])
+    row = int(re.findall(r"\d+", capsys.readouterr().err.partition("it has rows")[2])[0])
+    show.main(["demo/first", "--row", str(row), "--color", "none"])
+    question = re.search(r"\d\d\+\d\d=", capsys.readouterr().out).group()
+    record = runs / "checkpoints" / "demo" / "first" / "run.json"
+    saved = json.loads(record.read_text())
+    saved["config"]["data"] = {"train_files": [str(runs / "rows.jsonl")]}
+    record.write_text(json.dumps(saved))
+    for content, seen in ((question, 4), ("1+1=", 0)):
+        line = {"prompt": [{"role": "user", "content": content}], "reward_model": {"ground_truth": "[b]77"}}
+        (runs / "rows.jsonl").write_text((json.dumps(line) + "\n") * (row + 1))
+        assert show.main(["demo/first", "--row", str(row)]) == 0
+        assert capsys.readouterr().out.count("expected: [b]77\n") == seen
+    (runs / "rows.jsonl").unlink()
+    assert show.main(["demo/first", "--row", str(row)]) == 0 and "expected" not in capsys.readouterr().out
+
+
 def test_all_answers_to_a_row_and_the_rows_there_are(runs, capsys) -> None:
     assert show.main(["demo/first", "--row", "99"]) == 2
     rows = re.findall(r"\d+", capsys.readouterr().err.partition("it has rows")[2])
