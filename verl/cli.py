@@ -14,7 +14,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "sft": ("verl.trainer.sft_trainer:main", "supervised fine-tuning"),
     "dpo": ("verl.trainer.dpo_trainer:main", "preference optimization on pairs of answers: DPO, IPO, hinge, SimPO"),
     "reward-model": ("verl.trainer.reward_trainer:main", "a reward model from pairs of answers"),
-    "merge": ("verl.commands.merge:main", "turn the shards of a checkpoint into a Hugging Face folder"),
+    "merge": ("verl.commands.parsers:merge_main", "turn the shards of a checkpoint into a Hugging Face folder"),
     "generate": ("verl.commands.generate_answers:main", "answer the prompts of a data file"),
     "eval": ("verl.commands.score_answers:main", "score a file of answers: accuracy, pass@k, maj@k with intervals"),
     "serve": ("verl.commands.serve:main", "an OpenAI-compatible server over a rollout engine"),
@@ -22,7 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "show": ("verl.commands.show:main", "trajectories of a step as text, tokens coloured by advantage or log-prob"),
     "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
     "doctor": ("verl.commands.doctor:main", "what this machine can and cannot do"),
-    "check-template": ("verl.commands.check_template:main", "check that a chat template works for multi-turn runs"),
+    "check-template": ("verl.commands.parsers:template_main", "check that a chat template works for multi-turn runs"),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
 SPEAKS_FIRST = ("train", "sft", "dpo", "reward-model", "config", "report")  # these print before they load what is slow

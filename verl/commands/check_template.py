@@ -1,11 +1,5 @@
-"""`verl check-template`: check that a chat template works for multi-turn training, and show which tokens are trained.
+"""`verl check-template`: see TEMPLATE_HELP in `verl.commands.parsers`."""
 
-Random conversations are rendered turn by turn. Three things must hold: an answer ends with an end-of-sequence token;
-tool and user turns can be appended; the incremental tokens equal the template's own rendering of the conversation,
-unless the template rewrites earlier turns. Templates that rewrite earlier turns are reported with an example.
-"""
-
-import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent.incremental_template import IncrementalTemplate
+from verl.commands.parsers import template_options
 from verl.config import HFModelConfig
 from verl.data.chat import Message
 from verl.models.load import load_tokenizer
@@ -215,12 +210,7 @@ def print_report(report: TemplateReport, tokenizer: PreTrainedTokenizerBase, con
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: multi-turn training works on this template; 1: it does not; 2: a mistake the message explains."""
-    parser = argparse.ArgumentParser(prog="verl check-template", description=__doc__)
-    parser.add_argument("path", help="folder of the model or tokenizer")
-    parser.add_argument("--conversations", type=int, default=200, help="random conversations (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: %(default)s)")
-    parser.add_argument("--chat-template", help="file with a template to check instead of the tokenizer's own")
-    options = parser.parse_args(argv)
+    options = template_options(argv)
     if options.conversations < 1:
         raise ConfigError(f"--conversations {options.conversations}: give at least 1")
     try:

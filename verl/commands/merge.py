@@ -1,6 +1,5 @@
 """`verl merge` and `python -m verl.model_merger`: the shards of a checkpoint as a Hugging Face folder."""
 
-import argparse
 import json
 import shutil
 import sys
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+from verl.commands.parsers import merge_options
 from verl.models import export
 from verl.models.load import read_config
 from verl.models.tensor_file import write_tensors
@@ -28,9 +28,7 @@ ADAPTER = "lora_adapter"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when the folder was written, or the comparison found no difference."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    has_operation = not arguments or arguments[0] in ("merge", "test", "-h", "--help")
-    options = _parser().parse_args(arguments if has_operation else ["merge", *arguments])
+    options = merge_options(argv)
     if options.backend != "fsdp":
         raise ConfigError(f"--backend {options.backend} is still to come; --backend fsdp reads FSDP shards")
     if options.trust_remote_code:
@@ -52,25 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.hf_upload_path:
         _upload(target, options.hf_upload_path, options.private)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="verl merge", description="Turn the shards of a checkpoint into one model.")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--backend", default="fsdp", choices=("fsdp", "megatron"), help="what trained the model")
-    common.add_argument("--local_dir", required=True, help="folder of shards, such as global_step_N/actor")
-    common.add_argument("--is-value-model", action="store_true", help="a critic, whatever its config.json says")
-    common.add_argument("--tie-word-embedding", action="store_true", help="head and embedding are one tensor")
-    common.add_argument("--trust-remote-code", action="store_true", help="refused")
-    common.add_argument("--use_cpu_initialization", action="store_true", help="accepted; always true")
-    verbs = parser.add_subparsers(dest="operation", required=True)
-    merging = verbs.add_parser("merge", parents=[common], help="write a Hugging Face folder")
-    merging.add_argument("--target_dir", help="new or empty folder to write (default: EXPERIMENT-step-N)")
-    merging.add_argument("--hf_upload_path", help="repository on a hub to upload the folder to")
-    merging.add_argument("--private", action="store_true", help="make that repository private")
-    testing = verbs.add_parser("test", parents=[common], help="compare the shards with a Hugging Face folder")
-    testing.add_argument("--test_hf_dir", required=True, help="the folder to compare with")
-    return parser
 
 
 def report_export_damage(folder: Path) -> None:

@@ -2,11 +2,11 @@
 
 import sys
 
-from verl.commands.merge import main
+from verl.commands.parsers import merge_main
 from verl.utils.errors import VerlError
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(merge_main())
     except VerlError as error:
         sys.exit(f"error: {error}")

@@ -1,0 +1,63 @@
+"""Arguments of commands that load libraries for seconds: help and mistakes come before that."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+TEMPLATE_HELP = """Check that a chat template works for multi-turn training, and show which tokens are trained.
+
+Random conversations are rendered turn by turn. Three things must hold: an answer ends with an end-of-sequence token;
+tool and user turns can be appended; the incremental tokens equal the template's own rendering of the conversation,
+unless the template rewrites earlier turns. Templates that rewrite earlier turns are reported with an example."""
+
+
+def merge_main(argv: Sequence[str] | None = None) -> int:
+    """`verl merge`, whose arguments are read first."""
+    merge_options(argv)
+    from verl.commands.merge import main
+
+    return main(argv)
+
+
+def template_main(argv: Sequence[str] | None = None) -> int:
+    """`verl check-template`, whose arguments are read first."""
+    template_options(argv)
+    from verl.commands.check_template import main
+
+    return main(argv)
+
+
+def merge_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of `verl merge`; an operation that is left out is `merge`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    has_operation = not arguments or arguments[0] in ("merge", "test", "-h", "--help")
+    return merge_parser().parse_args(arguments if has_operation else ["merge", *arguments])
+
+
+def merge_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verl merge", description="Turn the shards of a checkpoint into one model.")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--backend", default="fsdp", choices=("fsdp", "megatron"), help="what trained the model")
+    common.add_argument("--local_dir", required=True, help="folder of shards, such as global_step_N/actor")
+    common.add_argument("--is-value-model", action="store_true", help="a critic, whatever its config.json says")
+    common.add_argument("--tie-word-embedding", action="store_true", help="head and embedding are one tensor")
+    common.add_argument("--trust-remote-code", action="store_true", help="refused")
+    common.add_argument("--use_cpu_initialization", action="store_true", help="accepted; always true")
+    verbs = parser.add_subparsers(dest="operation", required=True)
+    merging = verbs.add_parser("merge", parents=[common], help="write a Hugging Face folder")
+    merging.add_argument("--target_dir", help="new or empty folder to write (default: EXPERIMENT-step-N)")
+    merging.add_argument("--hf_upload_path", help="repository on a hub to upload the folder to")
+    merging.add_argument("--private", action="store_true", help="make that repository private")
+    testing = verbs.add_parser("test", parents=[common], help="compare the shards with a Hugging Face folder")
+    testing.add_argument("--test_hf_dir", required=True, help="the folder to compare with")
+    return parser
+
+
+def template_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of `verl check-template`."""
+    parser = argparse.ArgumentParser(prog="verl check-template", description=TEMPLATE_HELP)
+    parser.add_argument("path", help="folder of the model or tokenizer")
+    parser.add_argument("--conversations", type=int, default=200, help="random conversations (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: %(default)s)")
+    parser.add_argument("--chat-template", help="file with a template to check instead of the tokenizer's own")
+    return parser.parse_args(argv)
