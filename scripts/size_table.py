@@ -26,7 +26,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2030,
     "rewards": 1100,
     "trainer": 5408,
-    "commands": 4901,
+    "commands": 4990,
     "utils": 1405,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")

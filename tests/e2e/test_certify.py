@@ -26,7 +26,7 @@ from verl.data.trajectory import Trajectory
 from verl.utils.errors import ConfigError
 from verl.workers.engine.torch_engine import TorchEngine
 
-ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+ACTOR, CRITIC, CORRECTION = "actor_rollout_ref.actor", "critic", "algorithm.rollout_correction"
 FP64 = (f"{ACTOR}.fsdp_config.model_dtype=fp64", "critic.fsdp.model_dtype=fp64")  # float64 only: half the work
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", *FP64)
 ORACLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_one_file.py"
@@ -41,8 +41,15 @@ BUILT_IN = [n for n in POLICY_LOSSES.names() if POLICY_LOSSES.get(n).function.__
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_policy_loss_is_certified(name):
-    more = [f"{ACTOR}.policy_loss.dro_beta=0.5"] if name == "dro" else []
+    needed = {"dro": f"{ACTOR}.policy_loss.dro_beta=0.5", "bypass_mode": f"{CORRECTION}.bypass_mode=True"}
+    more = [needed[name]] if name in needed else []
     certificate = run(f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.entropy_coeff=0.01", *more)
+    assert certificate.holds, certificate.verdict()
+
+
+@pytest.mark.parametrize("mode", [[], [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce"]])
+def test_losses_times_importance_weights_are_certified(mode):
+    certificate = run(f"{CORRECTION}.rollout_is=token", *mode)
     assert certificate.holds, certificate.verdict()
 
 
@@ -153,7 +160,7 @@ def test_the_definition_equals_the_one_file_example():
     ).actor_rollout_ref.actor
     model.set_attn_implementation(definition.NAIVE_ATTENTION)
     batch = batch.with_columns(**{name: column.flatten() for name, column in columns.items()})
-    found = definition.gradient(model, batch, definition.actor_loss(config, 1.0), 1.0)
+    found = definition.gradient(model, batch, definition.actor_loss(config, losses.ActorLoss(config), 1.0), 1.0)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)

@@ -156,3 +156,9 @@ def test_shell_scripts_are_sound():
     scripts = [*sorted((ROOT / "scripts").glob("*.sh")), *sorted(p for p in (ROOT / ".ci").iterdir() if p.is_file())]
     done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_no_two_test_files_have_the_same_name():
+    """pytest imports a test file by its name alone, where its folder is no package."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}

@@ -26,7 +26,7 @@ from verl.commands.certify.rank_gradients import RankGradients
 from verl.commands.certify.subject import Subject, build_engine, subjects, with_random_adapters, with_tiny_model
 from verl.commands.certify.variants import Variant, prefix_sharing_variants, rank_variants, variants
 from verl.config import AlgorithmConfig, RunConfig, SFTConfig
-from verl.config.check import uses_critic
+from verl.config.check import trained_actor, uses_critic
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
 from verl.models.device_moves import move_model
@@ -109,7 +109,7 @@ class GradientComparison:
         self.model_config = model.config
         batch, actor = Batch.pack(trajectories), None
         if isinstance(config, RunConfig) and subject.role == "actor":
-            actor = config.actor_rollout_ref.actor
+            actor = trained_actor(config)
         self.batch = with_loss_columns(batch, model, algorithm, subject.temperature, self.generator, actor)
         self.expected = self.definition_gradient(model)
         self.norm = norm(self.expected)

@@ -6,7 +6,7 @@ backpropagated to the parameters. Shapes: L tokens of one sequence, V vocabulary
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import PolicyLoss, aggregation_mode, get_policy_loss
+from verl.algorithms.losses import ActorLoss, PolicyLoss, aggregation_mode
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
 from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
@@ -105,15 +105,21 @@ def gradient(
 
 
 def split_sequences(batch: Batch) -> list[TokenColumns]:
-    """The token columns of each sequence, floating ones in float64."""
-    bounds = batch.cu_seqlens.tolist()
+    """The token columns of each sequence, floating ones in float64, and `group` (L,), the number of its prompt."""
+    bounds, groups = batch.cu_seqlens.tolist(), batch["group_ids"]
     columns = {n: c.double() if c.is_floating_point() else c for n, c in batch.token_columns.items()}
     spans = itertools.pairwise(bounds)
-    return [{name: column[start:stop] for name, column in columns.items()} for start, stop in spans]
+    return [
+        {name: column[start:stop] for name, column in columns.items()} | {"group": group.expand(stop - start)}
+        for (start, stop), group in zip(spans, groups, strict=True)
+    ]
 
 
-def aggregate(losses: list[Tensor], masks: list[Tensor], mode: str, scale: float) -> Tensor:
-    """One number from the losses (L,) of every sequence of the mini-batch."""
+def aggregate(
+    losses: list[Tensor], sequences: list[TokenColumns], mode: str, scale: float, masks: Sequence[Tensor] = ()
+) -> Tensor:
+    """One number from the losses (L,) of every sequence of the mini-batch; `masks` where they are not `loss_mask`."""
+    masks = masks or [sequence["loss_mask"] for sequence in sequences]
     masked_losses = [loss[mask.bool()] for loss, mask in zip(losses, masks, strict=True) if mask.any()]
     if mode == "token-mean":
         return torch.cat(masked_losses).mean()
@@ -125,12 +131,18 @@ def aggregate(losses: list[Tensor], masks: list[Tensor], mode: str, scale: float
         return torch.stack([loss.mean() for loss in masked_losses]).mean()
     if mode == "seq-mean-token-sum-norm":
         return torch.stack([loss.sum() / scale for loss in masked_losses]).mean()
+    if mode == "prompt-mean-token-mean":
+        by_prompt: dict[int, list[Tensor]] = {}
+        for loss, mask, sequence in zip(losses, masks, sequences, strict=True):
+            if mask.any():
+                by_prompt.setdefault(int(sequence["group"][0]), []).append(loss[mask.bool()])
+        return torch.stack([torch.cat(of_prompt).mean() for of_prompt in by_prompt.values()]).mean()
     raise ConfigError(f"no definition of loss_agg_mode={mode!r} to compare with")
 
 
-def actor_loss(config: ActorConfig, scale: float) -> ReferenceLoss:
-    """The loss of the policy: the registered policy loss, the entropy bonus and the KL term."""
-    policy_loss = get_policy_loss(config.policy_loss.loss_mode)
+def actor_loss(config: ActorConfig, loss: ActorLoss, scale: float) -> ReferenceLoss:
+    """The loss of the policy: the registered policy loss of `loss`, importance weights, entropy bonus and KL term."""
+    policy_loss = loss.policy_loss
     external = policy_loss.function if isinstance(policy_loss.function, PolicyLossAdapter) else None
 
     def reference_loss(outputs: list[TokenColumns], sequences: list[TokenColumns]) -> Tensor:
@@ -140,13 +152,14 @@ def actor_loss(config: ActorConfig, scale: float) -> ReferenceLoss:
         for i, (out, sequence) in enumerate(zip(outputs, sequences, strict=True)):
             if external is None:
                 seen = sequence | {name: out[name] for name in policy_loss.outputs}
-                losses[i] = losses[i] + single_sequence_policy_loss(policy_loss, logprobs[i], seen, config)
+                weight = sequence["rollout_is_weights"] if loss.multiplied else 1.0
+                losses[i] = losses[i] + weight * single_sequence_policy_loss(policy_loss, logprobs[i], seen, config)
             if config.entropy_coeff:
                 losses[i] = losses[i] - config.entropy_coeff * out["entropy"]
             if config.use_kl_loss:
                 kl = kl_penalty(logprobs[i], sequence["ref_logprobs"], config.kl_loss_type)
                 losses[i] = losses[i] + config.kl_loss_coef * kl
-        total = aggregate(losses, masks, aggregation_mode(config), scale)
+        total = aggregate(losses, sequences, aggregation_mode(config), scale)
         return total if external is None else total + external_policy_loss(external, logprobs, sequences, config, scale)
 
     return reference_loss
@@ -174,18 +187,18 @@ def external_policy_loss(
 
     old, advantages = (padded([sequence[name] for sequence in sequences]) for name in ("old_logprobs", "advantages"))
     mask = padded([sequence["loss_mask"].long() for sequence in sequences])
-    loss, _ = adapter.call(_WholeBatchAggregation(scale), config, padded(logprobs), old, advantages, mask)  # type: ignore[arg-type]
+    loss, _ = adapter.call(_WholeBatchAggregation(scale, sequences), config, padded(logprobs), old, advantages, mask)  # type: ignore[arg-type]
     return loss
 
 
 class _WholeBatchAggregation:
     """Replaces the trainer's capture in `agg_loss`: the batch is the whole mini-batch, so the value is the loss."""
 
-    def __init__(self, scale: float):
-        self.scale = scale
+    def __init__(self, scale: float, sequences: list[TokenColumns]):
+        self.scale, self.sequences = scale, sequences
 
     def record(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
-        return aggregate(list(loss_mat), list(loss_mask), mode, self.scale)
+        return aggregate(list(loss_mat), self.sequences, mode, self.scale, list(loss_mask))
 
 
 def value_loss(config: CriticConfig, scale: float) -> ReferenceLoss:
@@ -201,13 +214,11 @@ def value_loss(config: CriticConfig, scale: float) -> ReferenceLoss:
                 [(out["values"] - sequence["returns"]) ** 2, (clipped_values - sequence["returns"]) ** 2]
             )
             losses.append(errors.amax(0) / 2)
-        return aggregate(losses, [sequence["loss_mask"] for sequence in sequences], config.loss_agg_mode, scale)
+        return aggregate(losses, sequences, config.loss_agg_mode, scale)
 
     return reference_loss
 
 
 def likelihood_loss(outputs: list[TokenColumns], sequences: list[TokenColumns]) -> Tensor:
     """The mean negative log-likelihood of the trained tokens."""
-    return aggregate(
-        [-out["logprobs"] for out in outputs], [sequence["loss_mask"] for sequence in sequences], "token-mean", 1.0
-    )
+    return aggregate([-out["logprobs"] for out in outputs], sequences, "token-mean", 1.0)

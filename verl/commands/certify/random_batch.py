@@ -87,6 +87,8 @@ def with_loss_columns(
 
     columns = {name: noisy("logprobs", 0.3) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
     columns["values"] = noisy("values", 0.5)
+    if algorithm.rollout_correction.weighs_loss:
+        columns["rollout_is_weights"] = torch.rand(batch.num_tokens, generator=generator) * 2 * mask
     batch = with_token_rewards(batch.with_columns(**columns))
     entry, sizes = get_advantage(algorithm.adv_estimator), {True: batch.num_sequences, False: batch.num_tokens}
     for name in (*entry.columns_for(algorithm), *entry.outputs):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig, Qwen3Config
 
 from verl.algorithms.likelihood import LikelihoodLoss
-from verl.algorithms.losses import TokenLoss, aggregation_mode, make_actor_loss, make_value_loss
+from verl.algorithms.losses import ActorLoss, TokenLoss, aggregation_mode, make_value_loss
 from verl.commands.certify import definition
 from verl.config import (
     ActorConfig,
@@ -21,6 +21,7 @@ from verl.config import (
     SFTConfig,
 )
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
+from verl.config.check import trained_actor
 from verl.data.micro_batches import MicroBatching
 from verl.models import lora
 from verl.models.load import build_config, load_causal_lm, load_value_model, no_progress_bars
@@ -106,7 +107,8 @@ def subjects(config: RunConfig | SFTConfig) -> list[Subject]:
 
 
 def actor_subject(config: RunConfig) -> Subject:
-    part, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    part, rollout = trained_actor(config), config.actor_rollout_ref.rollout
+    loss = ActorLoss(part, correction=config.algorithm.rollout_correction)
     scale = part.loss_scale_factor or config.data.max_response_length
     return Subject(
         role="actor",
@@ -115,8 +117,8 @@ def actor_subject(config: RunConfig) -> Subject:
         engine=fsdp_settings(part),
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
-        loss=make_actor_loss(part),
-        reference_loss=definition.actor_loss(part, scale),
+        loss=loss,
+        reference_loss=definition.actor_loss(part, loss, scale),
         loss_agg_mode=aggregation_mode(part),
         scale=scale,
         temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
