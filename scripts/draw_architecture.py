@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from scripts.layers import LAYERS, SHIMS, all_imports, covers, module_name, room_of
-from verl.data.batch import COLUMNS, Column
+from verl.data.columns import COLUMNS, Column
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -173,7 +173,12 @@ class Stage:
 MODEL_INPUT = ("MicroBatch.of", "head_input", "micro_batches", "write_outputs", "prompt_groups")
 STAGES = (
     Stage("collect", ("rollout, reward,", "Batch.pack"), 100, ("Batch.pack", "with_reward_columns")),
-    Stage("evaluate", ("actor, reference,", "critic: forward"), 115, ("PPOTrainer.evaluate", *MODEL_INPUT)),
+    Stage(
+        "evaluate",
+        ("actor, reference,", "critic: forward"),
+        115,
+        ("PPOTrainer.evaluate", "Teachers.annotate", *MODEL_INPUT),
+    ),
     Stage(
         "compute_advantages",
         ("rewards per token,", "then advantages"),
@@ -213,6 +218,8 @@ STAGES = (
             "with_loss_weights",
             "loss_weights",
             "ActorLoss.__call__",
+            "DistillationTerm.__call__",
+            "TorchEngine._outputs",
             "ValueLoss.__call__",
             "TokenMetricSums.add",
             *MODEL_INPUT,

@@ -29,6 +29,7 @@ SHIMS = {
     "verl.tools",
     "verl.trainer.certify",
     "verl.trainer.config",
+    "verl.trainer.distillation",
     "verl.trainer.main_eval",
     "verl.trainer.main_generation_server",
     "verl.trainer.ppo.core_algos",

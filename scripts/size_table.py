@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3653,
+    "config": 3780,
     "plugin": 1350,
-    "data": 2700,
+    "data": 2720,
     "algorithms": 2200,
     "runtime": 1070,
     "observe": 2150,
-    "models": 5850,
+    "models": 5950,
     "workers/engine": 3700,
     "workers/rollout": 3615,
-    "workers": 950,  # the driver-side handles
+    "workers": 1100,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5408,
-    "commands": 4990,
-    "utils": 1405,
+    "trainer": 5580,
+    "commands": 4920,
+    "utils": 1410,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 14477, 43000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15000, 43230, 400
 
 
 def package_of(path: Path) -> str:

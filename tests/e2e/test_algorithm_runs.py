@@ -9,7 +9,8 @@ import torch
 from tests.e2e import jobs
 from tests.e2e.jobs import ARR
 from verl.config import load_config
-from verl.data.batch import COLUMNS, Batch
+from verl.data.batch import Batch
+from verl.data.columns import COLUMNS
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.errors import ConfigError, RewardError

@@ -271,6 +271,11 @@ def test_a_loss_that_nothing_can_be_said_about_is_refused_with_the_reason(regist
         run(f"{ACTOR}.policy_loss.loss_mode=no loss")
 
 
+def test_distillation_is_refused():
+    with pytest.raises(ConfigError, match="no teacher to check the distillation loss with"):
+        run("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=/no/teacher")
+
+
 def test_a_gradient_that_depends_on_the_order_is_caught(monkeypatch):
     original = TorchEngine._micro_batches
 

@@ -57,7 +57,7 @@ def register_advantage(
 
     `check` raises ConfigError, before the first step, for a configuration that it cannot use.
     `columns` are batch columns that it reads (or a function of the configuration that gives them): any column of
-    `verl.data.batch.COLUMNS`, such as values, old_logprobs, rollout_logprobs or reward_baselines, and
+    `verl.data.columns.COLUMNS`, such as values, old_logprobs, rollout_logprobs or reward_baselines, and
     `reward_parts.NAME` (N,), the part NAME of each reward. `outputs` are outputs of the policy before the update, which
     become columns (T,): entropy, sum_pi_squared (the sum of the squared probabilities of all tokens). The trainer
     computes only what is asked for.

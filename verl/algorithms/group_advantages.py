@@ -16,7 +16,8 @@ from verl.algorithms.token_rewards import (
     whiten_sampled_tokens,
 )
 from verl.config import AlgorithmConfig
-from verl.data.batch import REWARD_PART, Batch
+from verl.data.batch import Batch
+from verl.data.columns import REWARD_PART
 from verl.utils.errors import ConfigError, DataError
 
 STD_EPSILON = 1e-6  # makes the advantages of a group of (nearly) equal scores (nearly) 0

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verl.algorithms import covariance_losses, rollout_correction, sequence_losses  # noqa: F401 - they register their losses
 from verl.algorithms.clipped_losses import check_clip_ratios, vanilla
+from verl.algorithms.distillation import DistillationTerm
 from verl.algorithms.kl import get_kl_estimator, kl_penalty
 from verl.algorithms.policy_loss import (
     POLICY_LOSSES,
@@ -27,7 +28,7 @@ from verl.algorithms.policy_loss import (
     register_policy_loss,
     with_chosen_tokens,
 )
-from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from verl.config import ActorConfig, CriticConfig, DistillationConfig, RolloutCorrectionConfig
 from verl.data.batch import Batch
 
 __all__ = [
@@ -65,12 +66,22 @@ class TokenLoss(Protocol):
 
 
 class ActorLoss:
-    """Policy loss x importance weight - entropy_coeff x entropy + kl_loss_coef x KL(policy || reference), per token."""
+    """Policy loss x importance weight - entropy_coeff x entropy + kl_loss_coef x KL(policy || reference), per token.
+
+    With distillation its term is added; without `use_task_rewards` it replaces the policy loss.
+    """
 
     def __init__(
-        self, config: ActorConfig, observe_entropy: bool = False, correction: RolloutCorrectionConfig | None = None
+        self,
+        config: ActorConfig,
+        observe_entropy: bool = False,
+        correction: RolloutCorrectionConfig | None = None,
+        distillation: DistillationConfig | None = None,
     ):
         self.config, correction = config, correction or RolloutCorrectionConfig()
+        self.term = None
+        if distillation is not None and distillation.enabled:
+            self.term = DistillationTerm(distillation.distillation_loss, config)
         reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
         self.policy_loss = get_policy_loss("gpg" if reinforce else config.policy_loss.loss_mode)
         self.policy_loss.check(config)
@@ -89,6 +100,9 @@ class ActorLoss:
         if config.use_kl_loss:
             get_kl_estimator(config.kl_loss_type)
             self.columns += ("ref_logprobs",)
+        if self.term is not None:
+            self.outputs, self.columns = self.outputs + self.term.outputs, self.columns + self.term.columns
+            self.per_token = self.per_token and self.term.per_token and not self.term.outputs
 
     def __call__(
         self, outputs: dict[str, Tensor], columns: dict[str, Tensor], cu_seqlens: Tensor | None = None
@@ -102,6 +116,10 @@ class ActorLoss:
         if self.multiplied:
             losses = losses * columns["rollout_is_weights"]
         metrics["pg_loss"] = losses
+        if self.term is not None:
+            distilled, of_term = self.term(outputs, batch, old)
+            losses = losses + distilled if self.term.config.use_task_rewards else distilled
+            metrics |= of_term
         if self.with_entropy:
             metrics["entropy_loss"] = outputs["entropy"]
         if config.entropy_coeff != 0:
@@ -141,14 +159,19 @@ class ValueLoss:
 
 
 def make_actor_loss(
-    config: ActorConfig, observe_entropy: bool = False, correction: RolloutCorrectionConfig | None = None
+    config: ActorConfig,
+    observe_entropy: bool = False,
+    correction: RolloutCorrectionConfig | None = None,
+    distillation: DistillationConfig | None = None,
 ) -> TokenLoss:
-    """The loss of `actor.*`; ConfigError, before the first step, for a configuration that cannot be used.
+    """The loss of `actor.*`, and of `distillation.*` if it is enabled.
+
+    ConfigError, before the first step, for a configuration that cannot be used.
 
     With `observe_entropy` the entropy is an output also where the loss does not contain it. With a `correction` that
     weighs the loss, the batch needs the column `rollout_is_weights`.
     """
-    return ActorLoss(config, observe_entropy, correction)
+    return ActorLoss(config, observe_entropy, correction, distillation)
 
 
 def make_value_loss(config: CriticConfig) -> TokenLoss:

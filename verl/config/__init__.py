@@ -6,6 +6,7 @@ from verl.config.base import Section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import CustomClassConfig, DataConfig, SFTDataConfig
+from verl.config.distillation import DistillationConfig, DistillationLossConfig
 from verl.config.engine import FSDPEngineConfig, VeOmniEngineConfig, WrapPolicyConfig
 from verl.config.load import ConfigWarning, load_config
 from verl.config.model import FusedKernelConfig, HFModelConfig
@@ -41,6 +42,8 @@ __all__ = [
     "CustomRewardConfig",
     "DPOConfig",
     "DataConfig",
+    "DistillationConfig",
+    "DistillationLossConfig",
     "EngineKwargsConfig",
     "FSDPActorConfig",
     "FSDPCriticConfig",

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import foreign_keys, schema
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS, ActorConfig
+from verl.config.distillation import teachers
 from verl.config.model import HFModelConfig
 from verl.config.no_effect import value_at
 from verl.config.own_keys import with_value
@@ -73,6 +74,7 @@ def check_supported(config: Any) -> None:
                     raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={value}", feature))
     if isinstance(config, RunConfig):
         _check_micro_batches(config)
+        teachers(config.distillation)
         tokenizer = config.data.tokenizer
         if tokenizer is not None and not Path(tokenizer).expanduser().is_dir():
             raise ConfigError(f"data.tokenizer={tokenizer} is not a folder; give one with a tokenizer, or null")
@@ -171,6 +173,8 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, Any, str, str, str, int]]:
         uses_lora = has_adapters(arr.model)  # the actor's engine computes it
         ref_sp_size = sp_size if uses_lora else arr.ref.engine.ranks_per_sequence
         yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size
+    if config.distillation.enabled:  # a teacher runs like a reference
+        yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence
     if uses_critic(config):
         for keys in (PPO_BATCHING_KEYS, FORWARD_BATCHING_KEYS):
             yield "critic", critic, *keys, critic.engine.ranks_per_sequence

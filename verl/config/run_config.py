@@ -8,6 +8,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.base import Section, key, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.model import HFModelConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
@@ -44,6 +45,7 @@ class RunConfig(Section):
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
     reward: RewardConfig = section(RewardConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 

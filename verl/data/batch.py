@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from verl.data.columns import COLUMNS, REWARD_PART, Column, writer_of
+from verl.data.columns import writer_of
 from verl.data.trajectory import Trajectory
-
-__all__ = ["COLUMNS", "REWARD_PART", "Batch", "Column", "cumulative_lengths", "writer_of"]
 
 
 class Batch:

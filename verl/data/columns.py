@@ -10,7 +10,7 @@ class Column:
     Log-probs are natural logarithms (nats) at the sampling temperature.
     """
 
-    shape: str  # "(T,)", "(N,)" or "(N, 2)"
+    shape: str  # "(T,)", "(T, k)", "(N,)" or "(N, 2)"
     dtype: str  # as torch names it; float32 becomes float64 where a model computes in float64
     meaning: str
     written_by: tuple[str, ...]  # functions that add or replace the column; none where only a user's code does
@@ -107,6 +107,33 @@ COLUMNS: dict[str, Column] = {
         written_by=("PPOTrainer.evaluate", "Pairs.with_reference"),
         read_by=("apply_kl_in_reward", "ActorLoss.__call__", "DPOLoss.rewards", "Ledger.append"),
         masked=0,
+    ),
+    "teacher_logprobs": Column(
+        "(T,)",
+        "float32",
+        "log-prob by the teacher, nats, at the teacher's temperature",
+        written_by=("Teachers.annotate",),
+        read_by=("DistillationTerm.__call__",),
+        masked=0,
+        asked=True,
+    ),
+    "teacher_top_ids": Column(
+        "(T, k)",
+        "int64",
+        "the teacher's k most likely tokens in place of the token, the most likely first",
+        written_by=("Teachers.annotate",),
+        read_by=("TorchEngine._outputs",),
+        masked=0,
+        asked=True,
+    ),
+    "teacher_top_logprobs": Column(
+        "(T, k)",
+        "float32",
+        "log-probs of teacher_top_ids by the teacher, nats, at the teacher's temperature",
+        written_by=("Teachers.annotate",),
+        read_by=("DistillationTerm.__call__",),
+        masked=0,
+        asked=True,
     ),
     "values": Column(
         "(T,)",

@@ -47,13 +47,17 @@ class Metrics:
             self.sum(name, value)
         return self
 
-    def with_prefix(self, prefix: str) -> "Metrics":
-        """The same metrics with `prefix` in front of every name."""
+    def with_prefix(self, prefix: str, unless: str | None = None) -> "Metrics":
+        """The same metrics with `prefix` in front of every name that does not begin with `unless`."""
+
+        def new(name: str) -> str:
+            return name if unless and name.startswith(unless) else prefix + name
+
         out = Metrics()
-        out._means = {prefix + n: v for n, v in self._means.items()}
-        out._maxima = {prefix + n: v for n, v in self._maxima.items()}
-        out._minima = {prefix + n: v for n, v in self._minima.items()}
-        out._sums = {prefix + n: v for n, v in self._sums.items()}
+        out._means = {new(n): v for n, v in self._means.items()}
+        out._maxima = {new(n): v for n, v in self._maxima.items()}
+        out._minima = {new(n): v for n, v in self._minima.items()}
+        out._sums = {new(n): v for n, v in self._sums.items()}
         return out
 
     def values(self) -> dict[str, float]:

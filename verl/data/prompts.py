@@ -124,6 +124,11 @@ class PromptDataset:
     def __getitem__(self, position: int) -> PromptRow:
         return self.rows([position])[0]
 
+    def column(self, name: str) -> Iterator[tuple[int, str, Any]]:
+        """(row, where it is, its value of column `name`, None where it has none) of every prompt."""
+        for row in self._row_indices.tolist():
+            yield row, self._rows.location(row), self._rows[row].get(name)
+
     def __iter__(self) -> Iterator[PromptRow]:
         for start in range(0, len(self), _CHUNK):
             yield from self.rows(range(start, min(start + _CHUNK, len(self))))

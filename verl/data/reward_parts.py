@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from verl.data.batch import REWARD_PART, Batch
+from verl.data.batch import Batch
+from verl.data.columns import REWARD_PART
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import RewardError
 

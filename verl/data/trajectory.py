@@ -14,7 +14,7 @@ class Trajectory:
     """A prompt and what followed it, token by token: sampled tokens and tool results, in order. L is their number.
 
     `loss_mask` is True on the tokens that the policy sampled and False on all others, so a conversation of several
-    turns needs no other fields than a single answer. `verl.data.batch.COLUMNS` says which column each field becomes.
+    turns needs no other fields than a single answer. `verl.data.columns.COLUMNS` says which column each field becomes.
     """
 
     tokens: Tensor  # (L,) int64

@@ -41,7 +41,7 @@ REPLACEMENTS = {
     "verl.models.transformers": "verl.models.registry.register_family adds a model family",
     "verl.single_controller": _WORKERS,
     "verl.third_party": "rollout engines are adapters in verl.workers.rollout (rollout.name=vllm, sglang, native)",
-    "verl.trainer.distillation": "on-policy distillation is still to come",
+    "verl.trainer.distillation": "losses are in verl.algorithms.distillation; yours: verl.trainer.distillation.losses",
     "verl.trainer.fsdp_sft_trainer": _SFT,
     "verl.trainer.main_ppo_v0": "python3 -m verl.trainer.main_ppo runs training",
     "verl.trainer.ppo.ray_trainer": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",

@@ -150,7 +150,9 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     worker = EngineWorker(engine)
     # no other pass of the policy may give the entropy; after the import of external_lib, which may register a loss
     alone = config.algorithm.rollout_correction.bypass_mode or update_gives_old_logprobs(config)
-    worker.loss = make_actor_loss(trained_actor(config), alone, config.algorithm.rollout_correction)
+    worker.loss = make_actor_loss(
+        trained_actor(config), alone, config.algorithm.rollout_correction, config.distillation
+    )
     return worker
 
 

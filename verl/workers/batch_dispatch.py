@@ -92,10 +92,10 @@ class ShardDispatcher:
 
 
 def gather_columns(batch: Batch, shards: Sequence[Shard], parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns (T,) of the batch, assembled from the columns of its shards."""
+    """Columns (T, ...) of the batch, assembled from the columns of its shards."""
     if len(parts) == 1:
         return parts[0]
-    out = {name: torch.zeros(batch.num_tokens, dtype=column.dtype) for name, column in parts[0].items()}
+    out = {name: torch.zeros(batch.num_tokens, *c.shape[1:], dtype=c.dtype) for name, c in parts[0].items()}
     sequence_ids = batch.sequence_ids()
     for shard, columns in zip(shards, parts, strict=True):
         tokens = torch.isin(sequence_ids, torch.tensor(shard.indices, dtype=sequence_ids.dtype))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from verl.config import RunConfig
 from verl.config.base import record_reads, recorded_reads
+from verl.config.distillation import teachers
 from verl.models.fastest import keep_choices_in
 from verl.workers.actor import build_actor_worker
 from verl.workers.critic import build_critic_worker
@@ -12,6 +13,7 @@ from verl.workers.engine.rng import seed_generators
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.rank_rollout import RankRollout
 from verl.workers.reference import build_reference_worker
+from verl.workers.teacher import build_teacher_worker, role_name
 
 
 class RankWorkers:
@@ -33,6 +35,9 @@ class RankWorkers:
             self.actor = build_actor_worker(config, total_steps)
         if "reference" in roles:
             self.reference = build_reference_worker(config, self.actor)
+        for teacher in teachers(config.distillation):
+            if (role := role_name(teacher.name)) in roles:
+                setattr(self, role, build_teacher_worker(config, teacher.name))
         if "critic" in roles:
             self.critic = build_critic_worker(config, total_steps)
         if "rollout" in roles:

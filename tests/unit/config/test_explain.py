@@ -34,7 +34,7 @@ def test_explain_tells_type_default_and_old_names(capsys):
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("distillation.enabled", "still to come"),
+        ("skip.rollout.action", "still to come"),
         ("data.return_raw_chat", "inert"),
         ("critic.ppo_epochs", "that of actor_rollout_ref.actor.ppo_epochs"),
         ("data.messages_key", "conversation"),

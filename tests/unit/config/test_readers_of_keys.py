@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[3] / "verl"
 
 
 CHECKED_BY_CONFIG = ("model_engine", "actor_rollout_ref.rollout.pipeline_model_parallel_size")
-"""Keys that the loading itself uses up: the first chooses other defaults, the second has one allowed value."""
+CHECKED_BY_CONFIG += ("distillation.teacher_models",)
+"""Keys that the loading itself uses up: other defaults, one allowed value, and names that it makes into teachers."""
 
 
 def names_read() -> set[str]:

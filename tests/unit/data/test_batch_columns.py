@@ -12,7 +12,8 @@ import torch
 from scripts.layers import SHIMS, covers, module_name
 from tests.conftest import ROOT
 from tests.e2e.jobs import ARR, prepare, train
-from verl.data.batch import COLUMNS, Batch
+from verl.data.batch import Batch
+from verl.data.columns import COLUMNS
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.workers.batch_dispatch import ShardDispatcher
 from verl.workers.engine.update_totals import TokenMetricSums

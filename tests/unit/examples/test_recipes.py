@@ -1,6 +1,5 @@
 """Every recipe resolves for 8 GPUs, and has a version for a CPU; `examples/cpu/run.py` lists them."""
 
-import re
 import warnings
 from pathlib import Path
 
@@ -13,13 +12,9 @@ from verl.config import load_config
 from verl.config.check import check_supported
 from verl.trainer.ppo.preparation import check_functions, prepare_run
 from verl.trainer.preflight import Findings
-from verl.utils.errors import ConfigError
 from verl.utils.external_code import load_module
 
 cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "test")
-NEEDED = {  # features that may be absent: then the script is refused with exactly their names
-    "on_policy_distillation": "distillation",
-}
 ABOUT_DEVICES = {"trainer.device", "trainer.n_gpus_per_node"}
 CHOSEN = {  # recipe: estimator, loss, (clip_ratio_low, clip_ratio_high)
     "grpo": ("grpo", "vanilla", (0.2, 0.2)),
@@ -50,22 +45,16 @@ def launched(tmp_path):
     return LaunchedScripts(tmp_path)
 
 
-def load(arguments, without=()):
+def load(arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return load_config([a for a in arguments if not a.startswith(tuple(without))])
+        return load_config(arguments)
 
 
-def load_or_skip_what_is_absent(name, arguments):
-    """The configuration; without the feature that the recipe needs where that is still to come."""
-    try:
-        config = load(arguments)
-        check_supported(config)
-        return config
-    except ConfigError as error:
-        feature = re.search(r"is not supported yet: (.*) is still to come", str(error))
-        assert feature and NEEDED.get(name, "-") in feature[1], error
-    return load(arguments, ("distillation.",))
+def load_supported(arguments):
+    config = load(arguments)
+    check_supported(config)
+    return config
 
 
 def test_every_script_with_the_shared_settings_is_a_recipe():
@@ -77,7 +66,7 @@ def test_every_script_with_the_shared_settings_is_a_recipe():
 @pytest.mark.parametrize("name", cpu.RECIPES)
 def test_a_recipe_resolves_for_eight_gpus(name, launched):
     arguments, _ = launched(f"examples/{cpu.RECIPES[name]}", NGPUS_PER_NODE="8")
-    config, found = load_or_skip_what_is_absent(name, arguments), Findings()
+    config, found = load_supported(arguments), Findings()
     assert config.trainer.n_gpus_per_node == 8
     check_functions(config, found)
     assert not found.errors and not [row for row in found.rows if row.status.name == "WARN"]
@@ -85,7 +74,7 @@ def test_a_recipe_resolves_for_eight_gpus(name, launched):
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_recipe_chooses_the_algorithm_of_its_name(name, launched):
-    config = load_or_skip_what_is_absent(name, launched(f"examples/{cpu.RECIPES[name]}")[0])
+    config = load_supported(launched(f"examples/{cpu.RECIPES[name]}")[0])
     actor = config.actor_rollout_ref.actor
     clip = (actor.clip_ratio_low, actor.clip_ratio_high)
     assert (config.algorithm.adv_estimator, actor.policy_loss.loss_mode, clip) == CHOSEN[name]
@@ -108,7 +97,7 @@ def test_the_preflight_of_a_recipe_refuses_nothing_but_the_absent_gpus(name, lau
     local = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]", *scoring]
     arguments, _ = launched(f"examples/{cpu.RECIPES[name]}", *local, **sizes)
     found = Findings()
-    prepare_run(load_or_skip_what_is_absent(name, arguments), found)
+    prepare_run(load_supported(arguments), found)
     assert {row.name for row in found.rows if row.status.name == "BAD"} <= ABOUT_DEVICES
 
 
@@ -116,7 +105,7 @@ def test_the_preflight_of_a_recipe_refuses_nothing_but_the_absent_gpus(name, lau
 def test_a_recipe_resolves_for_a_cpu(name, launched, tmp_path):
     added = cpu.overrides(name, tmp_path, seed=1, steps=20)
     arguments, _ = launched(f"examples/{cpu.RECIPES[name]}", *added, **cpu.variables(name, tmp_path))
-    config = load_or_skip_what_is_absent(name, arguments)
+    config = load_supported(arguments)
     assert config.trainer.device == "cpu" and config.trainer.total_training_steps == 20
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 512
     assert config.actor_rollout_ref.model.path == str(tmp_path / "warm")
@@ -124,8 +113,7 @@ def test_a_recipe_resolves_for_a_cpu(name, launched, tmp_path):
 
 def test_the_generation_script_resolves(launched):
     arguments, _ = launched("examples/generation/run_qwen3_8b.sh", OUTPUT_FILE="/answers.parquet")
-    config = load(arguments)
-    check_supported(config)
+    config = load_supported(arguments)
     assert config.data.output_path == "/answers.parquet"
 
 

@@ -9,7 +9,7 @@ from scripts import draw_architecture
 from scripts.draw_architecture import PICTURES, PURPOSES, draw_columns, draw_house
 from scripts.layers import RANK
 from tests.conftest import ROOT
-from verl.data.batch import COLUMNS, Column
+from verl.data.columns import COLUMNS, Column
 
 HINT = "the code has changed since the pictures were drawn; run: make docs"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -250,6 +250,11 @@ def norm(gradient: definition.Gradient) -> float:
 
 def check_configuration(config: RunConfig, tiny: bool) -> None:
     """One error with all that keeps `config` from being checked: device, functions chosen by name, models."""
+    if config.distillation.enabled:
+        raise ConfigError(
+            "verl certify has no teacher to check the distillation loss with; set distillation.enabled=False to check "
+            "the rest of the loss"
+        )
     found = Findings()
     find_device(config.trainer.device, found)
     models = [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]

@@ -14,7 +14,8 @@ from verl.algorithms.advantages import compute_advantages, get_advantage, with_t
 from verl.algorithms.losses import with_chosen_tokens
 from verl.commands.certify.definition import model_outputs, split_sequences
 from verl.config import ActorConfig, AlgorithmConfig
-from verl.data.batch import REWARD_PART, Batch
+from verl.data.batch import Batch
+from verl.data.columns import REWARD_PART
 from verl.data.trajectory import Trajectory
 
 MAX_TURNS = 3

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.models.head.block_sizes import BlockSizes, even_part_size
-from verl.models.head.blockwise import PRODUCT_COLUMNS, BlockwiseHead, SoftmaxStatistics
+from verl.models.head.blockwise import (
+    PRODUCT_COLUMNS,
+    BlockwiseHead,
+    IdGradients,
+    RowBlock,
+    SoftmaxStatistics,
+    places_within,
+)
 from verl.models.head.elementwise import CompiledKernels, Kernels, TiledKernels, statistics_dtype
 
 # (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None if the loss does not depend on it
@@ -98,8 +105,31 @@ def make_kernels(name: str) -> Kernels:
     return KERNELS[name]()
 
 
+class LogitsAtIds:
+    """Reads the logits (R, k) of the tokens `ids` (M, k)."""
+
+    def __init__(self, ids: Tensor):
+        self.all_ids = ids
+
+    def start_part(self, part: slice) -> "LogitsAtIds":
+        """The rows that the head goes over next."""
+        self.ids = self.all_ids[part]
+        return self
+
+    def start(self, row_block: RowBlock, dtype: torch.dtype) -> None:
+        self.logits = torch.zeros(self.ids.shape, dtype=dtype, device=self.ids.device)
+
+    def read(self, logits: Tensor, inverse: Tensor | None, columns: slice) -> None:
+        at = places_within(self.ids, columns)
+        values = logits[at[0], self.ids[at] - columns.start].to(self.logits.dtype)
+        self.logits[at] = values if inverse is None else values * inverse[at[0], 0]
+
+
 class ChunkedHead(torch.autograd.Function):
-    """(logprobs (M,), entropy (M,) or None) of `targets` given the hidden states at `source`."""
+    """(logprobs (M,), entropy (M,) or None, log-probs (M, k) at `ids`) given the hidden states at `source`.
+
+    The first is about `targets`. The `ids` of a row are distinct; without them the last output is None.
+    """
 
     @staticmethod
     def forward(
@@ -113,29 +143,39 @@ class ChunkedHead(torch.autograd.Function):
         chunk_size: int | None,
         with_entropy: bool,
         kernel_name: str = "torch",
-    ) -> tuple[Tensor, Tensor | None]:
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         blocks = narrow_blocks(weight_VD, len(targets), chunk_size, memory_factor=2)
         head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(kernel_name))
         logsumexp = torch.empty(len(targets), dtype=head.dtype, device=hidden_TD.device)
         logprobs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
+        reader = None if ids is None else LogitsAtIds(ids)
+        at_ids = None if ids is None else torch.empty(ids.shape, dtype=head.dtype, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in head.blocks.row_slices(len(targets)):
-                stats = head.statistics(head.row_block(source, targets, temperature, part), with_entropy)
+                rows = head.row_block(source, targets, temperature, part)
+                stats = head.statistics(rows, with_entropy, reader and reader.start_part(part))
                 logsumexp[part], logprobs[part] = stats.logsumexp, stats.logprobs
                 if entropy is not None:
                     entropy[part] = stats.entropy
-        ctx.save_for_backward(hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy)
+                if reader is not None and at_ids is not None:
+                    at_ids[part] = reader.logits - stats.logsumexp.unsqueeze(1)
+        inputs = (hidden_TD, weight_VD, bias, source, targets, temperature)
+        ctx.save_for_backward(*inputs, logsumexp, logprobs, entropy, ids, at_ids)
         ctx.chunk_size, ctx.kernel_name = chunk_size, kernel_name
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, at_ids
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, bias, source, targets, temperature, logsumexp, logprobs, entropy = ctx.saved_tensors
-        if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 9
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_at_ids: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, bias, source, targets, temperature, *saved = ctx.saved_tensors
+        logsumexp, logprobs, entropy, ids, at_ids = saved
+        if grad_logprobs is None and grad_entropy is None and grad_at_ids is None:
+            return (None,) * 10
         blocks = narrow_blocks(weight_VD, len(targets), ctx.chunk_size)
         head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(ctx.kernel_name))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
@@ -143,8 +183,9 @@ class ChunkedHead(torch.autograd.Function):
             for part in head.blocks.row_slices(len(targets)):
                 rows = head.row_block(source, targets, temperature, part)
                 stats = SoftmaxStatistics(logsumexp[part], logprobs[part], _part(entropy, part))
-                head.add_gradients(rows, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out)
-        return (*out.finish(None if bias is None else bias.dtype), *(None,) * 6)
+                chosen = None if grad_at_ids is None else IdGradients(ids[part], at_ids[part], grad_at_ids[part])
+                head.add_gradients(rows, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out, chosen)
+        return (*out.finish(None if bias is None else bias.dtype), *(None,) * 7)
 
 
 class OnePassHead(torch.autograd.Function):

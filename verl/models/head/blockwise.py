@@ -7,7 +7,8 @@ their exponentials stay in the buffer, and the gradient needs no recomputation.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +53,31 @@ class RowBlock:
         return self.by_target[first:last], self.sorted_targets[first:last] - columns.start
 
 
+class BlockReader(Protocol):
+    """Reads the logits of a row block, one block of columns after the other."""
+
+    def start(self, row_block: RowBlock, dtype: torch.dtype) -> None:
+        """The columns begin again from the first one."""
+
+    def read(self, logits: Tensor, inverse: Tensor | None, columns: slice) -> None:
+        """Logits (R, C), to be multiplied by `inverse` (R, 1) unless that is None."""
+
+
+@dataclass(frozen=True)
+class IdGradients:
+    """Tokens `ids` (R, k), distinct in a row, their `logprobs`, and the gradient of the loss by each of these."""
+
+    ids: Tensor
+    logprobs: Tensor
+    grad: Tensor
+
+
+def places_within(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(row, place in the row) of those `ids` (R, k) that are inside these columns."""
+    rows, places = ((ids >= columns.start) & (ids < columns.stop)).nonzero(as_tuple=True)
+    return rows, places
+
+
 @dataclass(frozen=True)
 class StoredLogits:
     """Logits of whole rows that a pass has stored or, with `sum_exp` (R, 1), their exponentials and these sums."""
@@ -69,6 +95,7 @@ class LogitsToGradient:
     target_gradient: Tensor
     is_stored: bool = False
     factor: Tensor | None = None
+    at_ids: IdGradients | None = None  # its `grad` is that of the logits
 
 
 @dataclass
@@ -117,15 +144,17 @@ class BlockwiseHead:
         ordered, by_target = targets[part].sort(stable=True)
         return RowBlock(source[part], scaled, inverse, by_target, ordered, ordered.tolist())
 
-    def statistics(self, row_block: RowBlock, with_entropy: bool) -> SoftmaxStatistics:
+    def statistics(
+        self, row_block: RowBlock, with_entropy: bool, reader: BlockReader | None = None
+    ) -> SoftmaxStatistics:
         """Statistics of each row, from sums over the vocabulary of e^(x-s) and (x-s) e^(x-s).
 
         s is the largest logit of the first block of columns. Sums that are too large are computed again with s the
-        largest logit of all.
+        largest logit of all. The `reader` sees every logit.
         """
-        sums, exponentials = self._accumulate(row_block, with_entropy, None)
+        sums, exponentials = self._accumulate(row_block, with_entropy, None, reader)
         if not bool((sums.sum_exp < MAX_SUM_EXP).all()):
-            sums, exponentials = self._accumulate(row_block, with_entropy, self._largest_logit(row_block))
+            sums, exponentials = self._accumulate(row_block, with_entropy, self._largest_logit(row_block), reader)
         self._stored = StoredLogits(row_block, sums.sum_exp if exponentials else None) if self._stores_logits else None
         log_total, entropy = sums.sum_exp.log(), None
         if sums.sum_shifted_exp is not None:
@@ -138,10 +167,12 @@ class BlockwiseHead:
         return self.blocks.columns >= self.vocab_size
 
     def _accumulate(
-        self, row_block: RowBlock, with_entropy: bool, shift: Tensor | None
+        self, row_block: RowBlock, with_entropy: bool, shift: Tensor | None, reader: BlockReader | None
     ) -> tuple[SoftmaxAccumulator, bool]:
         """The sums of the rows, and whether the buffer has exponentials afterwards."""
         inverse, sums, exponentials = self._inverse(row_block), None, False
+        if reader is not None:
+            reader.start(row_block, self.dtype)
         for columns in self.blocks.column_slices(self.vocab_size):
             logits = self._logits(row_block, columns)
             if sums is None:
@@ -153,6 +184,8 @@ class BlockwiseHead:
             if len(rows):
                 target_logits = logits[rows, target_columns].to(self.dtype).unsqueeze(1)
                 sums.target_logits[rows] = target_logits if inverse is None else target_logits * inverse[rows]
+            if reader is not None:
+                reader.read(logits, inverse, columns)
             exponentials = self.kernels.accumulate(logits, inverse, sums, self._stores_logits)
         assert sums is not None, "the vocabulary is empty"
         return sums, exponentials
@@ -178,13 +211,18 @@ class BlockwiseHead:
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
         out: Gradients,
+        at_ids: IdGradients | None = None,
     ) -> None:
-        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,).
+        """Add the gradient of these rows, given d loss / d logprob and d loss / d entropy (R,), and that `at_ids`.
 
         Recomputes the logits unless `statistics` of the same rows has just stored them.
         """
         stored, self._stored = self._stored if self._stored and self._stored.row_block is row_block else None, None
-        conversion = self._conversion(row_block, stats, grad_logprobs, grad_entropy, stored)
+        if at_ids is not None:
+            assert stored is None, "a gradient at given ids needs a head of its own: stored logits may be exponentials"
+            conversion = self._conversion_at_ids(row_block, stats, grad_logprobs, grad_entropy, at_ids)
+        else:
+            conversion = self._conversion(row_block, stats, grad_logprobs, grad_entropy, stored)
         grad_rows = None
         if out.hidden is not None:
             grad_rows = self._buffer("grad_rows", *row_block.scaled_RD.shape, self.dtype).zero_()
@@ -226,6 +264,28 @@ class BlockwiseHead:
         target_gradient = stats.logprobs.expm1().unsqueeze(1) * stored.sum_exp
         return LogitsToGradient(row_block, coefficients, target_gradient, True, factor)
 
+    def _conversion_at_ids(
+        self,
+        row_block: RowBlock,
+        stats: SoftmaxStatistics,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        at_ids: IdGradients,
+    ) -> LogitsToGradient:
+        """A logit that is the target, or at an id, has the gradient of its own log-prob besides that of the others."""
+        inverse = self._inverse(row_block)
+        own = torch.zeros_like(stats.logsumexp) if grad_logprobs is None else grad_logprobs
+        coefficients = LogitGradientCoefficients.of(
+            stats.logsumexp, stats.entropy, own + at_ids.grad.sum(1), grad_entropy, inverse
+        )
+        scale = 1.0 if inverse is None else inverse
+        targets = torch.empty_like(row_block.by_target)
+        targets[row_block.by_target] = row_block.sorted_targets
+        is_target = at_ids.ids == targets.unsqueeze(1)
+        grad = coefficients.of_logits(at_ids.logprobs) + scale * (at_ids.grad + is_target * own.unsqueeze(1))
+        target_gradient = coefficients.of_logits(stats.logprobs.unsqueeze(1)) + scale * own.unsqueeze(1)
+        return LogitsToGradient(row_block, coefficients, target_gradient, at_ids=replace(at_ids, grad=grad))
+
     def _gradient(self, conversion: LogitsToGradient, columns: slice) -> Tensor:
         """(R, C): the gradient of these logits, without the factor of the conversion."""
         row_block = conversion.row_block
@@ -235,6 +295,9 @@ class BlockwiseHead:
         target_rows, target_columns = row_block.targets_within(columns)
         if len(target_rows):
             block[target_rows, target_columns] = conversion.target_gradient[target_rows].squeeze(1).to(block.dtype)
+        if conversion.at_ids is not None:
+            at = places_within(conversion.at_ids.ids, columns)
+            block[at[0], conversion.at_ids.ids[at] - columns.start] = conversion.at_ids.grad[at].to(block.dtype)
         return block
 
     def _add_to_rows(self, grad_rows: Tensor, block: Tensor, columns: slice) -> None:

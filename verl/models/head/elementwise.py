@@ -84,6 +84,10 @@ class LogitGradientCoefficients:
         constant = linear * entropy.unsqueeze(1)
         return cls(logsumexp, constant if a is None else constant - a, linear, a)
 
+    def of_logits(self, logprobs: Tensor) -> Tensor:
+        """(R, k) gradient of logits with these log-probs, that of their own log-probs left out."""
+        return logprobs.exp() * (self.constant if self.linear is None else self.constant + self.linear * logprobs)
+
     def target_gradient(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """(R, 1) gradient of the target's logit: exact where its probability is close to 1."""
         logprobs, p_minus_one = logprobs.unsqueeze(1), logprobs.expm1().unsqueeze(1)

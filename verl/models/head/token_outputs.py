@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.config import FSDPEngineConfig, HFModelConfig
 from verl.models.head.autograd import ChunkedHead, OnePassHead
 from verl.models.head.blockwise import SoftmaxStatistics
+from verl.models.head.chosen_tokens import TopLogits, top_tokens
 from verl.models.head.elementwise import statistics_dtype
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
@@ -87,11 +88,14 @@ def token_logprobs(
     bias: Tensor | None = None,
     kernels: str = "torch",
     with_sum_pi_squared: bool = False,
+    ids_Tk: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """`logprobs` (T,), and `entropy` (T,) if requested, in nats: entry t is about token t given those before it.
 
     `sum_pi_squared` (T,), if requested, is the sum of the squared probabilities of the vocabulary. It takes a second
     pass, at half the temperature: its log is logsumexp(2x) - 2 logsumexp(x), which is 2 log p(x) - log p(2x).
+    `logprobs_at_ids` (T, k), with `ids_Tk`, are the log-probs of these tokens of the vocabulary, distinct in a row, at
+    the same place: ids_Tk[t] are alternatives to token t.
     Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
     Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
     or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 40 in
@@ -103,18 +107,42 @@ def token_logprobs(
         raise ConfigError(f"head mode {mode!r} is unknown; use one of {', '.join(MODES)}")
     hidden_TD = hidden_TD.to(weight_VD.dtype)
     inputs = (hidden_TD, weight_VD, bias, positions - 1, tokens_T[positions], temperature_M)
+    ids_Mk = None if ids_Tk is None else ids_Tk[positions]
     if mode == "eager":
-        logprobs_M, entropy_M = eager_head(*inputs, with_entropy)
+        logprobs_M, entropy_M, at_ids_Mk = eager_head(*inputs, with_entropy, ids_Mk)
     else:
-        logprobs_M, entropy_M = ChunkedHead.apply(*inputs, chunk_size, with_entropy, kernels)
+        logprobs_M, entropy_M, at_ids_Mk = ChunkedHead.apply(*inputs, chunk_size, with_entropy, kernels, ids_Mk)
     out_M = {"logprobs": logprobs_M} | ({"entropy": entropy_M} if with_entropy else {})
+    if ids_Mk is not None:
+        out_M["logprobs_at_ids"] = at_ids_Mk
     if with_sum_pi_squared:
         halved = torch.full_like(logprobs_M, 0.5) if temperature_M is None else temperature_M / 2
         squared = (*inputs[:-1], halved)
-        at_half, _ = (
+        at_half, _, _ = (
             eager_head(*squared, False) if mode == "eager" else ChunkedHead.apply(*squared, chunk_size, False, kernels)
         )
         out_M["sum_pi_squared"] = (2 * logprobs_M - at_half).exp()
+    return {name: _scatter_to_tokens(values_M, positions, len(tokens_T)) for name, values_M in out_M.items()}
+
+
+def token_top(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    tokens_T: Tensor,
+    cu_seqlens: Tensor,
+    needed_T: Tensor | None,
+    top: TopLogits,
+    temperature: float | Tensor = 1.0,
+    chunk_size: int | None = None,
+    bias: Tensor | None = None,
+    kernels: str = "torch",
+) -> dict[str, Tensor]:
+    """`top_ids` (T, k) and `top_logprobs` (T, k): the most likely tokens in place of each, without gradient."""
+    positions = needed_positions(cu_seqlens, needed_T, tokens_T)
+    temperature_M = _temperature_column(temperature, positions)
+    inputs = (hidden_TD.to(weight_VD.dtype), weight_VD, bias, positions - 1, temperature_M)
+    ids_Mk, logprobs_Mk = top_tokens(*inputs, top, chunk_size, kernels)
+    out_M = {"top_ids": ids_Mk, "top_logprobs": logprobs_Mk}
     return {name: _scatter_to_tokens(values_M, positions, len(tokens_T)) for name, values_M in out_M.items()}
 
 
@@ -214,14 +242,15 @@ def eager_head(
     targets: Tensor,
     temperature: Tensor | None,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The oracle: all logits of the needed rows at once, with autograd's gradient."""
     logits_MV = torch.nn.functional.linear(hidden_TD[source], weight_VD, bias).to(statistics_dtype(weight_VD))
     if temperature is not None:
         logits_MV = logits_MV / temperature.to(logits_MV.dtype).unsqueeze(1)
     logp_MV = logits_MV.log_softmax(1)
     entropy = -(logp_MV.exp() * logp_MV).sum(1) if with_entropy else None
-    return logp_MV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+    return logp_MV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy, None if ids is None else logp_MV.gather(1, ids)
 
 
 def _temperature_column(temperature: float | Tensor, positions: Tensor) -> Tensor | None:
@@ -235,5 +264,5 @@ def _temperature_column(temperature: float | Tensor, positions: Tensor) -> Tenso
 
 
 def _scatter_to_tokens(values_M: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """(M,) values at their positions among T, zero elsewhere."""
-    return values_M.new_zeros(num_tokens).index_copy(0, positions, values_M)
+    """(M, ...) values at their positions among T, zero elsewhere."""
+    return values_M.new_zeros(num_tokens, *values_M.shape[1:]).index_copy(0, positions, values_M)

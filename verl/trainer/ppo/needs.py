@@ -4,7 +4,7 @@ from verl.algorithms.advantages import get_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
 from verl.config.check import trained_actor, uses_critic, uses_reference
-from verl.data.batch import COLUMNS, REWARD_PART
+from verl.data.columns import COLUMNS, REWARD_PART
 from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean

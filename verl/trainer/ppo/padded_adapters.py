@@ -18,7 +18,8 @@ from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.algorithm import PADDED_AGG_MODES
 from verl.config.extra import Extra
 from verl.config.own_keys import check_types, with_typed_extra, with_value
-from verl.data.batch import REWARD_PART, Batch
+from verl.data.batch import Batch
+from verl.data.columns import REWARD_PART
 from verl.utils.errors import ConfigError
 from verl.utils.suggest import did_you_mean
 

@@ -4,6 +4,7 @@ from functools import partial
 
 from verl.config import RunConfig
 from verl.config.check import check_ranks, uses_critic, uses_reference
+from verl.config.distillation import teachers
 from verl.plugin.platform import get_platform
 from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
@@ -12,6 +13,7 @@ from verl.runtime.processes import ProcessGroup
 from verl.trainer.preflight import check_devices_asked_for
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
+from verl.workers.teacher import role_name
 
 
 def place_roles(config: RunConfig) -> tuple[Pool, ...]:
@@ -20,6 +22,7 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     ConfigError where there are too few devices, or the ranks of a pool cannot share the sequences.
     """
     roles = ["actor", "reference", "rollout"] if uses_reference(config) else ["actor", "rollout"]
+    roles += [role_name(teacher.name) for teacher in teachers(config.distillation)]
     own = config.critic.n_gpus_per_node if uses_critic(config) else None
     ranks = _count_actor_ranks(config, own or 0)
     check_ranks(config, ranks)

@@ -22,6 +22,7 @@ from verl.rewards.scorer_lookup import find_scorer
 from verl.runtime.pools import describe_pools
 from verl.trainer.early_checks import early_mistakes, files_read
 from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.ppo.distillation_setup import assign_teachers, check_distillation_loss, find_teachers
 from verl.trainer.ppo.needs import check_needs, check_weights_are_used, forced_aggregation, forced_loss
 from verl.trainer.ppo.placement import place_roles
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
@@ -52,6 +53,7 @@ class Preparation:
     prompts: PromptDataset
     validation: PromptDataset | None
     reward: Reward
+    teacher_of_row: dict[int, str] | None = None  # names of teachers; None: no teacher, or one for all rows
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -78,10 +80,15 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     if runner is None:
         return None
     prompts, validation = _read_rows(config, runner, files, found)
+    teacher_of_row = None
+    if config.distillation.enabled and not found.errors:
+        find_teachers(config, tokenizer, found)
+        if prompts is not None:
+            teacher_of_row = found.run("rows of teachers", lambda: assign_teachers(config, prompts), _teachers_text)
     _check_room(config, found)
     if found.errors or reward is None or prompts is None:
         return None
-    return Preparation(runner, prompts, validation, reward)
+    return Preparation(runner, prompts, validation, reward, teacher_of_row)
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:
@@ -123,6 +130,8 @@ def check_functions(config: RunConfig, found: Findings) -> None:
             found.warn("rollout correction", notice)
         if notice := forced_aggregation(config):
             found.warn("loss_agg_mode", notice)
+    if config.distillation.enabled:
+        check_distillation_loss(config, found)
 
 
 def _engine_text(actor: Any) -> Callable[[type], str]:
@@ -165,6 +174,13 @@ def _look_up_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset
                 found.refusal("scorers", DataError(text))
             else:
                 found.warn("scorers", text)
+
+
+def _teachers_text(teacher_of_row: dict[int, str] | None) -> str:
+    if teacher_of_row is None:
+        return "one teacher for all"
+    names = list(teacher_of_row.values())
+    return ", ".join(f"{name}: {names.count(name)}" for name in sorted(set(names)))
 
 
 def _rows_text(rows: PromptDataset) -> str:

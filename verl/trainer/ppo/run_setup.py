@@ -36,6 +36,7 @@ from verl.workers.ranks_engine import MultiRankRolloutEngine
 from verl.workers.reference import Reference
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.teacher import Teachers
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ def assemble_run(
         reference = Reference(config, pools.for_role("reference"))
     if uses_critic(config):
         critic = Critic(config, pools.for_role("critic"))
+    teachers = Teachers(config, pools, prepared.teacher_of_row) if config.distillation.enabled else None
     trainer = PPOTrainer(
         config,
         SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config), GroupRules.of(config)),
@@ -94,14 +96,15 @@ def assemble_run(
         pools,
         reference,
         critic,
+        teachers,
     )
     run = TrainingRun(
         config, trainer, build_validation(config, prepared, collector), total_steps, build_tracking(config)
     )
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
-    for role in (actor, reference, critic):
-        if role is not None:
-            role.dispatcher.on_sequences = run.count_sequences
+    dispatchers = [role.dispatcher for role in (actor, reference, critic) if role is not None]
+    for dispatcher in (*dispatchers, *(teachers.dispatchers if teachers else ())):
+        dispatcher.on_sequences = run.count_sequences
     return run
 
 

@@ -39,6 +39,7 @@ from verl.weight_sync.base import Receipt, WeightSync
 from verl.workers.actor import Actor, all_rejected, outputs_asked_for, update_gives_old_logprobs
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
+from verl.workers.teacher import Teachers
 
 Result = TypeVar("Result")
 
@@ -68,9 +69,10 @@ class PPOTrainer:
         pools: WorkerPools,
         reference: Reference | None = None,
         critic: Critic | None = None,
+        teachers: Teachers | None = None,
     ):
         self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
-        self.kl_controller, self.reference, self.critic = kl_controller, reference, critic
+        self.kl_controller, self.reference, self.critic, self.teachers = kl_controller, reference, critic, teachers
         self.pools = pools  # closed with the trainer
         self.global_step = 0
         self.first_step = 1  # of this process
@@ -120,7 +122,7 @@ class PPOTrainer:
         )
 
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
-        """Adds old_logprobs, entropy and what the advantage estimator asks for, ref_logprobs and values.
+        """Adds old_logprobs, entropy and what the advantage estimator asks for, ref_logprobs, teachers' and values.
 
         The first two are left out where the update computes the same values.
         """
@@ -138,6 +140,9 @@ class PPOTrainer:
         if self.reference is not None:
             with timer("ref"):
                 batch = batch.with_columns(ref_logprobs=self.reference.logprobs(batch))
+        if self.teachers is not None:
+            with timer("teacher"):
+                batch = self.teachers.annotate(batch)
         if self.critic is not None:
             with timer("values"):
                 batch = batch.with_columns(values=self.critic.values(batch))
@@ -176,7 +181,8 @@ class PPOTrainer:
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
                 update_metrics, outputs = self.actor.update(batch, self.global_step)
-                metrics.merge(update_metrics.with_prefix("actor/")).merge(self.actor.correction_metrics)
+                metrics.merge(update_metrics.with_prefix("actor/", unless="distillation/"))
+                metrics.merge(self.actor.correction_metrics)
             if self.config.algorithm.rollout_correction.bypass_mode:
                 for name, value in mismatch_metrics(batch, outputs["logprobs"]).items():
                     metrics.mean(name, value, 1)

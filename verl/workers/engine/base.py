@@ -20,6 +20,7 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.models.flops import Speed
+from verl.models.head.chosen_tokens import TopLogits
 from verl.plugin import load_plugins
 from verl.plugin.platform import get_platform
 from verl.runtime.group import RankPlace
@@ -75,6 +76,7 @@ class BaseEngine(ABC):
 
     model: nn.Module
     on_sequences: Callable[[int], None] = staticmethod(lambda done: None)  # told how many of a call are computed
+    top: TopLogits | None = None  # what the outputs top_ids and top_logprobs hold; None: there are none
     place: RankPlace  # the data of this rank, and whether it returns outputs; every rank its own unless it is set
 
     def __init__(
@@ -106,7 +108,10 @@ class BaseEngine(ABC):
         micro: MicroBatching | None = None,
         temperature: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Each of `outputs` as (T,) float32, 0 where loss_mask is False: logprobs, entropy, sum_pi_squared; values."""
+        """Each of `outputs` as (T,) float32, 0 where loss_mask is False: logprobs, entropy, sum_pi_squared; values.
+
+        With `top`, also top_ids (int64) and top_logprobs (T, k): the most likely tokens in place of each.
+        """
 
     @abstractmethod
     def forward_backward(

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.data.batch import Batch, writer_of
+from verl.data.batch import Batch
+from verl.data.columns import writer_of
 from verl.data.micro_batches import MicroBatching, sequence_groups, split_micro_batches
 from verl.models.attention.prefix_sharing import (
     PrefixLayout,
@@ -22,10 +23,14 @@ from verl.models.attention.prefix_sharing import (
 )
 from verl.models.attention.sequence_attention import Packing
 from verl.models.attention.ulysses import SplitPacking, sum_over_ranks
+from verl.models.head.chosen_tokens import TopLogits
 from verl.models.head.token_outputs import needed_positions
 
 CPU_TOKEN_BUDGET = 4096  # upper bound for a micro-batch on a CPU, so that activations stay near the caches
 TOKEN_INDICES = "_token_indices"  # column: index of each token in the batch that the micro-batch is from
+
+AT_IDS = "logprobs_at_ids"  # output: about the tokens in the column teacher_top_ids
+TOP_OUTPUTS = ("top_ids", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,12 @@ def _dummy_batch(batch: Batch) -> Batch:
     return Batch(torch.tensor([0, 2]), token, sequence)
 
 
+def new_column(name: str, num_tokens: int, dtype: torch.dtype, top: TopLogits | None) -> Tensor:
+    """Zeros for the output `name` of all tokens."""
+    wide = () if top is None or name not in TOP_OUTPUTS else (top.k,)
+    return torch.zeros(num_tokens, *wide, dtype=torch.int64 if name == "top_ids" else dtype)
+
+
 def write_outputs(out: dict[str, Tensor], columns: dict[str, Tensor], micro_batch: MicroBatch) -> None:
     """Write the outputs of a micro-batch at the positions of its tokens in the batch."""
     if micro_batch.is_dummy:
@@ -187,7 +198,9 @@ class HeadInput:
         if self.token_indices is None:
             return values
         return {
-            name: self.sum_over_group(value.new_zeros(self.num_tokens).index_copy(0, self.token_indices[1:], value[1:]))
+            name: self.sum_over_group(
+                value.new_zeros(self.num_tokens, *value.shape[1:]).index_copy(0, self.token_indices[1:], value[1:])
+            )
             for name, value in values.items()
         }
 

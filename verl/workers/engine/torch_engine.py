@@ -22,7 +22,7 @@ from verl.models import lora, registry
 from verl.models.device_moves import keep_freed_memory, move_model
 from verl.models.float64 import keep_float64
 from verl.models.flops import FlopCounts, Speed, peak_flops
-from verl.models.head.token_outputs import head_settings, token_logprobs, token_loss_one_pass, token_values
+from verl.models.head.token_outputs import head_settings, token_logprobs, token_loss_one_pass, token_top, token_values
 from verl.models.load import build_config, dtype_of, load_causal_lm
 from verl.models.performance import apply_performance_options
 from verl.plugin.platform import get_platform
@@ -31,7 +31,15 @@ from verl.utils.external_code import import_external
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.collective_save import CollectiveSave
-from verl.workers.engine.micro_batch_forward import MicroBatch, head_input, micro_batches, write_outputs
+from verl.workers.engine.micro_batch_forward import (
+    AT_IDS,
+    TOP_OUTPUTS,
+    MicroBatch,
+    head_input,
+    micro_batches,
+    new_column,
+    write_outputs,
+)
 from verl.workers.engine.model_parameters import ModelParameters
 from verl.workers.engine.offload import move_optimizer_state, on_device
 from verl.workers.engine.optimizer import LearningRateSchedule, build_optimizer
@@ -148,7 +156,7 @@ class TorchEngine(BaseEngine):
         """Each of `outputs` as (T,) on the batch's device, zero where loss_mask is False; float32 (or float64)."""
         self._set_training(False)
         for attempt in self.forward_limit.attempts(batch, micro or MicroBatching(), self.weights.reshard):
-            out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in outputs}
+            out = {name: new_column(name, batch.num_tokens, self.output_dtype, self.top) for name in outputs}
             for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, (), attempt.micro)):
                 with attempt.recording(micro_batch):
                     columns = self.weights.run(partial(self._outputs, micro_batch, tuple(outputs), temperature))
@@ -169,7 +177,8 @@ class TorchEngine(BaseEngine):
         names = (*loss.columns, *(name for name in loss.optional_columns if name in batch), "loss_weights")
         undo = partial(self._undo_attempt, had_gradient=self.weights.has_gradient)
         for attempt in self.train_limit.attempts(batch, micro or MicroBatching(), undo):
-            out = {name: torch.zeros(batch.num_tokens, dtype=self.output_dtype) for name in loss.outputs}
+            kept = [name for name in loss.outputs if name != AT_IDS]  # which would be k numbers per token
+            out = {name: new_column(name, batch.num_tokens, self.output_dtype, self.top) for name in kept}
             metric_sums = TokenMetricSums()
             for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, names, attempt.micro)):
                 self.weights.set_gradient_sync(micro_batch.is_last)
@@ -220,20 +229,24 @@ class TorchEngine(BaseEngine):
             _check_outputs(names, ("values",), "a critic")
             score, rows = self.model.score, (inputs.cu_seqlens, inputs.needed)
             return inputs.scatter_to_columns({"values": token_values(inputs.hidden, score.weight, score.bias, *rows)})
-        _check_outputs(names, ("logprobs", "entropy", "sum_pi_squared"), "a language model")
+        top_names = () if self.top is None else TOP_OUTPUTS
+        _check_outputs(names, ("logprobs", "entropy", "sum_pi_squared", AT_IDS, *top_names), "a language model")
+        rows = (inputs.hidden, self._head.weight, inputs.tokens, inputs.cu_seqlens, inputs.needed)
+        divisor = self._logit_divisor(temperature)
+        if self.top is not None and "top_ids" in names:
+            settings = (divisor, self.chunk_size, self._head.bias, self.head_kernels)
+            return inputs.scatter_to_columns(token_top(*rows, self.top, *settings))
+        ids = inputs.select({AT_IDS: micro_batch.batch["teacher_top_ids"]})[AT_IDS] if AT_IDS in names else None
         outputs = token_logprobs(
-            inputs.hidden,
-            self._head.weight,
-            inputs.tokens,
-            inputs.cu_seqlens,
-            inputs.needed,
-            self._logit_divisor(temperature),
+            *rows,
+            divisor,
             mode=self.head_mode,
             chunk_size=self.chunk_size,
             with_entropy="entropy" in names,
             bias=self._head.bias,
             kernels=self.head_kernels,
             with_sum_pi_squared="sum_pi_squared" in names,
+            ids_Tk=ids,
         )
         return inputs.scatter_to_columns(outputs)
 

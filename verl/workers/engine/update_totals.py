@@ -6,20 +6,28 @@ from torch import Tensor
 from verl.data.metrics import Metrics
 from verl.workers.engine.micro_batch_forward import MicroBatch
 
+LOSSES = ("_loss", "/loss")  # metrics whose names end like this are sums with the loss weights
+
 
 class TokenMetricSums:
     """Sums of token metrics over micro-batches; they stay on the device until `metrics`, to avoid synchronisation."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[Tensor]] = {}
+        self.extremes: dict[str, list[Tensor]] = {}  # of the metrics _max and _min, the latter negated
 
     def add(self, loss_sum: Tensor, token_metrics: dict[str, Tensor], micro_batch: MicroBatch) -> None:
         if micro_batch.is_dummy:
             return
         self.sums.setdefault("loss", []).append(loss_sum.detach())
         weights = micro_batch.batch["loss_weights"]
+        sampled = micro_batch.batch["loss_mask"]
         for name, values in token_metrics.items():
-            total = (values * weights).sum() if name.endswith("_loss") else values.sum()
+            if name.endswith(("_max", "_min")):
+                signed = values if name.endswith("_max") else -values
+                self.extremes.setdefault(name, []).append(signed.masked_fill(~sampled, float("-inf")).amax())
+                continue
+            total = (values * weights).sum() if name.endswith(LOSSES) else values.sum()
             self.sums.setdefault(name, []).append(total.detach())
 
     def metrics(self, num_tokens: int, updates: int) -> Metrics:
@@ -30,5 +38,13 @@ class TokenMetricSums:
         out = Metrics()
         for name, totals in self.sums.items():
             total = sum(torch.stack(totals).tolist())
-            out.mean(name, total, updates if name == "loss" or name.endswith("_loss") else num_tokens)
+            out.mean(name, total, updates if name == "loss" or name.endswith(LOSSES) else num_tokens)
+        for name, parts in self.extremes.items():
+            largest = float(torch.stack(parts).max())
+            if largest == float("-inf"):
+                continue  # no sampled token
+            if name.endswith("_max"):
+                out.max(name, largest)
+            else:
+                out.min(name, -largest)
         return out

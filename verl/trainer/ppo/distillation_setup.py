@@ -1,0 +1,66 @@
+"""Checks of a distillation before it starts: teachers, their tokenizers, and whose rows are whose."""
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.algorithms.distillation import DISTILLATION_LOSSES, check_distillation
+from verl.config import RunConfig
+from verl.config.check import trained_actor
+from verl.config.distillation import server_settings, teachers
+from verl.data.prompts import PromptDataset
+from verl.models.load import load_tokenizer
+from verl.trainer.preflight import Findings, check_weights_are_there
+from verl.utils.errors import DataError
+from verl.utils.suggest import did_you_mean
+from verl.workers.teacher import check_topk, same_vocabulary, teacher_model
+
+
+def check_distillation_loss(config: RunConfig, found: Findings) -> None:
+    """The loss, after external_lib, which may register it."""
+    loss = config.distillation.distillation_loss
+    doubts = found.run(
+        "distillation loss",
+        lambda: check_distillation(loss, trained_actor(config)),
+        lambda _: loss.loss_mode,
+    )
+    for text in doubts or ():
+        found.warn("distillation loss", text)
+    if servers := server_settings(config.distillation):
+        found.warn(
+            "teachers",
+            f"{', '.join(servers)} has no effect: teachers run on the actor's devices, with the settings of "
+            "actor_rollout_ref.ref",
+        )
+
+
+def find_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings) -> None:
+    """Folder, tokenizer and vocabulary of every teacher."""
+    use_topk = DISTILLATION_LOSSES.get(config.distillation.distillation_loss.loss_mode).use_topk
+    for teacher in teachers(config.distillation):
+        model = teacher_model(config, teacher)
+
+        def look(teacher=teacher, model=model) -> str:
+            check_weights_are_there(model)
+            same_vocabulary(tokenizer.get_vocab(), load_tokenizer(model).get_vocab(), teacher)
+            if use_topk:
+                check_topk(config, teacher)
+            return teacher.path
+
+        found.run(f"distillation.teacher_models.{teacher.name}", look)
+
+
+def assign_teachers(config: RunConfig, prompts: PromptDataset) -> dict[int, str] | None:
+    """The teacher of each row; None where there is one without a key. DataError for a row whose key is unknown."""
+    name_of = {teacher.key: teacher.name for teacher in teachers(config.distillation)}
+    if None in name_of:
+        return None
+    column, out = config.distillation.teacher_key, {}
+    for row, location, value in prompts.column(column):
+        if str(value) not in name_of:
+            known = ", ".join(sorted(map(str, name_of)))
+            raise DataError(
+                f"{location}: {column}={value!r} is the key of no teacher; known: {known}. "
+                f"{did_you_mean(str(value), [str(key) for key in name_of])} "
+                f"(distillation.teacher_key={column}, distillation.teacher_models.*.key)"
+            )
+        out[row] = name_of[str(value)]
+    return out
