@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1410,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15000, 43230, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15050, 43600, 400
 
 
 def package_of(path: Path) -> str:
