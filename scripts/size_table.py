@@ -11,10 +11,10 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3780,
+    "config": 3850,
     "plugin": 1350,
     "data": 2720,
-    "algorithms": 2200,
+    "algorithms": 2300,
     "runtime": 1070,
     "observe": 2150,
     "models": 5950,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5580,
-    "commands": 4920,
-    "utils": 1410,
+    "trainer": 5750,
+    "commands": 5000,
+    "utils": 1450,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15050, 43600, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15350, 44000, 400
 
 
 def package_of(path: Path) -> str:
