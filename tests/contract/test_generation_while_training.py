@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.contract.test_rollout import CONFIG, EOS, small_model
+from tests.rollout_adapters import CONFIG, EOS, small_model
 from verl.runtime.driver_loop import DriverLoop
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import skip_or_fail
-from tests.contract.test_rollout import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
 from tests.engine_work import work_of
+from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
 from tests.standins import SGLANG_PATHS, FakeSGLangServer
 from verl.config import load_config
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig

@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.conftest import skip_without_vllm
-from tests.contract.test_rollout import CONFIG, EOS, PROMPT, own_logprobs, small_model
 from tests.contract.test_transports import Rank
 from tests.e2e import jobs
 from tests.engine_work import work_of
+from tests.rollout_adapters import CONFIG, EOS, PROMPT, own_logprobs, small_model
 from verl.checkpoint_engine.endpoint import TransportSettings
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 from tests import vllm_server
 from tests.conftest import skip_without_vllm
-from tests.contract.test_rollout import CONFIG, EOS, own_logprobs
 from tests.contract.test_transports import Rank
+from tests.rollout_adapters import CONFIG, EOS, own_logprobs
 from tests.rollout_server import python_wrapper
 from verl.checkpoint_engine.endpoint import TransportSettings
 from verl.config.rollout import ServerConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.agent_cases import ScriptedEngine, make_agent_runner, row, run_conversations, tool_call_text
-from tests.contract.test_rollout import letters_tokenizer
+from tests.rollout_adapters import letters_tokenizer
 from verl.agent.agent_runner import AgentRunner
 from verl.agent.loop import (
     AgentLoopBase,

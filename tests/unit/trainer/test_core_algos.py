@@ -1,19 +1,17 @@
 """The door for outside algorithms, used the way the outside world does: padded (bs, T) tensors in, agg_loss out."""
 
-from collections import defaultdict
 from enum import Enum
 
-import numpy as np
 import pytest
 import torch
 
 from tests.unit.algorithms.algorithm_cases import random_batch
-from verl.algorithms import advantages, losses
-from verl.algorithms.advantages import ADVANTAGES, compute_advantages, with_token_rewards
+from tests.unit.trainer.padded_cases import outside_grpo, padded_by_hand, weights_of
+from verl.algorithms import losses
+from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.aggregation import loss_weights
-from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
+from verl.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from verl.config.algorithm import PADDED_AGG_MODES
-from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching, split_micro_batches
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import (
@@ -34,18 +32,6 @@ def forget_what_a_test_registers(monkeypatch):
     monkeypatch.setattr(losses.POLICY_LOSSES, "_items", dict(losses.POLICY_LOSSES._items))
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
-
-
-def outside_grpo(token_level_rewards, response_mask, index, config=None, **kwargs):
-    """Group-relative scores as people write them: a loop over rows of padded tensors."""
-    scores = token_level_rewards.sum(-1)
-    groups = defaultdict(list)
-    for i, name in enumerate(index):
-        groups[name].append(scores[i])
-    out = torch.zeros_like(token_level_rewards)
-    for i, name in enumerate(index):
-        out[i] = scores[i] - torch.stack(groups[name]).mean() if len(groups[name]) > 1 else scores[i]
-    return out * response_mask, out * response_mask
 
 
 def outside_ppo(
@@ -88,18 +74,6 @@ def gradient(loss, batch):
     weighted, metrics = loss({"logprobs": leaf}, batch.token_columns, batch.cu_seqlens)
     weighted.sum().backward()
     return leaf.grad, weighted.detach(), metrics
-
-
-def padded_by_hand(batch, name):
-    """Rows from the first sampled token, one at a time."""
-    bounds, mask = batch.cu_seqlens.tolist(), batch["loss_mask"]
-    width = max(batch.lengths.tolist())
-    out = torch.zeros(batch.num_sequences, width, dtype=batch[name].dtype)
-    for i in range(batch.num_sequences):
-        sampled = [t for t in range(bounds[i], bounds[i + 1]) if mask[t]]
-        if sampled:
-            out[i, : bounds[i + 1] - sampled[0]] = batch[name][sampled[0] : bounds[i + 1]]
-    return out
 
 
 @pytest.mark.parametrize("mode", PADDED_AGG_MODES)
@@ -251,49 +225,6 @@ def test_the_vanilla_loss_of_the_door_inside_an_outside_loss_equals_the_built_in
     assert {"pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"} <= metrics.keys()
 
 
-def test_an_outside_estimator_equals_our_grpo_on_packed_batches():
-    register_adv_est("outside_grpo")(outside_grpo)
-    batch = with_token_rewards(random_batch(masks=("pps", "ppsssspppsss", "pssp", "psssssssp", "pssspsp", "ppppsssss")))
-    ours = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
-    theirs = compute_advantages(batch, AlgorithmConfig(adv_estimator="outside_grpo"))
-    torch.testing.assert_close(theirs["advantages"], ours["advantages"])
-    torch.testing.assert_close(theirs["returns"], ours["returns"])
-
-
-def test_an_outside_estimator_gets_what_it_names_and_its_masked_values_are_dropped():
-    seen = {}
-
-    @register_adv_est("curious")
-    def curious(token_level_rewards, response_mask, config, values, gamma, lam):
-        seen.update(values=values, gamma=gamma, adv_estimator=config["adv_estimator"], mask=response_mask)
-        return torch.ones_like(values), torch.full_like(values, 2.0)
-
-    batch = with_token_rewards(random_batch())
-    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="curious", gamma=0.5))
-    torch.testing.assert_close(out["advantages"], batch["loss_mask"].double())
-    torch.testing.assert_close(out["returns"], 2 * batch["loss_mask"].double())
-    width = seen["values"].shape[1]
-    torch.testing.assert_close(seen["values"], padded_by_hand(batch, "values")[:, :width])
-    assert (seen["gamma"], seen["adv_estimator"], width) == (0.5, "curious", 10)
-
-
-def test_an_estimator_that_cannot_be_served_or_returns_another_shape_is_told_why():
-    @register_adv_est("needs_more")
-    def needs_more(token_level_rewards, response_mask, reward_baselines):
-        raise AssertionError("not called")
-
-    @register_adv_est("sums")
-    def sums(token_level_rewards, response_mask, **kwargs):
-        assert kwargs.keys() == {"config", "index"}
-        return token_level_rewards.sum(-1), token_level_rewards.sum(-1)
-
-    batch = with_token_rewards(random_batch())
-    with pytest.raises(ConfigError, match=r"needs \['reward_baselines'\].*available: \["):
-        compute_advantages(batch, AlgorithmConfig(adv_estimator="needs_more"))
-    with pytest.raises(ConfigError, match=r"'sums' returned \[\(6,\), \(6,\)\].*\(6, 10\)"):
-        compute_advantages(batch, AlgorithmConfig(adv_estimator="sums"))
-
-
 def test_registering_twice_is_an_error_for_another_function_only():
     register_adv_est("outside_grpo")(outside_grpo)
     register_adv_est("outside_grpo")(outside_grpo)
@@ -317,22 +248,6 @@ def test_agg_loss_outside_a_registered_loss_equals_our_weights(mode):
     rows = padded_by_hand(batch.with_columns(x=losses_T), "x")
     expected = (losses_T * loss_weights(batch, mode, 9, torch.float64)).sum()
     torch.testing.assert_close(agg_loss(rows, mask, mode, loss_scale_factor=9), expected)
-
-
-def test_padded_built_ins_equal_the_packed_ones():
-    masks = ("pssss", "pspps", "psssp")
-    batch = with_token_rewards(random_batch(masks=masks))
-    shape = (len(masks), 5)
-    rewards, values, mask = (batch[n].view(shape) for n in ("token_rewards", "values", "loss_mask"))
-    ours = compute_advantages(batch, AlgorithmConfig(adv_estimator="gae", gamma=0.9, lam=0.8))
-    theirs = get_adv_estimator_fn("gae")(rewards, values, mask.long(), 0.9, 0.8)
-    torch.testing.assert_close(theirs[0], ours["advantages"].view(shape))
-    torch.testing.assert_close(theirs[1], ours["returns"].view(shape))
-    index = np.array(["a", "a", "b"], dtype=object)
-    ours = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo"))
-    torch.testing.assert_close(
-        get_adv_estimator_fn("grpo")(rewards, mask.long(), index)[0].flatten(), ours["advantages"]
-    )
 
 
 def test_the_padded_value_loss_is_half_the_larger_squared_error():
@@ -398,12 +313,6 @@ def test_a_loss_that_returns_no_metrics_is_refused_with_what_it_returned():
         losses.make_actor_loss(config_for("bare"))
 
 
-def weights_of(batch: Batch) -> torch.Tensor:
-    """(T,) importance weights from 0.5 to 1.5 on sampled tokens."""
-    drawn = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return (0.5 + drawn) * batch["loss_mask"]
-
-
 def test_an_outside_loss_gets_the_importance_weights_and_they_are_not_applied_twice():
     @register_policy_loss("weighed")
     def weighed(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
@@ -418,61 +327,3 @@ def test_an_outside_loss_gets_the_importance_weights_and_they_are_not_applied_tw
     expected = -batch["advantages"] * batch["rollout_is_weights"] * batch["loss_weights"]
     torch.testing.assert_close(leaf.grad, expected.to(leaf.dtype), rtol=1e-10, atol=1e-12)
     assert not losses.get_policy_loss("weighed").function.ignores_weights(config_for("weighed"))
-
-
-def test_an_estimator_gets_weights_squares_arrays_and_the_padded_batch_by_name():
-    seen = {}
-
-    @register_adv_est("curious")
-    def curious(
-        token_level_rewards,
-        response_mask,
-        rollout_is_weights,
-        sum_pi_squared,
-        reward_baselines,
-        non_tensor_batch,
-        batch,
-    ):
-        seen.update(locals())
-        return token_level_rewards * response_mask, token_level_rewards * response_mask
-
-    config = AlgorithmConfig(adv_estimator="curious", gdpo_reward_keys=["format"])
-    entry = advantages.get_advantage("curious")
-    assert set(entry.columns_for(config)) == {"reward_baselines", "rollout_is_weights", "reward_parts.format"}
-    assert entry.outputs == ("sum_pi_squared",)
-    packed = random_batch()
-    first = int(packed["loss_mask"].nonzero()[0])
-    rejected = torch.zeros_like(packed["loss_mask"])
-    rejected[first] = True
-    packed = with_token_rewards(
-        packed.with_columns(
-            loss_mask=packed["loss_mask"] & ~rejected,
-            rejected_tokens=rejected,
-            rollout_is_weights=weights_of(packed),
-            sum_pi_squared=weights_of(packed) / 3,
-            reward_baselines=torch.arange(6.0),
-            **{"reward_parts.format": torch.arange(6.0) / 2},
-        )
-    )
-    advantages.compute_advantages(packed, config)
-    whole = packed.with_columns(loss_mask=packed.sampled_mask())  # rows begin at the first sampled token
-    width = seen["response_mask"].shape[1]
-
-    def by_hand(of: Batch, name: str) -> torch.Tensor:
-        rows = padded_by_hand(of, name)
-        assert (rows[:, width:] == 0).all()
-        return rows[:, :width]
-
-    for name in ("rollout_is_weights", "sum_pi_squared"):
-        torch.testing.assert_close(seen[name], by_hand(whole, name))
-        torch.testing.assert_close(seen["batch"][name], seen[name])
-    torch.testing.assert_close(seen["response_mask"], by_hand(whole.with_columns(m=packed["loss_mask"].long()), "m"))
-    torch.testing.assert_close(seen["batch"]["responses"], by_hand(whole, "tokens"))
-    torch.testing.assert_close(seen["batch"]["rollout_log_probs"], by_hand(whole, "rollout_logprobs"))
-    assert seen["reward_baselines"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert seen["non_tensor_batch"]["format"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
-    assert seen["non_tensor_batch"]["uid"].tolist() == packed["group_ids"].tolist()
-    with pytest.raises(
-        KeyError, match=r"there is no 'style' for an advantage estimator, but format, uid; .*gdpo_reward"
-    ):
-        seen["non_tensor_batch"]["style"]

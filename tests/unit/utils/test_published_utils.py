@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.test_rollout import letters_tokenizer
+from tests.rollout_adapters import letters_tokenizer
 from verl.config import CustomClassConfig, DataConfig
 from verl.data.prompts import load_prompts
 from verl.utils.dataset.rl_dataset import collate_fn
