@@ -63,6 +63,11 @@ def metrics(folder: Path, run: str, project: str = "e2e") -> dict[int, dict[str,
     return rows
 
 
+def scores_said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines about scores in the summary of the run that has just ended."""
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("validation   ", "training   "))]
+
+
 def watch_checkpoints(folder: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry per checkpoint that gets its name from now on: whether its step was in the metrics before."""
     logged, publish = [], checkpoints.publish_directory

@@ -69,11 +69,16 @@ def assert_same_run(folder: Path, first: str, second: str, step: int) -> None:
 
 @pytest.mark.parametrize("stop", [2, 3, 4])  # 3 steps are one epoch
 @pytest.mark.parametrize("extra", [[], CRITIC], ids=["grpo", "ppo"])
-def test_a_resumed_run_continues_bit_for_bit(folder: Path, stop: int, extra: list[str]):
+def test_a_resumed_run_continues_bit_for_bit(
+    folder: Path, stop: int, extra: list[str], capsys: pytest.CaptureFixture[str]
+):
     jobs.train(folder, "whole", EVERY_STEP, "trainer.test_freq=1", *extra)
+    whole = jobs.scores_said(capsys)
     jobs.train(folder, "parts", EVERY_STEP, "trainer.test_freq=1", *extra, *stopping(folder, stop))
+    capsys.readouterr()
     jobs.train(folder, "parts", EVERY_STEP, "trainer.test_freq=1", *extra)
     assert_same_run(folder, "whole", "parts", step=6)
+    assert jobs.scores_said(capsys) == whole and len(whole) > 1 and all("first" in line for line in whole)
 
 
 def stopping(folder: Path, step: int) -> list[str]:

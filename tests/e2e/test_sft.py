@@ -112,11 +112,14 @@ def without_timings(folder: Path, run: str) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("stop", [2, 4])  # 4 rows, 3 a step: an epoch is one step
-def test_a_resumed_run_continues_bit_for_bit(folder: Path, stop: int):
-    train(folder, "whole", *COMMON, "trainer.test_freq=2")
-    train(folder, "parts", *COMMON, "trainer.test_freq=2", f"trainer.total_training_steps={stop}", SCHEDULE)
-    train(folder, "parts", *COMMON, "trainer.test_freq=2")
+def test_a_resumed_run_continues_bit_for_bit(folder: Path, stop: int, capsys: pytest.CaptureFixture[str]):
+    train(folder, "whole", *COMMON, "trainer.test_freq=1")
+    whole = jobs.scores_said(capsys)
+    train(folder, "parts", *COMMON, "trainer.test_freq=1", f"trainer.total_training_steps={stop}", SCHEDULE)
+    capsys.readouterr()
+    train(folder, "parts", *COMMON, "trainer.test_freq=1")
     assert_same_run(folder, "whole", "parts", 8)
+    assert jobs.scores_said(capsys) == whole and len(whole) > 1 and all("first" in line for line in whole)
 
 
 SCHEDULE = "optim.total_training_steps=8"

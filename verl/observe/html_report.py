@@ -51,6 +51,7 @@ HEADLINE = (
 BANDS = {f"critic/{name}/mean": (f"critic/{name}/min", f"critic/{name}/max") for name in ("score", "rewards")}
 NOT_DRAWN = ("training/global_step", "training/epoch")
 NAMES = {"trainer.experiment_name", "trainer.default_local_dir"}  # they differ between any two runs
+Answer = tuple[str, float | None]  # and its score
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def write_page(
         times=[(run.name, times) for run in runs if (times := stage_times(run.records)) is not None],
         groups=groups,
         samples=list(samples),
-        histories=[(run.name, history) for run in runs for history in run.histories],
+        prompts=answers_side_by_side(runs),
         configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],
         refresh_s=refresh_s,
         width=WIDTH,
@@ -191,6 +192,17 @@ def stage_times(records: Sequence[Mapping[str, Any]]) -> StackedTimes | None:
             known[step] = known.get(step, 0.0) + seconds
     stages["other"] = [(step, max(0.0, s - known.get(step, 0.0))) for step, s in points[f"{prefix}step"]]
     return stack_times(stages)
+
+
+def answers_side_by_side(runs: Sequence[RunData]) -> list[tuple[str, str, list[tuple[int, list[list[Answer]]]]]]:
+    """(prompt, ground truth, (step, answers of each run) by step) of every validation prompt of any run."""
+    prompts: dict[tuple[str, str], dict[int, list[list[Answer]]]] = {}
+    for number, run in enumerate(runs):
+        for history in run.histories:
+            rows = prompts.setdefault((history.prompt, history.ground_truth), {})
+            for step, answer, score in history.answers:
+                rows.setdefault(step, [[] for _ in runs])[number].append((answer, score))
+    return [(*prompt, sorted(rows.items())) for prompt, rows in prompts.items()]
 
 
 def differing_keys(configs: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:

@@ -213,7 +213,7 @@ class RichLine:
         from rich.progress import Progress as RichProgress
 
         # rich redirects sys.stdout to print above the bar; a stdout that goes to a file must not be redirected
-        self._console = console = Console(file=stream)
+        self._console = console = Console(file=stream, soft_wrap=True)  # a long path stays whole, to be copied
         self._bar = RichProgress(
             *live_columns(console),
             console=console,

@@ -3,9 +3,10 @@
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
 from verl.observe.progress import STAGE_WORDS, format_duration
-from verl.observe.trackers import format_number
+from verl.observe.trackers import format_number, parse_metrics
 
 ACCURACY = "rewards/accuracies"
 SCORES = ("critic/score/mean", *(f"{part}/{name}" for part in ("train", "val") for name in ("loss", ACCURACY)))
@@ -15,29 +16,39 @@ _NOT_STAGES = ("step", "agent_loop")  # the whole, and parts of other stages
 
 
 class RunSummary:
-    """Best and last scores and the seconds of each stage, of the steps that this process has done."""
+    """Best and last scores of the run, and the seconds of each stage of the steps that this process has done."""
 
     def __init__(self) -> None:
-        self.start_time = time.monotonic()
+        self.start_time, self.is_empty = time.monotonic(), True
         self.num_steps = self.last_step = 0
         self.scores: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self.seconds: dict[str, float] = defaultdict(float)
 
+    def add_earlier(self, metrics: Path | None) -> None:
+        """Scores of the steps before a resume, as far as there is a metrics file that has them."""
+        for record in parse_metrics(metrics)[0] if metrics and metrics.is_file() else ():
+            self._add_scores(record["step"], record["data"])
+
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step, or of a validation at it."""
+        self.is_empty = False
+        self._add_scores(step, metrics)
         if "timing_s/step" in metrics:
             self.num_steps, self.last_step = self.num_steps + 1, step
         for name, value in metrics.items():
-            if name.startswith("val-core/") or name in SCORES:
-                self.scores[name].append((step, value))
             stage = name.removeprefix("timing_s/")
             if stage != name and "/" not in stage and not stage.startswith(_NOT_STAGES):
                 self.seconds[STAGE_WORDS.get(stage, stage)] += value
         self.seconds["the rest"] += metrics.get("timing_s/step", 0.0)
 
+    def _add_scores(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name.startswith("val-core/") or name in SCORES:
+                self.scores[name].append((step, value))
+
     def lines(self, complete: bool) -> list[str]:
         """The summary of a run that did all its steps, or that stopped before; empty where nothing was done."""
-        if not self.scores:
+        if self.is_empty or not self.scores:
             return []
         took = format_duration(time.monotonic() - self.start_time)
         state = "done" if complete else "stopped"

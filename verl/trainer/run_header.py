@@ -156,8 +156,9 @@ def closing_lines(config: AnyConfig, summary: Sequence[str], complete: bool) -> 
 
 
 def _contents(root: Path) -> str:
-    names = [f"global_step_{step}" for step in complete_steps(root)[-2:]]
-    return ", ".join([*names, *(name for name in (LEDGER, "validation_samples", "run.json") if (root / name).exists())])
+    steps = [f"global_step_{step}" for step in complete_steps(root)]
+    saved = [f"{len(steps)} checkpoints: {steps[0]} to {steps[-1]}"] if len(steps) > 2 else steps
+    return ", ".join([*saved, *(name for name in (LEDGER, "validation_samples", "run.json") if (root / name).exists())])
 
 
 def _evaluate_commands(config: AnyConfig, model: Path) -> list[str]:

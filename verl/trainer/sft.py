@@ -36,6 +36,7 @@ from verl.trainer.lost_ranks import report_when_ended
 from verl.trainer.objectives import objective_of
 from verl.trainer.preflight import Findings
 from verl.trainer.resume import find_resume
+from verl.trainer.run_folder import metrics_of
 from verl.trainer.sft_preparation import prepare_sft
 from verl.utils.errors import DataError, VerlError
 from verl.utils.seeds import derive_seed
@@ -245,6 +246,7 @@ class SFTTrainer:
             self.restore(folder)
         self.first_step = self.global_step + 1
         self.tracking.rewind(self.global_step)
+        self.summary.add_earlier(metrics_of(self.config))
 
     def restore(self, folder: Path) -> None:
         """Restore weights, optimiser state and data position; DataError if the steps would train on other rows."""

@@ -65,9 +65,27 @@ def test_two_runs_are_drawn_over_each_other_with_the_differing_key_on_top(runs: 
     assert re.findall(r"<tr><td>([\w.]+)</td><td>([\d.]+)</td><td>([\d.]+)</td>", table) == [
         ("actor_rollout_ref.actor.optim.lr", "0.01", "0.02")
     ]
-    assert page.count("<summary>demo/first: 7+5=") == page.count("<summary>demo/second: 7+5=") == 1
     drawing = re.search(r'aria-label="critic/score/mean.*?</svg>', page, re.S)
     assert drawing and drawing[0].count('<g class="run0">') == 1 and drawing[0].count('<g class="run1">') == 1
+
+
+def test_answers_of_two_runs_stand_side_by_side_step_by_step(runs: Path) -> None:
+    second = runs / "checkpoints" / "demo" / "second" / "validation_samples"
+    row = {"input": "7+5=", "output": "<b>11", "gts": "12", "score": 0.0, "step": 2}
+    only = {**row, "input": "1+1=", "gts": "2", "output": "2", "score": None}
+    (second / "2.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (row, only)))
+    (second / "10.jsonl").unlink()
+    assert report.main(["demo/first", "demo/second", "--out", "both.html"]) == 0
+    page = (runs / "both.html").read_text()
+    tables = re.findall(r"<summary>(\d\+\d=).*?<table[^>]*>(.*?)</table>", page, re.S)
+    read = {
+        prompt: [[" ".join(re.sub(r"<[^>]*>", " ", cell).split()) for cell in re.findall(r"<td.*?</td>", line, re.S)]
+                 for line in re.findall(r"<tr>.*?</tr>", table, re.S)]
+        for prompt, table in tables
+    }  # fmt: skip
+    names = ["", "demo/first", "demo/second"]
+    assert read["7+5="] == [names, ["step 2", "0 dunno", "0 &lt;b&gt;11"], ["step 10", "1 12", "-"]]
+    assert read["1+1="] == [names, ["step 2", "-", "2"]]
 
 
 def test_the_page_has_the_health_lines_of_the_run(runs: Path) -> None:

@@ -1,9 +1,12 @@
 """Live progress: plain lines for files and dumb terminals, one redrawn line on a real terminal."""
 
 import contextlib
+import fcntl
 import io
 import os
 import pty
+import struct
+import termios
 import time
 
 import pytest
@@ -126,6 +129,23 @@ def test_the_terminal_decides_how_it_is_shown(monkeypatch, term, display):
         assert b"6/6" in written
     finally:
         os.close(leader)
+
+
+def test_a_long_path_printed_beside_the_live_line_stays_whole(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    path = "/".join(["", *(f"folder_{n}" for n in range(12)), "global_step_3"])
+    try:
+        with os.fdopen(follower, "w") as stream:
+            monkeypatch.setattr("sys.stdout", stream)
+            with Progress(6, stream=stream, clock=Clock()) as progress:
+                progress.stage("gen")
+                print(f"saved {path}")
+        written = read_all(leader).decode()
+    finally:
+        os.close(leader)
+    assert f"saved {path}\r\n" in written and "step 1/6" in written
 
 
 def test_time_left_follows_the_recent_steps_not_the_slow_start():

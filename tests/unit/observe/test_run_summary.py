@@ -1,5 +1,8 @@
 """The summary of a run: best and last scores, and where the time went."""
 
+import json
+from pathlib import Path
+
 from verl.observe.run_summary import RunSummary
 
 
@@ -26,5 +29,22 @@ def test_the_best_score_is_the_highest_and_the_best_loss_the_lowest():
     assert lines[1].startswith("training     loss 3 at step 2, best 2 at step 1, first 2 at step 1")
 
 
-def test_a_run_that_did_nothing_has_no_summary():
-    assert RunSummary().lines(complete=True) == []
+def test_a_resumed_run_knows_the_scores_of_before_and_counts_its_own_steps(tmp_path: Path):
+    lines = [{"step": 0, "data": {"val-core/a": 0.1}}, {"step": 1, "data": step(0.9, 2.0)}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "da')
+    summary = RunSummary()
+    summary.add_earlier(tmp_path / "run.jsonl")
+    summary.add(2, step(0.5, 4.0))
+    lines = summary.lines(complete=True)
+    assert lines[0].startswith("done         1 steps in ") and lines[0].endswith("the last is step 2")
+    assert lines[1] == "validation   score 0.1 before training (val-core/a)"
+    assert lines[2] == "training     reward 0.5 at step 2, best 0.9 at step 1, first 0.9 at step 1 (critic/score/mean)"
+
+
+def test_a_run_that_did_nothing_has_no_summary(tmp_path: Path):
+    (tmp_path / "run.jsonl").write_text(json.dumps({"step": 1, "data": step(0.9, 2.0)}) + "\n")
+    summary = RunSummary()
+    assert summary.lines(complete=True) == []
+    for metrics in (None, tmp_path / "none.jsonl", tmp_path / "run.jsonl"):
+        summary.add_earlier(metrics)
+    assert summary.lines(complete=True) == []

@@ -67,6 +67,20 @@ def test_only_a_complete_run_needs_more_steps_to_continue(tmp_path: Path, comple
     assert f"continue     the same command with trainer.experiment_name=X{more}" in lines
 
 
+def test_the_folder_line_begins_with_the_path_alone_and_counts_what_it_does_not_name(tmp_path: Path):
+    config = load_config([MODEL, f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=X"])
+    said = []
+    for step in (4, 5, 10):
+        (tmp_path / f"global_step_{step}").mkdir()
+        (tmp_path / f"global_step_{step}" / "trainer.json").write_text("{}")
+        said += [line.split(maxsplit=2)[1:] for line in closing_lines(config, ["x"], True) if line.startswith("folder")]
+    assert said == [
+        [str(tmp_path), "(global_step_4)"],
+        [str(tmp_path), "(global_step_4, global_step_5)"],
+        [str(tmp_path), "(3 checkpoints: global_step_4 to global_step_10)"],
+    ]
+
+
 def test_parameters_are_counted_from_the_headers_of_the_files(tmp_path: Path):
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors", metadata={"f": "pt"})
     save_file({"c": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")

@@ -32,6 +32,7 @@ from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
 from verl.trainer.resume import find_resume
 from verl.trainer.run_files import LEDGER
+from verl.trainer.run_folder import metrics_of
 from verl.trainer.run_header import when_validated
 from verl.trainer.validation_metrics import process_validation_metrics
 from verl.workers.actor import Actor
@@ -271,6 +272,7 @@ class TrainingRun:
         if self.ledger is not None:
             self.ledger.rewind(step)
         self.tracking.rewind(-1 if folder is None else step)  # a run from the start logs step 0 as well
+        self.summary.add_earlier(metrics_of(self.config))
         samples = str(self.root / VALIDATION_SAMPLES)
         for dumps in (self.config.trainer.rollout_data_dir, self.config.trainer.validation_data_dir, samples):
             if dumps:
