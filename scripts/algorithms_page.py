@@ -17,6 +17,7 @@ from scripts.soak.algorithms import read_points
 from scripts.soak.progress import RESULTS, ROOT
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.losses import POLICY_LOSSES
+from verl.algorithms.policy_filtration import filtered, filtration_probabilities
 from verl.utils.external_code import load_module
 from verl.utils.registry import Registry
 
@@ -76,6 +77,14 @@ def entries(title: str, items: dict[str, Any]) -> str:
         keys = ", ".join(f"`{key}`" for key in KEYS.get(name, ()))
         lines.append(f"- **`{name}`**: {one_line(item.function)}" + (f" Keys: {keys}." if keys else ""))
     return "\n".join(lines)
+
+
+def filtration() -> str:
+    """What `algorithm.use_pf_ppo` does."""
+    keys = "`algorithm.use_pf_ppo`, `algorithm.pf_ppo.reweight_method`, `algorithm.pf_ppo.weight_pow`"
+    return (
+        f"## Policy filtration\n\n- **PF-PPO**: {one_line(filtered)} {one_line(filtration_probabilities)} Keys: {keys}."
+    )
 
 
 def recipes() -> str:
@@ -143,6 +152,7 @@ def page(record: dict[str, Any]) -> str:
         HEAD,
         entries("Advantage estimators", built_in(ADVANTAGES)),
         entries("Policy losses", built_in(POLICY_LOSSES)),
+        filtration(),
         recipes(),
         results(record),
     ]

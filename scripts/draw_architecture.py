@@ -190,6 +190,7 @@ STAGES = (
             "apply_kl_in_reward",
             "last_sampled_positions",
             "compute_advantages",
+            "filtered",
             "gae",
             "on_sampled_tokens",
             "sequence_scores",

@@ -13,7 +13,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "cli.py": 120,
     "config": 3850,
     "plugin": 1350,
-    "data": 2720,
+    "data": 2740,
     "algorithms": 2300,
     "runtime": 1070,
     "observe": 2170,

@@ -41,6 +41,19 @@ class FilterGroupsConfig(Section):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PFPPOConfig(Section):
+    """Policy filtration: by which weights the answers of a step are drawn again before the update."""
+
+    reweight_method: str = key(
+        "pow",
+        "Weight of an answer with score s: |s|^weight_pow (pow), 1 for the largest and smallest score of the batch and "
+        "0 for others (max_min), 0.4 for the largest and 0.1 for others (max_random).",
+        choices=("pow", "max_min", "max_random"),
+    )
+    weight_pow: float = key(2.0, "Exponent of pow; 0 draws all answers alike.", minimum=0, maximum=100)
+
+
 def _preset(**fixed: Any) -> Any:
     """A classmethod that returns the section with `fixed` values; `is_threshold` and `rs_threshold` replace theirs.
 
@@ -195,4 +208,10 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    use_pf_ppo: bool = key(
+        False,
+        "With gae: draw the answers of a step again, with replacement, by weights from their scores, and train on "
+        "those (policy filtration, PF-PPO).",
+    )
+    pf_ppo: PFPPOConfig = section(PFPPOConfig)
     extra: dict[str, Any] = key({}, "Any keys of your own, for an advantage estimator that you registered.")

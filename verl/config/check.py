@@ -235,6 +235,11 @@ def _check_algorithm(config: RunConfig) -> None:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     if algorithm.adv_estimator == "gae" and config.critic.enable is False:
         raise ConfigError("algorithm.adv_estimator=gae needs values, but critic.enable=False; enable it or use grpo")
+    if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae":
+        raise ConfigError(
+            "algorithm.use_pf_ppo=True draws answers again for the estimator gae only, and algorithm.adv_estimator="
+            f"{algorithm.adv_estimator}; set adv_estimator=gae, or use_pf_ppo=False"
+        )
     _check_filter_groups(config)
     _check_reward_parts(config)
     correction, where = algorithm.rollout_correction, "algorithm.rollout_correction"

@@ -180,10 +180,11 @@ COLUMNS: dict[str, Column] = {
     "current_logprobs": Column(
         "(T,)",
         "float32",
-        "log-prob by the policy at the beginning of the mini-batch, nats; for a loss that chooses tokens",
+        "log-prob by the policy at the beginning of the mini-batch, nats; for a loss that chooses tokens; of the "
+        "step's batch with use_pf_ppo in bypass mode",
         scope="mini-batch",
-        written_by=("Actor.with_choice",),
-        read_by=("token_covariances", "choose_for_clip_cov"),
+        written_by=("Actor.with_choice", "PPOTrainer.evaluate"),
+        read_by=("token_covariances", "choose_for_clip_cov", "PPOTrainer.update"),
         masked=0,
         asked=True,
     ),
@@ -226,6 +227,15 @@ COLUMNS: dict[str, Column] = {
         "the same number for all sequences that answer one prompt",
         written_by=("Batch.pack",),
         read_by=("group_numbers", "MiniBatches.split", "trajectory_columns", "sequence_groups", "pair_indices"),
+    ),
+    "slot_ids": Column(
+        "(N,)",
+        "int64",
+        "group_ids of the batch before algorithm.use_pf_ppo drew its sequences again: which are cut into mini-batches "
+        "together",
+        written_by=("filtered",),
+        read_by=("MiniBatches.split",),
+        asked=True,
     ),
     "preferred": Column(
         "(N,)",

@@ -38,6 +38,11 @@ def token_draws(seed: int, step: int, sequence: Tensor, position: Tensor) -> Ten
     return uniforms(mixed(sequence + stream_key(seed, step, 0)), position)
 
 
+def sequence_draws(seed: int, step: int, count: int) -> Tensor:
+    """Uniform random numbers (count,) by the seed, the step, and the number of a sequence; apart from token_draws."""
+    return uniforms(mixed(torch.arange(count) + stream_key(seed, step, 1)), torch.zeros(count, dtype=torch.int64))
+
+
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
     """Uniform random numbers (B,), float64 in [0, 1), that depend on (key, position) alone.
 

@@ -167,11 +167,11 @@ def all_rejected(correction: RolloutCorrectionConfig, step: int) -> str:
 
 def update_gives_old_logprobs(config: RunConfig) -> bool:
     """Whether the update's own forward pass can give the log-probs that it needs: they are used by one optimiser step,
-    on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction, no advantage
-    estimator and no choice of tokens that needs the policy's outputs first."""
+    on unchanged weights. That is one mini-batch and one epoch, no KL in the reward, no rollout correction, no PF-PPO,
+    which trains on a part, no advantage estimator and no choice of tokens that needs the policy's outputs first."""
     algorithm, actor = config.algorithm, trained_actor(config)
     first = get_advantage(algorithm.adv_estimator).needs_logprob_pass(algorithm) or outputs_asked_for(config)
-    if first or get_policy_loss(actor.policy_loss.loss_mode).choose_tokens:
+    if first or algorithm.use_pf_ppo or get_policy_loss(actor.policy_loss.loss_mode).choose_tokens:
         return False
     one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     return one_step and not algorithm.use_kl_in_reward and not algorithm.rollout_correction.corrects

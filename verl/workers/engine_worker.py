@@ -137,7 +137,7 @@ class MiniBatches:
 
     def split(self, batch: Batch, step: int) -> Iterator[tuple[Tensor, Batch]]:
         """(indices, mini-batch) in training order. The shuffle is a function of the seed, `step` and the epoch."""
-        groups = group_indices(batch["group_ids"])
+        groups = group_indices(batch["slot_ids"] if "slot_ids" in batch else batch["group_ids"])
         for epoch in range(self.epochs):
             order = list(range(len(groups)))
             if self.shuffle:

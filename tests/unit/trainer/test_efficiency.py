@@ -38,7 +38,9 @@ def test_stages_that_ran_are_measured_against_the_peak():
     batch = random_batch(shapes=((1, 2), (3, 1)))
     forward = 100 * 7 + 10 * 3 + 4 * (6 + 10) + 4 * (2 * 2 + 1 + 2 * 3 + 1)
     trainer = SimpleNamespace(actor=role(Speed(COUNTS, 1000.0), epochs=2), critic=role(Speed(COUNTS, 500.0)))
-    found = mfu_metrics(trainer, batch, {"update_actor": 3.0, "update_critic": 4.0, "old_log_prob": 2.0, "gen": 1.0})
+    found = mfu_metrics(
+        trainer, batch, batch, {"update_actor": 3.0, "update_critic": 4.0, "old_log_prob": 2.0, "gen": 1.0}
+    )
     assert found == {
         "perf/mfu/actor": pytest.approx(2 * 3 * forward / 3000),
         "perf/mfu/actor_infer": pytest.approx(forward / 2000),
@@ -61,7 +63,7 @@ def test_a_shared_prompt_is_counted_once_where_the_actor_shares_it():
     near = (1 + 2 + 2) + 2 * (2 + 1 + 2) + (1 + 2 + 2 + 2 + 2 + 2)
     forward = 100 * tokens + 10 * answered + 4 * seen + 4 * near
     trainer = SimpleNamespace(actor=role(Speed(COUNTS, 1000.0), epochs=2, share=True), critic=None)
-    found = mfu_metrics(trainer, batch, {"update_actor": 3.0, "old_log_prob": 2.0})
+    found = mfu_metrics(trainer, batch, batch, {"update_actor": 3.0, "old_log_prob": 2.0})
     assert found["perf/mfu/actor"] == pytest.approx(2 * 3 * forward / 3000)
     assert found["perf/mfu/actor_infer"] == pytest.approx(forward / 2000)
 
@@ -69,10 +71,22 @@ def test_a_shared_prompt_is_counted_once_where_the_actor_shares_it():
 def test_the_critic_shares_no_prompt():
     batch, seconds = answers([[1, 2, 3]] * 2, [2, 4]), {"update_critic": 1.0}
     found = [
-        mfu_metrics(SimpleNamespace(actor=role(None, share=s), critic=role(Speed(COUNTS, 1.0))), batch, seconds)
+        mfu_metrics(SimpleNamespace(actor=role(None, share=s), critic=role(Speed(COUNTS, 1.0))), batch, batch, seconds)
         for s in (True, False)
     ]
     assert found[0] == found[1] and found[0]
+
+
+def test_an_update_of_other_sequences_than_were_sampled_is_counted_at_their_lengths():
+    batch = answers([[1, 2, 3], [4, 5]], [2, 4])
+    trained, seconds = batch.select([0, 0]), {"update_actor": 1.0, "update_critic": 1.0, "old_log_prob": 1.0}
+    trainer = SimpleNamespace(actor=role(Speed(COUNTS, 1.0)), critic=role(Speed(COUNTS, 1.0)))
+    found, of_batch, of_trained = (
+        mfu_metrics(trainer, *which, seconds) for which in ((batch, trained), (batch, batch), (trained, trained))
+    )
+    update, forward = ["perf/mfu/actor", "perf/mfu/critic"], "perf/mfu/actor_infer"
+    assert [found[name] for name in update] == [of_trained[name] for name in update] != [of_batch[n] for n in update]
+    assert found[forward] == of_batch[forward] != of_trained[forward]
 
 
 def test_peak_memory_of_forward_passes_is_told_by_stage_and_is_the_highest_of_any_rank():
@@ -92,4 +106,4 @@ def test_peak_memory_of_forward_passes_is_told_by_stage_and_is_the_highest_of_an
 def test_a_stage_that_did_not_run_and_an_engine_that_does_not_count_say_nothing():
     batch = random_batch()
     trainer = SimpleNamespace(actor=role(None), critic=role(Speed(COUNTS, 1.0)))
-    assert mfu_metrics(trainer, batch, {"update_actor": 1.0}) == {}
+    assert mfu_metrics(trainer, batch, batch, {"update_actor": 1.0}) == {}

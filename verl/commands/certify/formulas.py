@@ -106,6 +106,18 @@ def gpg(scores: Sequence[float], groups: Sequence[int]) -> list[float]:
     return [factor * a for a in grpo(scores, groups, by_std=False)]
 
 
+def policy_filtration(scores: Sequence[float], method: str, power: float) -> list[float]:
+    """The probability of each sequence in one draw of PF-PPO."""
+    if method == "pow":
+        weights = [math.pow(abs(s), power) for s in scores]
+    elif method == "max_min":
+        weights = [1.0 if s in (max(scores), min(scores)) else 0.0 for s in scores]
+    else:
+        weights = [0.4 if s == max(scores) else 0.1 for s in scores]
+    total = math.fsum(weights)
+    return [w / total if total else 1 / len(scores) for w in weights]
+
+
 # ---- one advantage per token
 
 

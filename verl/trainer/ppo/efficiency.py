@@ -9,24 +9,22 @@ from verl.runtime.group import WorkerGroup
 from verl.trainer.ppo.trainer import PPOTrainer
 
 
-def mfu_metrics(trainer: PPOTrainer, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+def mfu_metrics(trainer: PPOTrainer, batch: Batch, trained: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
     """perf/mfu/{actor,actor_infer,critic} of the stages that ran; empty for an engine without FLOP counts.
 
     Each sequence is counted at its own length, without a prompt that the actor shares with an earlier one
-    (`actor.use_prefix_grouper`), and each epoch of the update once.
+    (`actor.use_prefix_grouper`), and each epoch of the update, which is of `trained`, once.
     """
-    lengths, num_sampled = batch.lengths.tolist(), int(batch["loss_mask"].sum())
-    repeated = repeated_prompt_lengths(batch) if trainer.actor.train_micro.share_prefixes else []
-    needed: dict[str, tuple[str, Speed, float]] = {}
+    lengths, num_sampled = trained.lengths.tolist(), int(trained["loss_mask"].sum())
+    shares, needed = trainer.actor.train_micro.share_prefixes, dict[str, tuple[str, Speed, float]]()
     actor = group_speed(trainer.actor.group)
     if actor is not None:
-        epochs, count = trainer.actor.mini_batches.epochs, actor.counts
-        needed["update_actor"] = (
-            "actor",
-            actor,
-            (count.update(lengths, num_sampled) - count.update(repeated, 0)) * epochs,
-        )
-        needed["old_log_prob"] = "actor_infer", actor, count.forward(lengths, num_sampled) - count.forward(repeated, 0)
+        repeated = repeated_prompt_lengths(trained) if shares else []
+        flops = actor.counts.update(lengths, num_sampled) - actor.counts.update(repeated, 0)
+        needed["update_actor"] = "actor", actor, flops * trainer.actor.mini_batches.epochs
+        repeated = repeated_prompt_lengths(batch) if shares else []
+        flops = actor.counts.forward(batch.lengths.tolist(), int(batch["loss_mask"].sum()))
+        needed["old_log_prob"] = "actor_infer", actor, flops - actor.counts.forward(repeated, 0)
     critic = group_speed(trainer.critic.group) if trainer.critic is not None else None
     if critic is not None and trainer.critic is not None:
         epochs = trainer.critic.mini_batches.epochs

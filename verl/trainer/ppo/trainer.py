@@ -14,11 +14,13 @@ import torch
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.kl import KLController, apply_kl_in_reward
 from verl.algorithms.losses import aggregation_mode
+from verl.algorithms.policy_filtration import filtered
 from verl.algorithms.rollout_correction import correct
 from verl.config import RunConfig
 from verl.config.check import trained_actor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
+from verl.data.random_streams import sequence_draws
 from verl.data.reward_parts import with_reward_columns
 from verl.observe.timers import StageTimer
 from verl.runtime.driver_loop import DriverLoop
@@ -52,6 +54,7 @@ class StepRecord:
     epoch: int
     rollouts: RolloutBatch
     batch: Batch
+    trained: Batch  # what the update saw: `batch`, unless algorithm.use_pf_ppo drew its sequences again
     metrics: dict[str, float]
     receipt: Receipt
 
@@ -85,7 +88,8 @@ class PPOTrainer:
         batch = self.evaluate(self.pack(rollouts), timer)
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
-        batch, update_metrics = self.update(batch, timer)
+            trained = self.filter(batch, metrics)
+        batch, update_metrics = self.update(batch, trained, timer)
         metrics.merge(update_metrics)
         self.global_step += 1
         with timer("update_weights"):
@@ -95,7 +99,8 @@ class PPOTrainer:
             self.source.epoch,
             rollouts,
             batch,
-            self.step_metrics(batch, rollouts, metrics) | receipt.metrics(),
+            trained,
+            self.step_metrics(batch, trained, rollouts, metrics) | receipt.metrics(),
             receipt,
         )
 
@@ -126,15 +131,18 @@ class PPOTrainer:
 
         The first two are left out where the update computes the same values.
         """
-        bypassed, more = self.config.algorithm.rollout_correction.bypass_mode, outputs_asked_for(self.config)
+        algorithm, more = self.config.algorithm, outputs_asked_for(self.config)
+        bypassed, filters = algorithm.rollout_correction.bypass_mode, algorithm.use_pf_ppo
         if bypassed:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
-        if more or not (bypassed or self.old_logprobs_are_redundant(batch)):
+        if more or filters or not (bypassed or self.old_logprobs_are_redundant(batch)):
             with timer("old_log_prob"):
                 outputs = self.actor.logprobs_and_entropy(batch, more)
             batch = batch.with_columns(entropy=outputs["entropy"])
             if not bypassed:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
+            elif filters:  # the update does not see every sequence
+                batch = batch.with_columns(current_logprobs=outputs["logprobs"])
             if "sum_pi_squared" in outputs:
                 batch = batch.with_columns(sum_pi_squared=outputs["sum_pi_squared"])
         if self.reference is not None:
@@ -169,22 +177,34 @@ class PPOTrainer:
             raise DataError(all_rejected(correction, self.global_step + 1))
         return batch, metrics
 
-    def update(self, batch: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
-        """Updates the critic, then (after its warm-up) the actor; fills old_logprobs and entropy if left out.
+    def filter(self, batch: Batch, metrics: Metrics) -> Batch:
+        """The sequences to train on: `batch`, drawn again with algorithm.use_pf_ppo; adds how many are different."""
+        if not self.config.algorithm.use_pf_ppo:
+            return batch
+        seed = self.config.actor_rollout_ref.actor.data_loader_seed
+        draws = sequence_draws(seed, self.global_step, batch.num_sequences)
+        trained, filter_metrics = filtered(batch, self.config.algorithm.pf_ppo, draws)
+        metrics.merge(filter_metrics)
+        return trained
+
+    def update(self, batch: Batch, trained: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
+        """Updates the critic, then (after its warm-up) the actor by `trained`; fills old_logprobs and entropy of
+        `batch`, if left out.
 
         Rejected tokens are in `loss_mask` again afterwards.
         """
         metrics = Metrics()
         if self.critic is not None:
             with timer("update_critic"):
-                metrics.merge(self.critic.update(batch, self.global_step).with_prefix("critic/"))
+                metrics.merge(self.critic.update(trained, self.global_step).with_prefix("critic/"))
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                update_metrics, outputs = self.actor.update(batch, self.global_step)
+                update_metrics, outputs = self.actor.update(trained, self.global_step)
                 metrics.merge(update_metrics.with_prefix("actor/", unless="distillation/"))
                 metrics.merge(self.actor.correction_metrics)
             if self.config.algorithm.rollout_correction.bypass_mode:
-                for name, value in mismatch_metrics(batch, outputs["logprobs"]).items():
+                current = batch["current_logprobs"] if "current_logprobs" in batch else outputs["logprobs"]
+                for name, value in mismatch_metrics(batch, current).items():
                     metrics.mean(name, value, 1)
             if "old_logprobs" not in batch:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
@@ -211,7 +231,7 @@ class PPOTrainer:
         on_policy = bool((batch["policy_versions"] == self.version).all())
         return update_gives_old_logprobs(self.config) and warm and on_policy and not self.actor.has_dropout
 
-    def step_metrics(self, batch: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
+    def step_metrics(self, batch: Batch, trained: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
         """Every metric of the step except timings."""
         config, actor = self.config, trained_actor(self.config)
         out = metrics.values()
@@ -220,14 +240,14 @@ class PPOTrainer:
         out.update(
             entropy_metrics(batch, aggregation_mode(actor), actor.loss_scale_factor or config.data.max_response_length)
         )
-        out.update(balance_metrics(batch.lengths.tolist(), tokens_per_rank.tolist()))
+        out.update(balance_metrics(trained.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
         out.update(reward_part_metrics(rollouts.trajectories))
         bypassed = config.algorithm.rollout_correction.bypass_mode  # then `update` has compared
         if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
         if "sum_pi_squared" in batch:
-            out.update(variance_proxy_metrics(batch, out.get("actor/grad_norm")))
+            out.update(variance_proxy_metrics(trained, out.get("actor/grad_norm")))
         out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()} | rollouts.metrics)
         versions = batch["policy_versions"].double()
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))

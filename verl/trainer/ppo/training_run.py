@@ -170,7 +170,7 @@ class TrainingRun:
         _, response = prompt_and_response_lengths(record.batch)
         devices, num_tokens = self.trainer.pools.num_ranks, record.batch.num_tokens
         metrics.update(throughput_metrics(timer.seconds, num_tokens, int(response.sum()), devices))
-        metrics.update(mfu_metrics(self.trainer, record.batch, timer.seconds))
+        metrics.update(mfu_metrics(self.trainer, record.batch, record.trained, timer.seconds))
         metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
