@@ -1,8 +1,10 @@
 """Clients of `verl serve` that send too much, half, or nothing, and those that have no key."""
 
 import gzip
+import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import pytest
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
+from verl.commands.serve.request_body import RequestError
 from verl.commands.serve.server import OpenAIServer, ServerLimits
 from verl.config import load_config
 from verl.models.load import load_tokenizer
@@ -182,6 +185,20 @@ def test_a_text_too_long_for_the_model_is_refused_before_it_is_tokenised(
     assert counting.characters <= (1 << 16 if longest else 0)
 
 
+@pytest.mark.parametrize("length", [399, 400, 401, 1000])
+def test_a_prompt_that_leaves_no_room_is_refused_in_words_of_the_client(server: OpenAIServer, length: int):
+    for chat, field in ((True, "messages"), (False, "prompt")):
+        text = "1" * length
+        body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        if length < 400:
+            assert server.read_job(json.dumps(body).encode(), chat).requests[0].sampling.max_tokens == 1
+            continue
+        with pytest.raises(RequestError, match=f"{length} prompt tokens leave no room .* in the 400 tokens") as caught:
+            server.read_job(json.dumps(body).encode(), chat)
+        assert caught.value.field == field and caught.value.code == "context_length_exceeded"
+        assert "data." not in str(caught.value) and "rollout" not in str(caught.value)
+
+
 def test_the_command_answers_says_a_line_a_request_and_stops_at_once(tmp_path: Path):
     jobs.prepare(tmp_path / "run")
     folder = tmp_path / "checkpoints" / "project" / "sums" / "global_step_7" / "actor" / "huggingface"
@@ -206,6 +223,13 @@ def test_the_command_answers_says_a_line_a_request_and_stops_at_once(tmp_path: P
             break
     assert lines[-1].startswith("serving sums-step-7 on http://127.0.0.1:"), lines
     address = lines[-1].split()[-1]
+    trial = process.stdout.readline()
+    assert trial.startswith("try it:  curl ") and "sesame" not in trial
+    url, *words = shlex.split(trial.removeprefix("try it:  curl ").replace("$VERL_API_KEY", "sesame"))
+    headers = dict(value.split(": ") for flag, value in itertools.pairwise(words) if flag == "-H")
+    asked = urllib.request.Request(url, words[words.index("-d") + 1].encode(), headers)
+    with urllib.request.urlopen(asked, timeout=60) as reply:
+        assert json.load(reply)["usage"]["prompt_tokens"] == 6
     client = openai.OpenAI(base_url=address, api_key="sesame", max_retries=0, timeout=60)
     chat = client.chat.completions.create(
         model="sums-step-7",

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e import jobs
 from verl.cli import main
 from verl.commands.serve import command
+from verl.config import load_config
 
 
 @pytest.fixture
@@ -39,10 +40,10 @@ def test_a_model_that_does_not_go_with_its_tokenizer_is_not_served(model: Path, 
 
 def test_more_positions_than_the_model_was_made_for_are_a_warning(model: Path, capsys: Any):
     options = command._parser().parse_args([])
-    command.build_server([f"actor_rollout_ref.model.path={model}"], options).engine.close()
+    command.build_server(load_config([f"actor_rollout_ref.model.path={model}"]), options).engine.close()
     assert "warning" not in capsys.readouterr().err
     edit(model / "config.json", max_position_embeddings=32)
     overrides = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.max_model_len=2048"]
-    command.build_server(overrides, options).engine.close()
+    command.build_server(load_config(overrides), options).engine.close()
     said = capsys.readouterr().err
     assert "sequences may have 2048 tokens (actor_rollout_ref.rollout.max_model_len), but max_position" in said

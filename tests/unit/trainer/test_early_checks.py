@@ -1,5 +1,6 @@
 """Reasons against a run that are said before heavy libraries are loaded, each once."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,23 @@ def test_what_is_missing_is_said_at_once_before_heavy_libraries_are_loaded(verb:
     assert "\nlight\n" in said, said
     assert f"error: {len(reasons)} things keep" in said
     assert [reason for reason in reasons if reason not in said] == []
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = ["serve", "model=/m", "rollout.name=sglang", "--port", str(other.getsockname()[1])]
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *words],
+            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+    assert "\nlight\n" in done.stderr and "error: 3 things keep the server from starting" in done.stderr, done.stderr
+    for reason in (
+        f"--port {words[-1]}: ",
+        "--port 0 takes a free port",
+        "needs sglang",
+        "model.path=/m is",
+    ):
+        assert reason in done.stderr
 
 
 def test_the_scorers_of_all_sources_of_an_answers_file_are_looked_up_at_once(tmp_path: Path):

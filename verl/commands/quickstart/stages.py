@@ -8,12 +8,15 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from verl.config import load_config
-from verl.observe.run_record import RUN_FILE
-from verl.utils.errors import VerlError
+from verl.observe.run_changes import find_changes, results_change
+from verl.observe.run_record import RUN_FILE, read_record
+from verl.trainer.run_files import complete_steps
+from verl.utils.errors import DataError, Interrupted, VerlError
 from verl.utils.paths import atomic_write_text, expand_home
 
 NUM_HELD_OUT = 200
@@ -23,13 +26,20 @@ WARM_UP_ACCURACY = 0.2  # the warm-up ends at this share of right answers: the m
 NUM_PROMPTS, NUM_ANSWERS = 64, 8  # per step of GRPO
 SFT_RUN = "supervised"
 GRPO_RUN = "grpo"
+RESULT = "result.json"  # written at the end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and report. 0: the reward rose; 1: it did not; 2: a mistake the message explains."""
     options = parse(argv)
     try:
-        return quickstart(expand_home(options.out, "--out"), options.seed, options.steps, options.overrides)
+        out = expand_home(options.out, "--out")
+        return quickstart(out, options.seed, options.steps, options.overrides)
+    except Interrupted as stop:
+        goes_on = stopped_after(out, options.seed, options.steps, options.overrides)
+        then = "the same command goes on from there" if goes_on else "the same command begins anew"
+        print(f"error: {str(stop).partition(';')[0]}; {then}", file=sys.stderr)
+        return stop.exit_code
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -45,24 +55,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) -> int:
-    """Run all stages and print the command that repeats each; returns the exit code."""
+    """Run all stages and print the command that repeats each; returns the exit code.
+
+    Where an earlier start was stopped in or after its GRPO run, it goes on there.
+    """
     from verl.commands.quickstart.addition_task import CHARACTERS, make_split, write_split
     from verl.commands.quickstart.small_model import make_model
 
     start = time.perf_counter()
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
-    remove_earlier_runs(out)
-    split = make_split(seed, NUM_HELD_OUT, NUM_WORKED)
-    write_split(split, out / "data")
-    num_parameters = make_model(out / "model", CHARACTERS, seed)
-    print(
-        f"1/4  a model of {num_parameters:,} random parameters, {len(split.train):,} problems to train on, "
-        f"{len(split.held_out)} held out"
-    )
-    print(f"2/4  supervised warm-up on {len(split.worked)} worked examples")
-    warm = warm_up(out, seed, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT])
-    print("3/4  GRPO")
-    metrics = train(out, warm, seed, steps, overrides)
+    split, warm = make_split(seed, NUM_HELD_OUT, NUM_WORKED), out / "warm"
+    step = stopped_after(out, seed, steps, overrides)
+    if not step:
+        remove_earlier_runs(out)
+        write_split(split, out / "data")
+        num_parameters = make_model(out / "model", CHARACTERS, seed)
+        print(
+            f"1/4  a model of {num_parameters:,} random parameters, {len(split.train):,} problems to train on, "
+            f"{len(split.held_out)} held out"
+        )
+        print(f"2/4  supervised warm-up on {len(split.worked)} worked examples")
+        warm_up(out, seed, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT], warm)
+    print(f"3/4  GRPO, going on after step {step}; --out FOLDER begins anew there" if step else "3/4  GRPO")
+    metrics = train(out, warm, seed, steps, overrides, resume=step > 0)
     print("4/4  the result, reloaded by transformers")
     before, after = greedy_answers(warm, split.held_out), greedy_answers(newest_model(out), split.held_out)
     summary = report_result(out, split.held_out, before, after, metrics, time.perf_counter() - start)
@@ -107,21 +122,14 @@ def report_result(
         "time": f"{seconds:.0f} s",
     }
     result = {**summary, "problems": len(problems), "seconds": round(seconds, 1)}
-    atomic_write_text(out / "result.json", json.dumps(result) + "\n")
+    atomic_write_text(out / RESULT, json.dumps(result) + "\n")
     config = load_config(grpo_overrides(out, out / SFT_RUN, 0, None))
     report = write_report(
-        out / "report.html", "Quickstart: two-digit addition", records, samples[:50], config_values(config), facts
+        out / "report.html", "Quickstart: two-digit addition", records, samples[:50], asdict(config), facts
     )
     print(f"held-out problems answered right: {summary['before']:.1%} before, {summary['after']:.1%} after GRPO")
     print(f"{seconds:.0f} s in all; model: {newest_model(out)}; report: {report}")
     return summary
-
-
-def config_values(config: Any) -> dict[str, Any]:
-    """The whole configuration as nested dictionaries."""
-    import dataclasses
-
-    return dataclasses.asdict(config)
 
 
 def sft_overrides(out: Path, seed: int) -> list[str]:
@@ -149,7 +157,7 @@ def sft_overrides(out: Path, seed: int) -> list[str]:
     ]
 
 
-def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list[str]:
+def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None, resume: str = "disable") -> list[str]:
     """Command-line overrides of the GRPO run."""
     arr = "actor_rollout_ref"
     return [
@@ -182,15 +190,15 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None) -> list
         "trainer.project_name=quickstart",
         f"trainer.experiment_name={GRPO_RUN}",
         f"trainer.default_local_dir={out / GRPO_RUN}",
-        "trainer.resume_mode=disable",
+        f"trainer.resume_mode={resume}",
         "trainer.on_existing=rename",
     ]
 
 
-def warm_up(out: Path, seed: int, problems: Sequence[Any]) -> Path:
-    """Fine-tune with one checkpoint per epoch; copy the first that answers enough `problems` right to `out/warm`.
+def warm_up(out: Path, seed: int, problems: Sequence[Any], target: Path) -> None:
+    """Fine-tune with one checkpoint per epoch; copy the first that answers enough `problems` right to `target`.
 
-    Returns that folder. After a fixed number of epochs the accuracy would vary much more between seeds.
+    After a fixed number of epochs the accuracy would vary much more between seeds.
     """
     from verl.trainer.sft_trainer import run_sft
 
@@ -203,15 +211,31 @@ def warm_up(out: Path, seed: int, problems: Sequence[Any]) -> Path:
         if right >= WARM_UP_ACCURACY:
             break
     print(f"     {folder.parent.name} is the first epoch to answer {WARM_UP_ACCURACY:.0%} of others right: {right:.1%}")
-    return Path(shutil.copytree(folder, out / "warm", dirs_exist_ok=True))
+    shutil.copytree(folder, target, dirs_exist_ok=True)
 
 
-def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str]) -> list[dict[str, Any]]:
+def stopped_after(out: Path, seed: int, steps: int | None, extra: list[str]) -> int:
+    """The saved step of an unfinished GRPO run of the same settings; 0 where there is none to go on with."""
+    from verl.observe.tracking import metrics_path
+
+    config = load_config([*grpo_overrides(out, out / "warm", seed, steps), *extra])
+    try:
+        record = read_record(out / GRPO_RUN)
+    except DataError:
+        return 0
+    goes_there = record.metrics == metrics_path("quickstart", GRPO_RUN).absolute()
+    is_same = goes_there and record.total_steps == config.trainer.total_training_steps
+    if (out / RESULT).exists() or not is_same or results_change(find_changes(record.config, config)):
+        return 0
+    return max(complete_steps(out / GRPO_RUN), default=0)
+
+
+def train(out: Path, model: Path, seed: int, steps: int | None, extra: list[str], resume: bool) -> list[dict[str, Any]]:
     """GRPO; returns the metrics of every step."""
     from verl.observe.tracking import metrics_path
     from verl.trainer.main_ppo import run_ppo
 
-    overrides = [*grpo_overrides(out, model, seed, steps), *extra]
+    overrides = [*grpo_overrides(out, model, seed, steps, "auto" if resume else "disable"), *extra]
     print_command("verl.trainer.main_ppo", overrides)
     run_ppo(load_config(overrides), announce=keep_quiet)
     lines = metrics_path("quickstart", GRPO_RUN).read_text().splitlines()
@@ -226,6 +250,7 @@ def remove_earlier_runs(out: Path) -> None:
     """Delete what an earlier quickstart left, which this one would mix with its own."""
     from verl.observe.tracking import metrics_path
 
+    (out / RESULT).unlink(missing_ok=True)
     for run in (SFT_RUN, GRPO_RUN):
         if (out / run / RUN_FILE).is_file():
             print(f"     replacing {out / run}, of an earlier quickstart; --out FOLDER keeps it")

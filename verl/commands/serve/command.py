@@ -8,8 +8,11 @@ the fields.
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +20,9 @@ from typing import TYPE_CHECKING
 
 from verl.config import RunConfig, load_config
 from verl.config.load import unread_keys
-from verl.utils.errors import ConfigError, VerlError
+from verl.trainer.early_checks import check_model_place
+from verl.trainer.engine_installed import check_engine_is_installed
+from verl.utils.errors import ConfigError, Mistakes, VerlError
 from verl.utils.paths import model_name
 
 if TYPE_CHECKING:
@@ -59,23 +64,60 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(overrides: list[str], options: argparse.Namespace) -> int:
-    for name in ("max_concurrent", "max_body_mb", "client_timeout"):
-        if not 0 < getattr(options, name) < 1e6:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1000000")
+    mistakes = Mistakes()  # that can be seen before heavy libraries are loaded
+    with mistakes:
+        check_options(options)
+    with mistakes:
+        check_address(options.host, options.port)
     try:
         import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("`verl serve` needs aiohttp: pip install -e '.[serve]'") from error
-    server = build_server(overrides, options)
+    except ImportError:
+        mistakes.add(ConfigError("`verl serve` needs aiohttp: pip install -e '.[serve]'"))
+    with mistakes:
+        config = load_config(overrides)
+        arr = config.actor_rollout_ref
+        with mistakes:
+            check_engine_is_installed(arr)
+        check_model_place(arr.model, arr.actor.strategy, mistakes)
+    mistakes.refuse("things keep the server from starting")
+    server = build_server(config, options)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("verl.commands.serve").setLevel(logging.INFO)
-    print(f"model {server.name}: at most {server.max_length} tokens a conversation", flush=True)
+    limit = f"at most {server.max_length} tokens a conversation"
+    print(f"model {server.name}: {limit} (rollout.max_model_len)", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_serve(server, options.host, options.port))
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on --host {options.host} --port {options.port}: {error}") from error
+    except (OSError, OverflowError) as error:  # another program took the port while the model was loaded
+        raise cannot_listen(options.host, options.port, error) from error
     return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """ConfigError for a limit that is none."""
+    for name in ("max_concurrent", "max_body_mb", "client_timeout"):
+        if not 0 < getattr(options, name) < 1e6:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1000000")
+
+
+def check_address(host: str, port: int) -> None:
+    """ConfigError where nothing can listen on the address, such as where another program does."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                trial.bind(address)
+    except (OSError, OverflowError) as error:
+        raise cannot_listen(host, port, error) from error
+
+
+def cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
+    move = "--port 0 takes a free port" if 0 <= port < 1 << 16 else "a port is a number from 0 to 65535"
+    return ConfigError(f"cannot listen on --host {host} --port {port}: {error}; {move}")
 
 
 async def _serve(server: "OpenAIServer", host: str, port: int) -> None:
@@ -83,24 +125,30 @@ async def _serve(server: "OpenAIServer", host: str, port: int) -> None:
 
     async with listening(server.application(), host, port, server.limits.client_timeout_s) as bound:
         print(f"serving {server.name} on http://{host}:{bound}/v1", flush=True)
+        print(f"try it:  {trial_command(server, host, bound)}", flush=True)
         await until_stopped()
         print("stopping", flush=True)
 
 
-def build_server(overrides: list[str], options: argparse.Namespace) -> "OpenAIServer":
+def trial_command(server: "OpenAIServer", host: str, port: int) -> str:
+    """A curl command that asks the server one question; it does not show the key."""
+    chats, text = server.tokenizer.chat_template is not None, "12+34="  # even a toy model has digits
+    asked = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+    words = ["-H", "Content-Type: application/json", "-d", json.dumps({"model": server.name, **asked})]
+    here = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{here}]' if ':' in here else here}:{port}/v1/{'chat/' if chats else ''}completions"
+    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if server.limits.api_key else ""
+    return f"curl {url}{key} {shlex.join(words)}"
+
+
+def build_server(config: RunConfig, options: argparse.Namespace) -> "OpenAIServer":
     """The server of a configuration, with its engine started."""
     from verl.commands.serve.server import OpenAIServer, ServerLimits
     from verl.models.load import load_tokenizer
-    from verl.trainer.engine_installed import check_engine_is_installed
     from verl.trainer.ppo.rollout_setup import build_inference_engine, training_sampling
-    from verl.trainer.preflight import Findings
 
-    config, found = load_config(overrides), Findings()
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
-    found.check("rollout", lambda: check_engine_is_installed(config.actor_rollout_ref))
-    tokenizer = found.run("tokenizer", lambda: load_tokenizer(config.actor_rollout_ref.model))
-    found.refuse()
-    assert tokenizer is not None
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     max_length = rollout.max_model_len or _max_length(rollout.prompt_length + rollout.response_length, path)
     _check_model(config, tokenizer, max_length)
     api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None

@@ -214,8 +214,14 @@ class OpenAIServer:
         self, body: dict[str, Any], ids: list[int], number: int = 0, tools: Sequence[Any] = ()
     ) -> GenerationRequest:
         """The request for prompt `number` of a body. With a seed, its random numbers depend on that and `number`."""
-        default = self.sampling
-        room = max(1, self.max_length - len(ids))
+        default, room = self.sampling, self.max_length - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"{len(ids)} prompt tokens leave no room for an answer in the {self.max_length} tokens that one "
+                "conversation may hold here; shorten the prompt",
+                "messages" if "messages" in body else "prompt",
+                code="context_length_exceeded",
+            )
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         asked = body.get(limit, min(default.max_tokens, room))
         if asked > room:
