@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.algorithms.policy_loss import TokenMetrics, limited_log_ratio, register_policy_loss
 from verl.config import ActorConfig
 from verl.data.batch import Batch
+from verl.utils.errors import ConfigError
 
 
 def token_covariances(batch: Batch) -> Tensor:
@@ -30,6 +31,11 @@ def smallest(values: Tensor, draws: Tensor, count: int, mask: Tensor) -> Tensor:
     return out
 
 
+def _count(share: float, tokens: int) -> int:
+    """That share of the tokens, but at least one unless it is 0."""
+    return max(int(share * tokens), 1) if share > 0 else 0
+
+
 def _clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
     """PPO's losses, and where their gradient is clipped away."""
     ratio = limited_log_ratio(logprobs, old_logprobs).exp()
@@ -39,7 +45,7 @@ def _clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config:
 
 
 def choose_for_clip_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tensor:
-    """(T,) a random `clip_cov_ratio` of all tokens (at least one).
+    """(T,) a random `clip_cov_ratio` of all tokens (at least one, unless it is 0).
 
     They are among those whose covariance is inside the bounds, and which PPO does not clip.
     """
@@ -48,11 +54,20 @@ def choose_for_clip_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Ten
     old = batch.require("old_logprobs", "Actor.logprobs")
     _, is_clipped = _clipped(current, old, batch["advantages"], config)
     inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub) & ~is_clipped[mask]
-    count = max(int(settings.clip_cov_ratio * len(covariance)), 1)
+    count = _count(settings.clip_cov_ratio, len(covariance))
     return smallest(torch.where(inside, 0.0, torch.inf), draws[mask], count, mask)
 
 
-@register_policy_loss("clip_cov", choose_tokens=choose_for_clip_cov)
+def check_clip_cov(config: ActorConfig) -> None:
+    """ConfigError for bounds between which no covariance is."""
+    low, high = config.policy_loss.clip_cov_lb, config.policy_loss.clip_cov_ub
+    if not low < high:
+        raise ConfigError(
+            f"actor.policy_loss.clip_cov_lb={low} must be below clip_cov_ub={high}; the chosen tokens are between"
+        )
+
+
+@register_policy_loss("clip_cov", check=check_clip_cov, choose_tokens=choose_for_clip_cov)
 def clip_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
@@ -67,10 +82,9 @@ def clip_cov(
 
 
 def choose_for_kl_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tensor:
-    """(T,) the `kl_cov_ratio` of all tokens (at least one) with the largest covariance."""
+    """(T,) the `kl_cov_ratio` of all tokens (at least one, unless it is 0) with the largest covariance."""
     covariance, mask = token_covariances(batch), batch["loss_mask"]
-    count = max(int(config.policy_loss.kl_cov_ratio * len(covariance)), 1)
-    return smallest(-covariance, draws[mask], count, mask)
+    return smallest(-covariance, draws[mask], _count(config.policy_loss.kl_cov_ratio, len(covariance)), mask)
 
 
 @register_policy_loss("kl_cov", choose_tokens=choose_for_kl_cov)

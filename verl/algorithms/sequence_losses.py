@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_loss import TokenMetrics, register_policy_loss
+from verl.algorithms.policy_loss import TokenMetrics, limited_log_ratio, register_policy_loss
 from verl.config import ActorConfig
 from verl.data.batch import Batch
 
@@ -46,7 +46,7 @@ def geo_mean(
     Less sensitive than GRPO to single tokens with large ratios, so that the clip range can be wide (0.4). Source: arXiv
     2507.20673, eq. 4.
     """
-    sign, log_ratio = advantages.sign(), logprobs - old_logprobs
+    sign, log_ratio = advantages.sign(), limited_log_ratio(logprobs, old_logprobs)
     bounded = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
     losses = -token_means(advantages, batch) * token_means(pessimistic, batch).exp()

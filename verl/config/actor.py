@@ -31,11 +31,11 @@ class PolicyLossConfig(Section):
         "Policy loss: vanilla (dual-clip PPO), cispo, gspo, sapo, geo_mean, gpg, dro, dppo_tv, dppo_kl, clip_cov, "
         "kl_cov, or your own.",
     )
-    clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens without gradient.")
+    clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens without gradient.", minimum=0, maximum=1)
     clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance.")
     clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance.", maximum=math.inf)
-    kl_cov_ratio: float = key(0.0002, "kl_cov: share of tokens penalised.")
-    ppo_kl_coef: float = key(0.1, "kl_cov: coefficient.")
+    kl_cov_ratio: float = key(0.0002, "kl_cov: share of tokens penalised.", minimum=0, maximum=1)
+    ppo_kl_coef: float = key(0.1, "kl_cov: coefficient.", minimum=0)
     dro_beta: float | None = key(None, "dro: penalty, > 0.")
     extra: dict[str, Any] = key({}, "Any keys of your own, for a policy loss that you registered.")
 
@@ -68,8 +68,8 @@ class ActorConfig(RoleConfig):
     clip_ratio_low: float = key(None, "Clip range below 1.", sibling="clip_ratio", minimum=0)
     clip_ratio_high: float = key(None, "Clip range above 1.", sibling="clip_ratio", minimum=0)
     clip_ratio_c: float = key(3.0, "Dual-clip bound of the ratio where the advantage is negative; > 1.", greater_than=1)
-    tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive.")
-    tau_neg: float = key(1.05, "sapo: temperature where the advantage is not positive.")
+    tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive.", greater_than=0)
+    tau_neg: float = key(1.05, "sapo: temperature where the advantage is not positive.", greater_than=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     loss_agg_mode: str = key("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(

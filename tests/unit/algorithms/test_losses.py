@@ -24,6 +24,14 @@ def dual_clip_naively(logprob, old, advantage, low, high, c):
     return -objective
 
 
+def normal(n: int) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def uniform(n: int) -> torch.Tensor:
+    return torch.rand(n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
 @pytest.fixture
 def batch():
     out = random_batch()
@@ -86,7 +94,7 @@ def test_a_huge_log_ratio_gives_a_finite_loss_and_gradient(batch):
 
 @pytest.mark.parametrize("kl_loss_type", ["k1", "low_var_kl", "k3+"])
 def test_entropy_bonus_and_kl_loss_are_added_per_token(batch, logprobs, kl_loss_type):
-    entropy = torch.rand(batch.num_tokens, dtype=torch.float64)
+    entropy = uniform(batch.num_tokens)
     plain, _ = make_actor_loss(CLIPS)({"logprobs": logprobs}, batch.token_columns, None)
     config = dataclasses.replace(
         CLIPS, entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type=kl_loss_type
@@ -109,7 +117,7 @@ def test_entropy_is_asked_for_only_when_it_is_used():
 
 
 def test_an_observed_entropy_is_reported_and_changes_no_loss(batch, logprobs):
-    outputs = {"logprobs": logprobs, "entropy": torch.rand(batch.num_tokens, dtype=torch.float64)}
+    outputs = {"logprobs": logprobs, "entropy": uniform(batch.num_tokens)}
     plain, _ = make_actor_loss(CLIPS)(outputs, batch.token_columns, None)
     loss, metrics = make_actor_loss(dataclasses.replace(CLIPS, calculate_entropy=True))(outputs, batch.token_columns)
     assert torch.equal(loss, plain) and torch.equal(metrics["entropy_loss"], outputs["entropy"])
@@ -154,7 +162,7 @@ def test_a_per_token_loss_runs_on_any_slice_of_tokens(batch, logprobs):
 
 
 def test_value_loss_equals_the_naive_definition_and_finite_differences(batch):
-    values = batch["values"] + torch.randn(batch.num_tokens, dtype=torch.float64)
+    values = batch["values"] + normal(batch.num_tokens)
     loss = make_value_loss(CriticConfig(cliprange_value=0.4))
 
     def naive(v, old, target):

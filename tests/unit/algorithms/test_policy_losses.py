@@ -19,6 +19,7 @@ from verl.data.random_streams import token_draws
 NAMES = [n for n in POLICY_LOSSES.names() if POLICY_LOSSES.get(n).function.__module__.startswith("verl.algorithms")]
 LOW, HIGH, C = 0.15, 0.25, 1.8
 SETTINGS = {"dro_beta": 0.7, "clip_cov_ratio": 0.2, "clip_cov_lb": -0.5, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.2}
+MEANS_OF_SEQUENCES = ("geo_mean", "gspo", "sapo")  # whatever actor.loss_agg_mode is
 
 
 def config_of(name: str, **changes) -> ActorConfig:
@@ -33,10 +34,10 @@ def full_batch(name: str, seed: int = 0) -> Batch:
     mask = batch["loss_mask"]
 
     def logprobs() -> torch.Tensor:
-        return -torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64) * mask - 0.1 * mask
+        return -2.5 * torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64) * mask - 0.02 * mask
 
     old = logprobs()
-    current = old + (logprobs() - old) * 0.6
+    current = old + (logprobs() - old) * 0.9  # ratios 0.1 to 9: all bounds are crossed
     weights = loss_weights(batch, aggregation_mode(config), 10.0, torch.float64)
     batch = batch.with_columns(old_logprobs=old, current_logprobs=current, loss_weights=weights)
     draws = token_draws(1, 2, batch.sequence_ids(), batch.position_ids())
@@ -105,7 +106,7 @@ def by_definition(name: str, batch: Batch, logprobs: torch.Tensor) -> torch.Tens
             rows.append([formulas.geo_mean(*sequence, LOW, HIGH)] * len(index))
         else:
             rows.append([token_loss(name, logprobs[t], old[t], a[t], bool(picked[t])) for t in index])
-    if aggregation_mode(config_of(name)) == "token-mean":
+    if name not in MEANS_OF_SEQUENCES:
         return torch.stack([loss for row in rows for loss in row]).mean()
     return torch.stack([torch.stack(row).mean() for row in rows]).mean()
 
@@ -141,8 +142,7 @@ def gradient_by_hand(name: str, batch: Batch, logprobs: torch.Tensor) -> torch.T
     for i, (start, stop) in enumerate(zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)):
         index = [t for t in range(start, stop) if batch["loss_mask"][t]]
         ratios = [math.exp(float(logprobs[t] - old[t])) for t in index]
-        sequence_mode = aggregation_mode(config_of(name)) == "seq-mean-token-mean"
-        weight = 1 / lengths[i] / sequences if sequence_mode and index else 1 / tokens
+        weight = 1 / lengths[i] / sequences if name in MEANS_OF_SEQUENCES and index else 1 / tokens
         if name == "gspo" and index:
             s = math.prod(ratios) ** (1 / len(index))
             for t in index:

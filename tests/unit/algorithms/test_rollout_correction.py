@@ -293,6 +293,25 @@ def test_the_gradient_of_reinforce_is_minus_weight_times_advantage():
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", MODES)
+def test_the_metric_of_the_policy_loss_is_the_loss_that_is_trained(case):
+    batch, logprobs, config = corrected(case, "token-mean")
+    loss = make_actor_loss(loss_config(MODES[case][0]), correction=config)
+    weighted, metrics = loss({"logprobs": logprobs}, batch.token_columns, batch.cu_seqlens)
+    torch.testing.assert_close(metrics["pg_loss"] * batch["loss_weights"], weighted, rtol=1e-12, atol=0)
+
+
+def test_loss_type_is_of_bypass_mode_alone():
+    batch, logprobs, _ = corrected("ppo_clip", "token-mean")
+    plain, reinforce = (
+        make_actor_loss(loss_config("vanilla"), correction=settings(loss_type=name, rollout_is="token"))(
+            {"logprobs": logprobs + 0.4}, batch.with_columns(rollout_is_weights=batch["advantages"]).token_columns, None
+        )[0]
+        for name in ("ppo_clip", "reinforce")
+    )
+    assert torch.equal(plain, reinforce) and plain.any()
+
+
 @pytest.mark.parametrize("parts", [[[0, 1, 2], [3, 4, 5]], [[5], [0], [3], [1, 2], [4]], [[4, 2, 0, 5, 3, 1]]])
 @pytest.mark.parametrize("case", MODES)
 def test_no_cut_into_micro_batches_and_no_order_changes_the_gradient(case, parts):

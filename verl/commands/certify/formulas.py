@@ -276,6 +276,10 @@ def covariances(log_p: Sequence[float], a: Sequence[float]) -> list[float]:
     return [(advantage - mean(a)) * (lp - mean(log_p)) for lp, advantage in zip(log_p, a, strict=True)]
 
 
+def how_many(ratio: float, tokens: int) -> int:
+    return 0 if ratio == 0 else max(int(ratio * tokens), 1)
+
+
 def chosen_by_clip_cov(
     log_p: Sequence[float],
     old: Sequence[float],
@@ -291,12 +295,12 @@ def chosen_by_clip_cov(
         is_clipped = (a[i] > 0 and r > 1 + clip_range[1]) or (a[i] < 0 and r < 1 - clip_range[0])
         if bounds[0] < cov < bounds[1] and not is_clipped:
             inside.append(i)
-    return set(sorted(inside, key=lambda i: draws[i])[: max(int(ratio * len(a)), 1)])
+    return set(sorted(inside, key=lambda i: draws[i])[: how_many(ratio, len(a))])
 
 
 def chosen_by_kl_cov(log_p: Sequence[float], a: Sequence[float], ratio: float) -> set[int]:
     cov = covariances(log_p, a)
-    return set(sorted(range(len(a)), key=lambda i: -cov[i])[: max(int(ratio * len(a)), 1)])
+    return set(sorted(range(len(a)), key=lambda i: -cov[i])[: how_many(ratio, len(a))])
 
 
 # ---- rollout correction: log-probs of the trained policy and of the rollout, per sequence
