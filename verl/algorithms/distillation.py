@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from verl.algorithms.kl import KL_ESTIMATORS, kl_k1, kl_penalty
 from verl.algorithms.policy_loss import TokenMetrics, aggregation_mode, get_policy_loss
 from verl.config import ActorConfig, DistillationLossConfig
 from verl.config.own_keys import with_value
@@ -133,7 +133,7 @@ def check_distillation(config: DistillationLossConfig, actor: ActorConfig) -> li
     """ConfigError, before the first step, for a loss that cannot be used; what to doubt, one sentence each."""
     where, divergence = "distillation.distillation_loss", DISTILLATION_LOSSES.get(config.loss_mode)
     if not config.use_policy_gradient:
-        if config.loss_mode in ("kl", "k1"):
+        if KL_ESTIMATORS.get(config.loss_mode) is kl_k1:
             return [
                 f"{where}.loss_mode={config.loss_mode} trained as a loss has a gradient that is 0 on average: the mean "
                 f"of the gradient of log p is 0; set {where}.use_policy_gradient=True, or loss_mode=k2 or k3"
@@ -155,4 +155,9 @@ def check_distillation(config: DistillationLossConfig, actor: ActorConfig) -> li
             f"set actor_rollout_ref.actor.loss_agg_mode={loss.aggregation}"
         )
     loss.check(actor)
+    if config.loss_mode in KL_ESTIMATORS and KL_ESTIMATORS[config.loss_mode] is not kl_k1:
+        return [
+            f"{where}.loss_mode={config.loss_mode} as an advantage (use_policy_gradient=True) has a gradient that is "
+            "not that of a divergence: set loss_mode=k1"
+        ]
     return []

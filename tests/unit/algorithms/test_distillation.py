@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
-from verl.algorithms.distillation import DISTILLATION_LOSSES, check_distillation
+from tests.unit.algorithms.algorithm_cases import column_by_sequence
+from tests.unit.algorithms.algorithm_cases import random_batch as random_turns
+from verl.algorithms.distillation import DISTILLATION_LOSSES, DistillationTerm, check_distillation
 from verl.algorithms.losses import make_actor_loss
-from verl.config import ActorConfig, DistillationConfig, DistillationLossConfig
+from verl.config import ActorConfig, DistillationConfig, DistillationLossConfig, RolloutCorrectionConfig
 from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching
 from verl.models.head.chosen_tokens import TopLogits
@@ -34,8 +36,11 @@ def settings(mode: str, **keys) -> DistillationLossConfig:
     return DistillationLossConfig(loss_mode=mode, topk=K, **keys)
 
 
-def distilled(student_logits, teacher_logits, config, actor=None, advantages=0.0, old=None):
-    """The actor's loss on M tokens, each a sequence of its own; the sampled token is number t modulo V."""
+def distilled(student_logits, teacher_logits, config, actor=None, advantages=0.0, old=None, weights=None):
+    """The actor's loss on M tokens, each a sequence of its own; the sampled token is number t modulo V.
+
+    `weights` are importance weights of rollout correction.
+    """
     log_p, log_q = student_logits.log_softmax(1), teacher_logits.log_softmax(1)
     sampled = (torch.arange(M) % V)[:, None]
     top, ids = log_q.topk(K, 1)
@@ -46,9 +51,11 @@ def distilled(student_logits, teacher_logits, config, actor=None, advantages=0.0
         "teacher_logprobs": log_q.gather(1, sampled)[:, 0],
         "teacher_top_ids": ids,
         "teacher_top_logprobs": top,
-    } | ({} if old is None else {"old_logprobs": old})
+    } | {n: c for n, c in (("old_logprobs", old), ("rollout_is_weights", weights)) if c is not None}
     loss = make_actor_loss(
-        actor or ActorConfig(), distillation=DistillationConfig(enabled=True, distillation_loss=config)
+        actor or ActorConfig(),
+        correction=RolloutCorrectionConfig(rollout_is=None if weights is None else "token"),
+        distillation=DistillationConfig(enabled=True, distillation_loss=config),
     )
     outputs = {"logprobs": log_p.gather(1, sampled)[:, 0], "logprobs_at_ids": log_p.gather(1, ids)}
     seen = {name: columns[name] for name in (*loss.columns, *loss.optional_columns) if name in columns}
@@ -104,6 +111,8 @@ def test_an_estimator_is_its_formula_of_the_sampled_token(name):
     assert losses.tolist() == pytest.approx([0.3 * x for x in expected], abs=1e-12)
     assert metrics["distillation/loss"].tolist() == pytest.approx(expected, abs=1e-12)
     assert metrics["distillation/abs_loss"].tolist() == pytest.approx([abs(x) for x in expected], abs=1e-12)
+    for end in ("loss_min", "loss_max"):  # of which the engine keeps the smallest and the largest
+        assert torch.equal(metrics[f"distillation/{end}"], metrics["distillation/loss"])
     (gradient,) = torch.autograd.grad(losses.sum(), student)
     for t in range(M):
         ends = []
@@ -152,17 +161,88 @@ def test_as_an_advantage_minus_the_divergence_is_clipped_with_its_own_range():
     student, teacher = logits(1).requires_grad_(), logits(2)
     sampled = torch.arange(M) % V
     p, q = (x.log_softmax(1)[torch.arange(M), sampled] for x in (student, teacher))
-    old = (p - 0.25).detach()  # ratio 1.284, above 1.2 and below 1.3
-    for high, inside in ((0.2, False), (0.3, True)):
-        config = settings("k1", use_policy_gradient=True, use_task_rewards=False, clip_ratio_high=high)
-        losses, metrics = distilled(student, teacher, config, ActorConfig(clip_ratio=0.9), old=old)
+    assert (p > q).any() and (p < q).any()
+    for side, size, inside in (("high", 0.2, False), ("high", 0.3, True), ("low", 0.2, False), ("low", 0.3, True)):
+        # ratio 1.284, above 1.2 and below 1.3; or 0.779, below 0.8 and above 0.7
+        old = (p - 0.25 if side == "high" else p + 0.25).detach()
+        keys = {"use_policy_gradient": True, "use_task_rewards": False, f"clip_ratio_{side}": size}
+        losses, metrics = distilled(student, teacher, settings("k1", **keys), ActorConfig(clip_ratio=0.9), old=old)
         advantages, ratio = (q - p).detach(), (p - old).exp()
-        bound = ratio if inside else torch.where(advantages > 0, 1 + high, ratio)
-        expected = -advantages * bound
+        out_of_bounds = advantages > 0 if side == "high" else advantages < 0
+        bound = 1 + size if side == "high" else 1 - size
+        expected = -advantages * (ratio if inside else torch.where(out_of_bounds, bound, ratio))
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
         ours, theirs = (torch.autograd.grad(x.sum(), student, retain_graph=True)[0] for x in (losses, expected))
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         assert "distillation/pg_loss" in metrics and "distillation/pg_clipfrac" in metrics
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "gpg", "gspo"])
+def test_the_advantage_has_a_policy_loss_of_its_own(mode):
+    student, teacher = logits(1).requires_grad_(), logits(2)
+    keys = {"use_policy_gradient": True, "use_task_rewards": False, "policy_loss_mode": mode}
+    actor = ActorConfig(loss_agg_mode="seq-mean-token-mean")
+    p, q = (x.log_softmax(1)[torch.arange(M), torch.arange(M) % V] for x in (student, teacher))
+    losses, metrics = distilled(student, teacher, settings("k1", **keys), actor, old=(p + 0.1).detach())
+    ratio = 1.0 if mode == "gpg" else math.exp(-0.1)  # with the default range of 0.2; a sequence is one token here
+    expected = -(q - p).detach() * (p if mode == "gpg" else (p - p.detach() - 0.1).exp())
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(metrics["distillation/pg_loss"], expected.detach(), rtol=1e-10, atol=1e-12)
+    (gradient,) = torch.autograd.grad(losses.sum(), student)
+    (by_hand,) = torch.autograd.grad((-(q - p).detach() * ratio * p).sum(), student)
+    torch.testing.assert_close(gradient, by_hand, rtol=1e-10, atol=1e-12)
+    config = DistillationConfig(enabled=True, distillation_loss=settings("k1", **keys))
+    assert make_actor_loss(actor, distillation=config).per_token == (mode != "gspo")
+
+
+def test_importance_weights_are_of_the_task_alone():
+    student, teacher = logits(1), logits(2)
+    weights = torch.linspace(0.2, 2.0, M, dtype=torch.float64)
+    alone, _ = distilled(student, teacher, settings("k3", use_task_rewards=False))
+    for config, task in ((settings("k3"), -3.0 * weights), (settings("k3", use_task_rewards=False), 0.0)):
+        losses, _ = distilled(student, teacher, config, advantages=3.0, weights=weights)
+        torch.testing.assert_close(losses, task + alone, rtol=1e-12, atol=1e-12)
+
+
+def gradient_on_samples(mode: str, student: torch.Tensor, teacher: torch.Tensor, as_advantage: bool) -> torch.Tensor:
+    """(V,) gradient by the logits of one token, averaged over all tokens that the policy may sample."""
+    leaf = student.clone().requires_grad_()
+    log_p, log_q = leaf.log_softmax(0), teacher.log_softmax(0)
+    term = DistillationTerm(settings(mode, use_policy_gradient=as_advantage), ActorConfig())
+    columns = {"teacher_logprobs": log_q, "loss_mask": torch.ones(V, dtype=torch.bool)}
+    losses, _ = term({"logprobs": log_p}, Batch(torch.arange(V + 1), columns, {}), log_p.detach())
+    return torch.autograd.grad((log_p.exp().detach() * losses).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "as_advantage", "of"),
+    [
+        ("k3", False, "KL(q, p)"),
+        ("k2", False, "KL(p, q)"),
+        ("k1", False, "nothing"),
+        ("k1", True, "KL(p, q)"),
+        ("k3", True, "KL(p, q) - KL(q, p)"),
+    ],
+)
+def test_the_gradient_on_samples_of_the_policy_is_that_of_the_divergence(mode, as_advantage, of):
+    """As docs/distillation.md says. Near the teacher, KL(p, q) - KL(q, p) has no gradient of first order."""
+    student, teacher = logits(3, 0.7)[0], logits(4, 0.7)[0]
+    leaf = student.clone().requires_grad_()
+    log_p, log_q = leaf.log_softmax(0), teacher.log_softmax(0)
+    reverse, forward = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    divergence = {"KL(q, p)": forward, "KL(p, q)": reverse, "KL(p, q) - KL(q, p)": reverse - forward}.get(
+        of, 0.0 * reverse
+    )
+    (expected,) = torch.autograd.grad(divergence, leaf)
+    found = gradient_on_samples(mode, student, teacher, as_advantage)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    if of == "KL(p, q) - KL(q, p)":
+        near = student + 1e-3 * (teacher - student)
+        assert (
+            gradient_on_samples(mode, near, student, True).norm()
+            < 1e-5
+            < gradient_on_samples("k1", near, student, True).norm()
+        )
 
 
 def test_what_has_no_gradient_is_refused_or_said():
@@ -171,8 +251,17 @@ def test_what_has_no_gradient_is_refused_or_said():
         check_distillation(settings("forward_kl_topk", use_policy_gradient=True), actor)
     with pytest.raises(ConfigError, match=r"gspo is defined with loss_agg_mode=seq-mean-token-mean"):
         check_distillation(settings("k1", use_policy_gradient=True, policy_loss_mode="gspo"), actor)
-    [doubt] = check_distillation(settings("k1"), actor)
-    assert "0 on average" in doubt and check_distillation(settings("k3"), actor) == []
+    with pytest.raises(ConfigError, match=r"policy_loss_mode=kl_cov asks for chosen_tokens"):
+        check_distillation(settings("k1", use_policy_gradient=True, policy_loss_mode="kl_cov"), actor)
+    with pytest.raises(ConfigError, match=r"needs policy_loss\.dro_beta above 0"):
+        check_distillation(settings("k1", use_policy_gradient=True, policy_loss_mode="dro"), actor)
+    for name in ("k1", "kl"):
+        [doubt] = check_distillation(settings(name), actor)
+        assert "0 on average" in doubt and check_distillation(settings(name, use_policy_gradient=True), actor) == []
+    for name in ("k3", "low_var_kl", "k2", "mse", "abs"):
+        [doubt] = check_distillation(settings(name, use_policy_gradient=True), actor)
+        assert "is not that of a divergence" in doubt and "loss_mode=k1" in doubt
+        assert check_distillation(settings(name), actor) == []
 
 
 def with_teacher(folder, batch: Batch) -> Batch:
@@ -235,14 +324,27 @@ def test_a_padded_loss_of_others_trains_like_the_packed_one(tmp_path):
         q = data["teacher_logprobs"].exp()
         return (q * (data["teacher_logprobs"] - model_output["topk_log_probs"])).sum(-1), {}
 
+    seen = []
+
+    @register_distillation_loss(DistillationLossSettings(names="outside_mask", use_estimator=True))
+    def outside_mask(config, distillation_config, model_output, data):
+        seen.append(data["response_mask"])
+        return model_output["log_probs"], {}
+
     student, teacher = logits(1).requires_grad_(), logits(2)
-    for mine, theirs in (("k2", "outside_mse"), ("forward_kl_topk", "outside_topk")):
+    for mine, theirs, more in (("k2", "outside_mse", True), ("forward_kl_topk", "outside_topk", False)):
         gradients = []
         for name in (mine, theirs):
             losses, metrics = distilled(student, teacher, settings(name, topk_tail=False))
             gradients.append((losses.detach(), torch.autograd.grad(losses.sum(), student)[0]))
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    assert "distillation/largest" not in metrics
+        assert ("distillation/largest" in metrics) == more
+    turns = random_turns()
+    term = DistillationTerm(settings("outside_mask"), ActorConfig())
+    term({"logprobs": turns["old_logprobs"]}, turns.with_columns(teacher_logprobs=turns["ref_logprobs"]), None)
+    sampled = [row[row.index(True) :] if any(row) else [] for row in column_by_sequence(turns, "loss_mask")]
+    assert [row[: len(mask)] for row, mask in zip(seen[0].tolist(), sampled, strict=True)] == sampled
+    assert int(seen[0].sum()) == int(turns["loss_mask"].sum())
     with pytest.raises(ConfigError, match="set one of use_topk"):
         DistillationLossSettings(names=["x"])
 

@@ -67,7 +67,7 @@ def by_definition(name: str, batch: Batch, config: AlgorithmConfig) -> list[list
         return formulas.on_tokens(formulas.gpg(scores, groups), masks)
     if name == "gdpo":
         parts = [batch["reward_parts." + key].tolist() for key in config.gdpo_reward_keys]
-        return formulas.gdpo(parts, config.gdpo_reward_weights, groups, masks)
+        return formulas.gdpo(parts, config.gdpo_reward_weights, groups, masks, by_std)
     if name == "reinforce_plus_plus":
         return formulas.reinforce_plus_plus(rewards, masks, config.gamma)
     if name == "reinforce_plus_plus_baseline":
@@ -88,11 +88,37 @@ def advantages(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gae"])
 def test_advantages_equal_the_definition(name, seed, by_std):
     batch = full_batch(seed, groups=PAIRS if name == "grpo_passk" else None)
-    config = config_of(name, norm_adv_by_std_in_grpo=by_std or name == "gdpo", gamma=0.9)
+    config = config_of(name, norm_adv_by_std_in_grpo=by_std, gamma=0.9)
     expected = torch.tensor([a for row in by_definition(name, batch, config) for a in row], dtype=torch.float64)
     found = advantages(batch, config)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert expected.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gae"])
+def test_returns_are_rewards_to_go_without_baseline_or_the_advantages_of_a_group(name):
+    batch = full_batch(groups=PAIRS)
+    out = compute_advantages(batch, config_of(name, gamma=0.9))
+    expected = out["advantages"]
+    if name in ("reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"):
+        columns = (column_by_sequence(batch, "token_rewards"), column_by_sequence(batch, "loss_mask"))
+        gamma = 0.9 if name == "reinforce_plus_plus" else 1.0
+        rows = [formulas.rewards_to_go(r, m, gamma) for r, m in zip(*columns, strict=True)]
+        expected = torch.tensor([g for row in rows for g in row], dtype=torch.float64)
+    torch.testing.assert_close(out["returns"], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_remax_and_the_token_baselines_ask_for_what_they_read():
+    asked = {name: ADVANTAGES.get(name).columns_for(config_of(name)) + ADVANTAGES.get(name).outputs for name in NAMES}
+    token_baseline = ("old_logprobs", "sum_pi_squared")
+    expected = {
+        "gae": ("values",),
+        "remax": ("reward_baselines",),
+        "gdpo": ("reward_parts.format", "reward_parts.score"),
+        "optimal_token_baseline": token_baseline,
+        "tir_optimal_token_baseline": token_baseline,
+    }
+    assert {name: needs for name, needs in asked.items() if needs} == expected
 
 
 @pytest.mark.parametrize("rewards", [[1.5, 0, 0, 0.3, 0, -2.0], [0.0] * 6])

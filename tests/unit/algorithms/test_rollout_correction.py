@@ -87,6 +87,56 @@ def test_the_bounds_of_this_file_keep_some_tokens_and_reject_others():
         assert 0 < sum(kept) < 3 * pair()[0]["loss_mask"].sum(), rule
 
 
+def test_bounds_belong_to_what_is_kept():
+    """Log-ratios of -2 and 2 nats: k2 is 2, and the ratio e^2."""
+    batch, _ = pair()
+    logprobs = batch["rollout_logprobs"] + torch.where(torch.arange(batch.num_tokens) % 2 == 0, 2.0, -2.0)
+    for rule, inside, outside in (
+        ("token_k2", "2.0", "1.999999"),
+        ("seq_max_k2", "2.0", "1.999999"),
+        ("token_k1", f"{math.exp(2)!r}", "7.389"),
+    ):
+        kept, rejected = (
+            correct(batch, logprobs, settings(rollout_rs=rule, rollout_rs_threshold=bound))[0]["loss_mask"]
+            for bound in (inside, outside)
+        )
+        assert torch.equal(kept, batch["loss_mask"]) and not rejected.any(), rule
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_metrics_of_a_rule_are_those_of_its_estimates_alone(rule):
+    batch, logprobs = pair(2)
+    other = "token_k1" if rule != "token_k1" else "token_k2"
+    both = {"rollout_rs": f"{other},{rule}", "rollout_rs_threshold": f"{RULES[other]},{RULES[rule]}"}
+    found = correct(batch, logprobs, settings(**both))[1].values()
+    alone = correct(batch, logprobs, settings(rollout_rs=rule, rollout_rs_threshold=RULES[rule]))[1].values()
+    unit, _, kind = rule.rpartition("_")
+    estimates = []
+    for new, old, mask in zip(
+        lists(batch, logprobs),
+        column_by_sequence(batch, "rollout_logprobs"),
+        lists(batch, batch["loss_mask"]),
+        strict=True,
+    ):
+        values = [formulas.divergence(kind, a - b) for a, b, m in zip(new, old, mask, strict=True) if m]
+        if values and unit != "token":
+            whole = max(values) if unit == "seq_max" else math.fsum(values)
+            values = [whole / len(values) if unit == "seq_mean" else whole]
+        estimates += values
+    expected = torch.tensor(estimates, dtype=torch.float64)
+    numbers = {
+        "mean": expected.mean(),
+        "std": expected.std(unbiased=False),
+        "max": expected.max(),
+        "min": expected.min(),
+    }
+    for name, number in numbers.items():
+        assert found[f"rollout_corr/rollout_rs_{rule}_{name}"] == pytest.approx(float(number), abs=1e-12), name
+    for name in ("masked_fraction", "seq_masked_fraction", *numbers):
+        metric = f"rollout_corr/rollout_rs_{rule}_{name}"
+        assert found[metric] == alone[metric], name
+
+
 def test_a_single_bound_of_k1_is_a_ratio_and_its_inverse():
     batch, logprobs = pair()
     single, both = (
@@ -139,6 +189,15 @@ def test_weights_equal_the_definition(level, threshold, normalise, rules):
     numbers = metrics.values()
     assert ("rollout_corr/rollout_is_batch_norm_factor" in numbers) == normalise
     assert ("rollout_corr/rollout_is_oob_ratio" in numbers) == isinstance(limits, tuple)
+    if isinstance(limits, tuple):
+        raw = formulas.importance_weights(*args[:3], masks, of_sequence, (0.0, math.inf))
+        sampled = [w for row, mask in zip(raw, masks, strict=True) for w, m in zip(row, mask, strict=True) if m]
+        share = sum(not 0.8 <= w <= 1.25 for w in sampled) / len(sampled)
+        assert numbers["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(share) and share > 0
+    if normalise:
+        before = torch.tensor([w for row in formulas.importance_weights(*args) for w in row], dtype=torch.float64)
+        factor = float(before.sum() / flat.sum())
+        assert numbers["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(factor)
     used = flat[out["loss_mask"]]
     assert numbers["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
         float(used.sum() ** 2 / (len(used) * (used**2).sum()))
@@ -159,6 +218,16 @@ def test_metrics_of_weights_are_those_before_the_limits():
     assert values["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(float((raw > 1.2).double().mean()))
     assert values["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(float((raw < 1 / 1.2).double().mean()))
     assert values["rollout_corr/rollout_is_seq_max_deviation"] == pytest.approx(float((means - 1).abs().max()))
+
+
+def test_weights_have_no_gradient():
+    batch, logprobs = pair()
+    out, _ = correct(
+        batch,
+        logprobs.clone().requires_grad_(),
+        settings(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1),
+    )
+    assert not out["rollout_is_weights"].requires_grad
 
 
 def test_log_ratios_are_limited_to_20_nats():

@@ -76,8 +76,10 @@ def grpo_passk(scores: Sequence[float], groups: Sequence[int], by_std: bool) -> 
     return out
 
 
-def gdpo(parts: Sequence[Sequence[float]], weights: Sequence[float], groups: Sequence[int], masks: Masks) -> Numbers:
-    each = [grpo(part, groups, by_std=True) for part in parts]
+def gdpo(
+    parts: Sequence[Sequence[float]], weights: Sequence[float], groups: Sequence[int], masks: Masks, by_std: bool = True
+) -> Numbers:
+    each = [grpo(part, groups, by_std) for part in parts]
     sums = [math.fsum(w * e[i] for w, e in zip(weights, each, strict=True)) for i in range(len(groups))]
     return whitened(on_tokens(sums, masks), masks)
 
