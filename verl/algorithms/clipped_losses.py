@@ -22,10 +22,10 @@ def check_clip_ratios(config: ActorConfig) -> None:
 def vanilla(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
-    """Dual-clip PPO: -min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A). The usual choice.
+    """Dual-clip PPO: -min(ratio A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A).
 
     Source: arXiv 1707.06347 eq. 7, with separate bounds below and above (2503.14476, eq. 10) and, where the advantage
-    is negative, the ratio capped at `clip_ratio_c` (1912.09729, eq. 5).
+    is negative, the ratio capped at `clip_ratio_c` (1912.09729, eq. 5). For any run: the usual choice.
     """
     log_ratio = limited_log_ratio(logprobs, old_logprobs)
     ratio = log_ratio.exp()
@@ -62,8 +62,9 @@ def sapo(
 ) -> tuple[Tensor, TokenMetrics]:
     """-A (4 / tau) sigmoid(tau (ratio - 1)): a soft gate, not a clip; tau is `tau_pos` where A > 0, else `tau_neg`.
 
-    At ratio 1 the gradient is that of A log p; tau_neg > tau_pos lets negative advantages go sooner. It is defined as a
-    mean over tokens, then over sequences. Source: arXiv 2511.20347, eq. 5.
+    At ratio 1 the gradient is that of A log p; tau_neg > tau_pos lets negative advantages go sooner. For several
+    mini-batches a step, where a clip would cut off all gradient of the tokens beyond it. It is defined as a mean over
+    tokens, then over sequences. Source: arXiv 2511.20347, eq. 5.
     """
     log_ratio = limited_log_ratio(logprobs, old_logprobs)
     tau = torch.where(advantages > 0, logprobs.new_tensor(config.tau_pos), logprobs.new_tensor(config.tau_neg))
@@ -75,7 +76,7 @@ def sapo(
 def gpg(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
-    """-A log p: the policy gradient, without ratio or clip, for one mini-batch a step. Source: arXiv 2504.02546."""
+    """-A log p: the policy gradient, without ratio or clip. For one mini-batch a step. Source: arXiv 2504.02546."""
     return -advantages * logprobs, {"ppo_kl": old_logprobs - logprobs}
 
 
@@ -120,8 +121,8 @@ def dppo_tv(
     """Policy gradient in a trust region of total variation: |p - p_old| of the sampled token, all others as one.
 
     Tokens above `clip_ratio_high` (A > 0) or `clip_ratio_low` (A < 0) that would move further have no loss.
-
-    Rare tokens, whose ratio is large at once, keep their gradient. Source: arXiv 2602.04879, §4.
+    For large vocabularies: rare tokens, whose ratio is large at once, keep their gradient. Source: arXiv
+    2602.04879, §4.
     """
     divergence = (logprobs.detach().exp() - old_logprobs.exp()).abs()
     return _dppo(logprobs, old_logprobs, advantages, divergence, config)
@@ -131,7 +132,10 @@ def dppo_tv(
 def dppo_kl(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
 ) -> tuple[Tensor, TokenMetrics]:
-    """`dppo_tv` with the divergence KL(p_old || p) in nats, between the sampled token and all others. Same source."""
+    """As `dppo_tv`, with the divergence KL(p_old || p) in nats between the sampled token and all others.
+
+    For a limit in nats, such as 0.05, which holds likely tokens tighter. Same source.
+    """
     new, old = logprobs.detach(), old_logprobs
     divergence = old.exp() * (old - new) - old.expm1() * (_log_of_rest(old) - _log_of_rest(new))
     return _dppo(logprobs, old_logprobs, advantages, divergence, config)

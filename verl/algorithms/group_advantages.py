@@ -27,7 +27,10 @@ STD_EPSILON = 1e-6  # makes the advantages of a group of (nearly) equal scores (
 @register_advantage("grpo")
 def grpo(batch: Batch, config: AlgorithmConfig, epsilon: float = STD_EPSILON) -> tuple[Tensor, Tensor]:
     """(score - mean) / (std + `epsilon`) with the unbiased std of the group, or only the difference when
-    `norm_adv_by_std_in_grpo` is false (Dr.GRPO). A group of one has mean 0 and std 1. Source: arXiv 2402.03300, §4.1.2.
+    `norm_adv_by_std_in_grpo` is false (Dr.GRPO). A group of one has mean 0 and std 1.
+
+    For several answers per prompt, scored as a whole; the usual choice without a critic. Source: arXiv 2402.03300,
+    §4.1.2.
     """
     return _on_tokens(_relative_to_group(sequence_scores(batch), group_numbers(batch), config, epsilon), batch)
 
@@ -113,7 +116,7 @@ def gdpo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 def rloo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The score less the mean score of the other answers of the group, an unbiased baseline.
 
-    Source: arXiv 2402.14740, eq. 8.
+    For a few answers per prompt, where a group's own mean and deviation are rough. Source: arXiv 2402.14740, eq. 8.
     """
     scores, group = sequence_scores(batch), group_numbers(batch)
     sizes = torch.bincount(group)[group]
@@ -138,7 +141,7 @@ def opo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 @register_advantage("gpg")
 def gpg(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """(score - mean of the group) x N / (number of scores that are not 0): answers without reward do not dilute the
-    gradient. With the policy loss gpg. Source: arXiv 2504.02546, §3.2.
+    gradient. For rewards that are mostly 0, with the policy loss gpg. Source: arXiv 2504.02546, §3.2.
     """
     scores = sequence_scores(batch)
     means, _ = group_mean_and_std(scores, group_numbers(batch))
@@ -147,8 +150,10 @@ def gpg(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 
 @register_advantage("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """The score less the mean of the group, whitened over the sampled tokens of the batch: no division by the deviation
-    of a small group. Source: arXiv 2501.03262, §3.2.
+    """The score less the mean of the group, whitened over the sampled tokens of the batch.
+
+    For groups so small that dividing by the deviation of each, as grpo does, is unsteady. Source: arXiv 2501.03262,
+    §3.2.
     """
     scores = sequence_scores(batch)
     means, _ = group_mean_and_std(scores, group_numbers(batch))

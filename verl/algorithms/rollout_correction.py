@@ -24,7 +24,8 @@ def bypass_mode(
 ) -> tuple[Tensor, TokenMetrics]:
     """`vanilla` between the policy and the rollout, whose log-probs are the old ones (rollout_correction.bypass_mode).
 
-    With loss_type=reinforce the loss is `gpg` times the weights instead. arXiv 1707.06347, as `vanilla`.
+    With loss_type=reinforce the loss is `gpg` times the weights instead. For runs whose rollout engine is close enough
+    to the trainer that the pass for old log-probs can be saved. arXiv 1707.06347, as `vanilla`.
     """
     return vanilla(logprobs, old_logprobs, advantages, batch, config)
 

@@ -24,9 +24,9 @@ def gspo(
 ) -> tuple[Tensor, TokenMetrics]:
     """PPO's clip on the ratio of the whole sequence, (p / p_old)^(1 / length), with a gradient per token.
 
-    The value of the ratio is that of the sequence, its gradient s_t = s ∇ log p_t. Steadier than ratios per token, most
-    of all with mixtures of experts; clip ranges are small (3e-4, 4e-4). Defined as a mean over tokens, then over
-    sequences. Source: arXiv 2507.18071, eq. 13.
+    The value of the ratio is that of the sequence, its gradient s_t = s ∇ log p_t. For mixtures
+    of experts and long runs, where ratios per token are unsteady; clip ranges are small (3e-4, 4e-4). Defined as a mean
+    over tokens, then over sequences. Source: arXiv 2507.18071, eq. 13.
     """
     log_ratio = logprobs - old_logprobs
     sequence = token_means(log_ratio.detach(), batch)
@@ -43,7 +43,7 @@ def geo_mean(
     """GMPO: -A x the geometric mean of the ratios of the sequence, A the mean advantage, averaged over sequences.
 
     Each log-ratio is clipped to -clip_ratio_low ... clip_ratio_high where it would gain from going further.
-    Less sensitive than GRPO to single tokens with large ratios, so that the clip range can be wide (0.4). Source: arXiv
+    For a wide clip range (0.4): it is less sensitive than GRPO to single tokens with large ratios. Source: arXiv
     2507.20673, eq. 4.
     """
     sign, log_ratio = advantages.sign(), limited_log_ratio(logprobs, old_logprobs)

@@ -17,8 +17,8 @@ def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over sampled tokens, whitened; returns = raw advantages + values.
 
     Tokens that were not sampled are skipped: a sampled token is followed by the next *sampled* token of its
-    sequence, also across tool turns. The one estimator that needs a critic, for credit by token. Source: arXiv
-    1506.02438, eq. 16.
+    sequence, also across tool turns. For credit by token, or one answer per prompt; it alone needs a critic. Source:
+    arXiv 1506.02438, eq. 16.
     """
     rewards = batch.require("token_rewards", "with_token_rewards or apply_kl_in_reward")
     values = batch.require("values", "Critic.values")
@@ -36,7 +36,7 @@ def gae(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Rewards to go, discounted by `gamma` per sampled token, whitened over the batch; the returns are not whitened.
 
-    No critic and no groups: one answer per prompt is enough. Source: arXiv 2501.03262, §3.1.
+    For one answer per prompt: it needs neither groups nor a critic. Source: arXiv 2501.03262, §3.1.
     """
     mask, returns_M = batch["loss_mask"], _rewards_to_go(batch, _sampled_sequences(batch), config.gamma)
     dtype = batch["token_rewards"].dtype
@@ -63,15 +63,16 @@ def optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[Tenso
     that have a sampled token as many tokens after their first one.
 
     W is the sum, up to this token, of 1 - 2 p + sum(pi^2): the squared norm of the gradient of the log-prob by the
-    logits. Where one answer alone is that long its baseline is 0. Source: arXiv 2602.07078.
+    logits. Where one answer alone is that long its baseline is 0. For groups of several answers whose gradient is
+    noisy, as late in long runs; it costs another pass of the head. Source: arXiv 2602.07078.
     """
     return _otb(batch, batch.position_ids().to(batch["loss_mask"].device))
 
 
 @register_advantage("tir_optimal_token_baseline", columns=("old_logprobs",), outputs=("sum_pi_squared",))
 def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """`optimal_token_baseline` for answers of several turns: answers are compared after the same number of *sampled*
-    tokens, however long the tool results between them are. Same source.
+    """As `optimal_token_baseline`, but answers are compared after the same number of *sampled* tokens, however long the
+    tool results between them are. For answers of several turns. Same source.
     """
     return _otb(batch, batch.sampled_mask().long().cumsum(0))
 

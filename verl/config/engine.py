@@ -107,6 +107,12 @@ class FSDPEngineConfig(EngineConfig):
         "How log-probs are computed: eager stores all logits, chunked and fused do not, auto selects.",
         choices=("auto", "eager", "chunked", "fused"),
     )
+    head_dtype: str = key(
+        "auto",
+        "Data type of the output head's matrix product: auto is dtype; float32 is exact to 1e-6 beside a bfloat16 "
+        "model, and holds a copy of the head's weight during a pass.",
+        choices=("auto", "float32"),
+    )
     entropy_from_logits_with_chunking: bool = key(
         False, "Compute log-probs and entropy in chunks of tokens (head_mode chunked or fused)."
     )

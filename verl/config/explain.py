@@ -129,9 +129,9 @@ def describe(path: str, root: type) -> list[str]:
         return [f"{path}: refused: {text}"]
     key = schema.owning_key(path, root)
     if key is None:
-        inside = [known for known in schema.keys(root) if known.startswith(path + ".")]
+        inside = [f"  {known}: {key.doc}" for known, key in schema.keys(root).items() if known.startswith(path + ".")]
         presets = preset_lines() if path == CORRECTION else []
-        return [f"{path}: section", *(f"  {known}" for known in inside), *presets]
+        return [f"{path}: section; {schema.sections(root)[path].__doc__}", *inside, *presets]
     lines = [f"{path}: {key.doc}", f"  type      {schema.type_name(key.type)}", f"  default   {default_text(key)}"]
     if key.allowed():
         lines.append(f"  allowed   {key.allowed()}")

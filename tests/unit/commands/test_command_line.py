@@ -60,7 +60,7 @@ def test_explain_lists_the_keys_with_a_word_in_their_name_or_meaning(capsys):
     assert "engine.entropy_checkpointing (sft_trainer): " in "\n".join(lines)
     assert all("entropy" in line.lower() for line in lines)
     assert explain.main(["explain", "trainer"]) == 0  # a section is explained as before
-    assert capsys.readouterr().out.startswith("trainer: section\n")
+    assert capsys.readouterr().out.startswith("trainer: section; The training loop.\n")
     assert explain.main(["explain", "zzzz"]) == explain.main(["explain", "algorithm.gama"]) == 2
 
 

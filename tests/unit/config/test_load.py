@@ -233,29 +233,6 @@ def test_a_key_without_effect_warns_and_leaves_all_else_alone():
         assert load_config(["data.return_raw_input_ids=True"]) == load_config()
 
 
-def test_scripts_that_trust_code_of_a_model_folder_load_with_one_line_that_it_is_never_run():
-    for key, name in (("actor_rollout_ref.model", "ppo_trainer"), ("data", "ppo_trainer"), ("model", "sft_trainer")):
-        with pytest.warns(
-            ConfigWarning, match="trust_remote_code has no effect: code from a .* is never run"
-        ) as caught:
-            load_config([f"{key}.trust_remote_code=True"], name)
-        assert len(caught) == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lines_of_published_scripts_load():
-    fine_tuning = load_config(
-        ["model=hf_model", "engine=fsdp", "optim=fsdp", "optim.lr_warmup_steps=null"], "sft_trainer"
-    )
-    assert fine_tuning == load_config([], "sft_trainer")
-    warmup = [f"{ACTOR}.optim.lr_warmup_steps=null", "critic.optim.lr_warmup_steps=null"]
-    batches = [f"reward_model.{key}=1" for key in ("forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")]
-    config = load_config([*warmup, *batches, "trainer.use_legacy_worker_impl=disable"])
-    assert config == load_config() and config.actor_rollout_ref.actor.optim.lr_warmup_steps == -1
-    with pytest.raises(ConfigError, match="model=llama is not one of hf_model"):
-        load_config(["model=llama"], "sft_trainer")
-
-
 def test_shared_prompts_run_packed_and_say_so():
     packed = "actor_rollout_ref.model.use_remove_padding"
     with pytest.warns(ConfigWarning, match=f"{packed}=False has no effect: .*use_prefix_grouper=True") as caught:

@@ -125,3 +125,13 @@ def test_the_reward_of_gdpo_has_two_parts(answer, parts):
     reward = load_module(str(Path(ROOT) / "examples" / "gdpo_trainer" / "reward.py"), "test")
     score = reward.compute_score("openai/gsm8k", answer, "5")
     assert (score["accuracy"], score["format"]) == parts and score["score"] == sum(parts) / 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting"),
+    [("vllm", {"hf_overrides": {"head_dtype": "float32"}}), ("sglang", {"enable_fp32_lm_head": True})],
+)
+def test_the_recipe_with_a_float32_head_has_it_in_the_trainer_and_in_the_rollout(backend, setting, launched):
+    script = f"examples/{cpu.RECIPES['scalerl']}"
+    arr = load(launched(script, INFER_BACKEND=backend)[0]).actor_rollout_ref
+    assert arr.actor.fsdp_config.head_dtype == "float32" and arr.rollout.engine_kwargs[backend] == setting

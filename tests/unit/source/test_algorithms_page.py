@@ -1,5 +1,6 @@
 """docs/algorithms.md is that of the code and of the last soak, and its figures are what their names say."""
 
+import re
 import statistics
 
 import pytest
@@ -30,6 +31,12 @@ def case(name: str, seed: int, final: float) -> dict:
 
 def test_the_committed_page_is_that_of_the_code_and_the_record():
     assert PAGE.read_text(encoding="utf-8") == page(read_record()), "the code has changed; run: make docs"
+
+
+def test_every_estimator_and_loss_says_what_it_is_for():
+    items = {**built_in(ADVANTAGES), **built_in(POLICY_LOSSES)}
+    missing = [name for name, item in items.items() if not re.search(r"(^|[.)] )For ", one_line(item.function))]
+    assert not missing, "a sentence of the docstring must begin with 'For'"
 
 
 def test_every_estimator_and_loss_has_a_source_and_keys_that_exist():

@@ -134,16 +134,25 @@ def test_every_health_line_is_on_the_page():
     assert len(begins) == len(lines)
 
 
-def refused_settings() -> list[str]:
-    """The settings `key=value` in the first column of the table of what is refused."""
-    table = (DOCS / "coming_from_verl.md").read_text(encoding="utf-8").partition("## What is refused")[2]
-    firsts = re.findall(r"^\| (`.+?) \|", table, flags=re.M)
+def settings_under(heading: str) -> list[str]:
+    """The settings `key=value` in the first column of the table below a heading of coming_from_verl.md."""
+    page = (DOCS / "coming_from_verl.md").read_text(encoding="utf-8")
+    firsts = re.findall(r"^\| (`.+?) \|", page.partition(f"## {heading}")[2].partition("\n## ")[0], flags=re.M)
     return [setting for first in firsts for setting in re.findall(r"`([a-z][\w.]+=[^`]+)`", first)]
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_what_the_page_calls_without_effect_changes_nothing():
+    settings = settings_under("What has no effect")
+    assert len(settings) > 3
+    for setting in settings:
+        preset = "sft_trainer" if setting.startswith("model=") else "ppo_trainer"
+        assert load_config(setting.split(), preset) == load_config([], preset), setting
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_the_page_calls_refused_is_refused():
-    settings = refused_settings()
+    settings = settings_under("What is refused")
     assert len(settings) > 8
     for setting in settings:
         with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)| is refused: "):

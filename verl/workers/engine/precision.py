@@ -26,6 +26,7 @@ class Precision:
     compute: torch.dtype  # of forward and backward
     reduce: torch.dtype  # of the sum of gradients over ranks
     buffers: torch.dtype | None  # of the model's buffers; None leaves them as they are
+    wide_head: bool = False  # the head multiplies in float32 or wider, whatever `compute` is
 
     @classmethod
     def of(cls, config: FSDPEngineConfig, device: torch.device, trains: bool = True) -> "Precision":
@@ -54,7 +55,15 @@ class Precision:
             compute,
             reduce,
             dtype_of(buffer_name, "mixed_precision.buffer_dtype") if buffer_name else None,
+            config.head_dtype == "float32",
         )
+
+    def head_weights(self, head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the output head in the dtype that it multiplies in; gradients go to those of `head`."""
+        if not self.wide_head:
+            return head.weight, head.bias
+        dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        return head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
 
     def cast_buffers(self, model: nn.Module) -> None:
         """Cast the model's floating-point buffers to `buffers`, if it is set."""

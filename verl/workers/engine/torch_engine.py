@@ -227,14 +227,15 @@ class TorchEngine(BaseEngine):
         inputs = head_input(self._backbone, micro_batch, self.packed)
         if self.has_value_head:
             _check_outputs(names, ("values",), "a critic")
-            score, rows = self.model.score, (inputs.cu_seqlens, inputs.needed)
-            return inputs.scatter_to_columns({"values": token_values(inputs.hidden, score.weight, score.bias, *rows)})
+            weights, rows = self.precision.head_weights(self.model.score), (inputs.cu_seqlens, inputs.needed)
+            return inputs.scatter_to_columns({"values": token_values(inputs.hidden, *weights, *rows)})
         top_names = () if self.top is None else TOP_OUTPUTS
         _check_outputs(names, ("logprobs", "entropy", "sum_pi_squared", AT_IDS, *top_names), "a language model")
-        rows = (inputs.hidden, self._head.weight, inputs.tokens, inputs.cu_seqlens, inputs.needed)
+        weight, bias = self._head
+        rows = (inputs.hidden, weight, inputs.tokens, inputs.cu_seqlens, inputs.needed)
         divisor = self._logit_divisor(temperature)
         if self.top is not None and "top_ids" in names:
-            settings = (divisor, self.chunk_size, self._head.bias, self.head_kernels)
+            settings = (divisor, self.chunk_size, bias, self.head_kernels)
             return inputs.scatter_to_columns(token_top(*rows, self.top, *settings))
         ids = inputs.select({AT_IDS: micro_batch.batch["teacher_top_ids"]})[AT_IDS] if AT_IDS in names else None
         outputs = token_logprobs(
@@ -243,7 +244,7 @@ class TorchEngine(BaseEngine):
             mode=self.head_mode,
             chunk_size=self.chunk_size,
             with_entropy="entropy" in names,
-            bias=self._head.bias,
+            bias=bias,
             kernels=self.head_kernels,
             with_sum_pi_squared="sum_pi_squared" in names,
             ids_Tk=ids,
@@ -274,10 +275,10 @@ class TorchEngine(BaseEngine):
     def _loss_one_pass(
         self, micro_batch: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        inputs = head_input(self._backbone, micro_batch, self.packed)
+        inputs, (weight, bias) = head_input(self._backbone, micro_batch, self.packed), self._head
         loss_sum, outputs, metrics = token_loss_one_pass(
             inputs.hidden,
-            self._head.weight,
+            weight,
             inputs.tokens,
             inputs.cu_seqlens,
             inputs.needed,
@@ -286,7 +287,7 @@ class TorchEngine(BaseEngine):
             self._logit_divisor(temperature),
             with_entropy="entropy" in loss.outputs,
             chunk_size=self.chunk_size,
-            bias=self._head.bias,
+            bias=bias,
             kernels=self.head_kernels,
         )
         return inputs.sum_over_group(loss_sum), inputs.scatter_to_columns(outputs), inputs.scatter_to_columns(metrics)
@@ -296,8 +297,8 @@ class TorchEngine(BaseEngine):
         return self.model.base_model
 
     @property
-    def _head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
+    def _head(self) -> tuple[Tensor, Tensor | None]:
+        return self.precision.head_weights(self.model.get_output_embeddings())
 
     def _logit_divisor(self, temperature: float) -> float:
         return temperature * registry.logit_divisor(self.model.config)
