@@ -67,7 +67,6 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("models/performance.py", "_cdata"): ("the identity of a storage", "data_ptr: freed memory is given out again"),
     ("models/export.py", "_weight_conversions"): ("conversions that only rank 0 has", "none in transformers"),
-    ("models/float64.py", "_experts_implementation"): ("experts in float64", "none in transformers after loading"),
     ("models/load.py", "_model_mapping"): (
         "whether a family has a model class",
         "from_config raises for other reasons too",

@@ -10,11 +10,11 @@ import torch
 from verl.algorithms.advantages import compute_advantages, with_token_rewards
 from verl.algorithms.aggregation import loss_weights
 from verl.algorithms.losses import make_actor_loss
+from verl.commands.certify.float64 import keep_float64
 from verl.config import ActorConfig, AlgorithmConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.data.batch import Batch
 from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
-from verl.models.float64 import keep_float64
 from verl.workers.engine.base import EngineRegistry
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "grpo_one_file.py"

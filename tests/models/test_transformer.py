@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine_cases import SHAPE, VOCABULARY
+from verl.commands.certify.float64 import keep_float64
 from verl.config.rollout import RolloutConfig
 from verl.models.attention.sequence_attention import Packing
-from verl.models.float64 import keep_float64
 from verl.models.registry import FAMILIES, Family, capability_table, make_packed, register_family, runs_packed
 from verl.utils.errors import PluginError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams

@@ -11,8 +11,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
+from verl.commands.certify.float64 import keep_float64
 from verl.models import fused_rms_norm
-from verl.models.float64 import keep_float64
 from verl.models.fused_rms_norm import is_plain_rms_norm, use_fused_rms_norm
 
 

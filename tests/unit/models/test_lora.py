@@ -22,11 +22,11 @@ from tests.engine_cases import (
     tiny_qwen3,
 )
 from tests.ranks import run_ranks
+from verl.commands.certify.float64 import keep_float64
 from verl.commands.merge import main as merge_main
 from verl.config import load_config
 from verl.config.rollout import RolloutConfig
 from verl.data.micro_batches import MicroBatching
-from verl.models.float64 import keep_float64
 from verl.runtime.rank import RankInfo
 from verl.trainer.ppo.rollout_setup import build_inference_engine
 from verl.utils.errors import CheckpointError, ConfigError

@@ -21,6 +21,7 @@ from verl.commands.certify.certificate import (
     Certificate,
     CertificateRow,
 )
+from verl.commands.certify.float64 import keep_float64
 from verl.commands.certify.random_batch import random_trajectories, with_loss_columns
 from verl.commands.certify.rank_gradients import RankGradients
 from verl.commands.certify.subject import Subject, build_engine, subjects, with_random_adapters, with_tiny_model
@@ -30,7 +31,6 @@ from verl.config.check import trained_actor, uses_critic
 from verl.data.batch import Batch
 from verl.data.prompts import train_prompts
 from verl.models.device_moves import move_model
-from verl.models.float64 import keep_float64
 from verl.models.load import build_config, load_causal_lm, load_tokenizer, load_value_model
 from verl.models.lora import add_adapters, wants_lora
 from verl.models.registry import check_prefix_sharing, runs_packed

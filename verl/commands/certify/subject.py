@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig, Qwen3Config
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import ActorLoss, TokenLoss, aggregation_mode, make_value_loss
 from verl.commands.certify import definition
+from verl.commands.certify.float64 import keep_float64
 from verl.config import (
     ActorConfig,
     CriticConfig,
@@ -82,14 +83,17 @@ class Subject:
 
 def build_engine(subject: Subject) -> TorchEngine:
     """The subject's engine, initialised as in training; ConfigError if its forward pass is random."""
-    engine = EngineRegistry.new(subject.model_type, subject.strategy, subject.model, subject.engine, subject.optim)
+    new = EngineRegistry.new(subject.model_type, subject.strategy, subject.model, subject.engine, subject.optim)
+    engine = cast(TorchEngine, new)
     engine.initialize()
+    if engine.compute_dtype == torch.float64:
+        keep_float64(engine.model)
     if has_dropout(engine.model):
         raise ConfigError(
             "dropout or router jitter gives a different gradient each time; set it to 0 in model.override_config "
             "to certify"
         )
-    return engine  # type: ignore[return-value]
+    return engine
 
 
 def subjects(config: RunConfig | SFTConfig) -> list[Subject]:

@@ -20,7 +20,6 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.models import lora, registry
 from verl.models.device_moves import keep_freed_memory, move_model
-from verl.models.float64 import keep_float64
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.head.token_outputs import head_settings, token_logprobs, token_loss_one_pass, token_top, token_values
 from verl.models.load import build_config, dtype_of, load_causal_lm
@@ -90,7 +89,7 @@ class TorchEngine(BaseEngine):
             torch.use_deterministic_algorithms(True)
         self.model = self._build_model()
         if self.compute_dtype == torch.float64:
-            keep_float64(self.model)
+            self.model.set_experts_implementation("eager")  # the grouped kernel has no float64
         self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
         registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size, self.world_size)
         self.head_mode, self.head_kernels, self.chunk_size = head_settings(self.model_config, self.engine_config)

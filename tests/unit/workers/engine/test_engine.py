@@ -16,9 +16,9 @@ from tests.engine_cases import (
     save_tiny_model,
     tiny_qwen3,
 )
+from verl.commands.certify.float64 import keep_float64
 from verl.config import HFModelConfig
 from verl.data.micro_batches import MicroBatching
-from verl.models.float64 import keep_float64
 from verl.models.load import load_tokenizer, load_value_model
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.engine.micro_batch_forward import limit_to_cpu_cache
@@ -216,6 +216,19 @@ def test_other_families_give_the_log_probs_of_their_own_logits(tmp_path, family,
         tokens, mask = batch["tokens"][start:end], batch["loss_mask"][start:end]
         alone = naive_logprobs(model, tokens, 0.7)[:-1].gather(1, tokens[1:, None])[:, 0]
         torch.testing.assert_close(found[start:end][mask], alone[mask[1:]].detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_experts_train_in_float64_though_their_grouped_kernel_has_none(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = save_tiny_model(tmp_path, AutoConfig.for_model("qwen3_moe", **SHAPE, **experts))
+    found = []
+    for dtype in ("fp32", "fp64"):
+        engine = build_engine(folder, dtype)
+        with engine.train_mode():
+            engine.forward_backward(random_batch(), SquaredLogprob())
+        found.append(gradients(engine))
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name].double(), gradient, rtol=1e-3, atol=1e-5)
 
 
 def test_logits_that_are_bounded_are_refused_by_name(tmp_path):
