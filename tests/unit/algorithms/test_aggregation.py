@@ -3,30 +3,9 @@ import torch
 
 from tests.unit.algorithms.algorithm_cases import column_by_sequence, random_batch
 from verl.algorithms.aggregation import loss_weights
+from verl.commands.certify import formulas
 from verl.config.algorithm import LOSS_AGG_MODES
 from verl.utils.errors import ConfigError
-
-
-def aggregate_naively(
-    losses: list[list[float]], masks: list[list[bool]], mode: str, length: float, groups: list[int]
-) -> float:
-    """The modes by their words, sequence by sequence."""
-    sampled = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(losses, masks, strict=True)]
-    if mode == "prompt-mean-token-mean":
-        answers = {g: [x for row, h in zip(sampled, groups, strict=True) if h == g for x in row] for g in set(groups)}
-        prompts = [sum(tokens) / len(tokens) for tokens in answers.values() if tokens]
-        return sum(prompts) / len(prompts)
-    sampled = [row for row in sampled if row]
-    if mode == "token-mean":
-        return sum(map(sum, sampled)) / sum(map(len, sampled))
-    if mode == "token-sum":
-        return sum(map(sum, sampled))
-    per_sequence = {
-        "seq-mean-token-sum": [sum(row) for row in sampled],
-        "seq-mean-token-mean": [sum(row) / len(row) for row in sampled],
-        "seq-mean-token-sum-norm": [sum(row) / length for row in sampled],
-    }[mode]
-    return sum(per_sequence) / len(per_sequence)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -34,11 +13,10 @@ def test_weighted_sum_equals_the_definition_of_the_mode(mode):
     batch = random_batch()
     losses = torch.randn(batch.num_tokens, dtype=torch.float64)
     weights = loss_weights(batch, mode, loss_scale_factor=9, dtype=torch.float64)
-    naive = aggregate_naively(
-        column_by_sequence(batch.with_columns(x=losses), "x"), column_by_sequence(batch, "loss_mask"), mode, 9,
-        batch["group_ids"].tolist(),
-    )  # fmt: skip
-    assert float((weights * losses).sum()) == pytest.approx(naive, rel=1e-12)
+    columns = (column_by_sequence(batch.with_columns(x=losses), "x"), column_by_sequence(batch, "loss_mask"))
+    rows = [torch.tensor(row, dtype=torch.float64)[torch.tensor(mask)] for row, mask in zip(*columns, strict=True)]
+    definition = formulas.aggregated(rows, batch["group_ids"].tolist(), mode, 9)
+    assert float((weights * losses).sum()) == pytest.approx(float(definition), rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -66,20 +66,7 @@ def by_definition(case: str, batch: Batch, logprobs: torch.Tensor, config: Rollo
             row = [one * batch["rollout_is_weights"][t] for one, t in zip(row, kept, strict=True)]
         rows.append(torch.stack(row))
         groups.append(int(batch["group_ids"][i]))
-    match agg:
-        case "token-mean":
-            return torch.cat(rows).mean()
-        case "token-sum":
-            return torch.cat(rows).sum()
-        case "seq-mean-token-sum":
-            return torch.stack([row.sum() for row in rows]).mean()
-        case "seq-mean-token-mean":
-            return torch.stack([row.mean() for row in rows]).mean()
-        case "prompt-mean-token-mean":
-            prompts = sorted(set(groups))
-            parts = [[row for row, g in zip(rows, groups, strict=True) if g == prompt] for prompt in prompts]
-            return torch.stack([torch.cat(part).mean() for part in parts]).mean()
-    return torch.stack([row.sum() for row in rows]).mean() / 9.0
+    return formulas.aggregated(rows, groups, agg, 9.0)
 
 
 def gradient(function, logprobs: torch.Tensor) -> torch.Tensor:

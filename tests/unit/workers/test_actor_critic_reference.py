@@ -7,6 +7,7 @@ import torch
 
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
 from verl.algorithms.losses import make_actor_loss
+from verl.commands.certify import formulas
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.config.algorithm import PADDED_AGG_MODES
@@ -144,22 +145,12 @@ def test_micro_batch_keys_do_not_change_the_update(folder, size):
 
 def entropy_by_definition(model, batch, mode: str) -> float:
     """From all logits in float64 at temperature 0.8, aggregated over sampled tokens by `mode`; norm length 10."""
-    sums, counts = [], []
-    bounds = batch.cu_seqlens.tolist()
-    for start, stop in itertools.pairwise(bounds):
+    rows = []
+    for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
         with torch.no_grad():
             log_p = (model(batch["tokens"][None, start:stop]).logits[0].double() / 0.8).log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)[:-1][batch["loss_mask"][start + 1 : stop]]
-        sums.append(float(entropy.sum()))
-        counts.append(len(entropy))
-    means = [total / count for total, count in zip(sums, counts, strict=True)]
-    return {
-        "token-mean": sum(sums) / sum(counts),
-        "token-sum": sum(sums),
-        "seq-mean-token-sum": sum(sums) / len(sums),
-        "seq-mean-token-mean": sum(means) / len(means),
-        "seq-mean-token-sum-norm": sum(sums) / len(sums) / 10,
-    }[mode]
+        rows.append(-(log_p.exp() * log_p).sum(-1)[:-1][batch["loss_mask"][start + 1 : stop]])
+    return float(formulas.aggregated(rows, batch["group_ids"].tolist(), mode, 10.0))
 
 
 @pytest.mark.parametrize("size", [16384, 12])

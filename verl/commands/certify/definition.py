@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.losses import ActorLoss, PolicyLoss, aggregation_mode
+from verl.commands.certify import formulas
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
 from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
@@ -120,24 +121,8 @@ def aggregate(
 ) -> Tensor:
     """One number from the losses (L,) of every sequence of the mini-batch; `masks` where they are not `loss_mask`."""
     masks = masks or [sequence["loss_mask"] for sequence in sequences]
-    masked_losses = [loss[mask.bool()] for loss, mask in zip(losses, masks, strict=True) if mask.any()]
-    if mode == "token-mean":
-        return torch.cat(masked_losses).mean()
-    if mode == "token-sum":
-        return torch.cat(masked_losses).sum()
-    if mode == "seq-mean-token-sum":
-        return torch.stack([loss.sum() for loss in masked_losses]).mean()
-    if mode == "seq-mean-token-mean":
-        return torch.stack([loss.mean() for loss in masked_losses]).mean()
-    if mode == "seq-mean-token-sum-norm":
-        return torch.stack([loss.sum() / scale for loss in masked_losses]).mean()
-    if mode == "prompt-mean-token-mean":
-        by_prompt: dict[int, list[Tensor]] = {}
-        for loss, mask, sequence in zip(losses, masks, sequences, strict=True):
-            if mask.any():
-                by_prompt.setdefault(int(sequence["group"][0]), []).append(loss[mask.bool()])
-        return torch.stack([torch.cat(of_prompt).mean() for of_prompt in by_prompt.values()]).mean()
-    raise ConfigError(f"no definition of loss_agg_mode={mode!r} to compare with")
+    rows = [loss[mask.bool()] for loss, mask in zip(losses, masks, strict=True)]
+    return formulas.aggregated(rows, [int(sequence["group"][0]) for sequence in sequences], mode, scale)
 
 
 def actor_loss(config: ActorConfig, loss: ActorLoss, scale: float) -> ReferenceLoss:

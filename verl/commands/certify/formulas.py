@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from verl.utils.errors import ConfigError
+
 Numbers = list[list[float]]
 Masks = Sequence[Sequence[bool]]
 
@@ -51,6 +53,26 @@ def rewards_to_go(rewards: Sequence[float], mask: Sequence[bool], gamma: float) 
         later = [s for s in range(t, len(rewards)) if mask[s]]
         out[t] = math.fsum(gamma**k * rewards[s] for k, s in enumerate(later)) if mask[t] else 0.0
     return out
+
+
+def aggregated(rows: Sequence[Tensor], groups: Sequence[int], mode: str, length: float) -> Tensor:
+    """One number from the losses of each sequence's sampled tokens; a sequence without any does not count."""
+    rows, groups = zip(*((row, group) for row, group in zip(rows, groups, strict=True) if len(row)), strict=True)
+    match mode:
+        case "token-mean":
+            return torch.cat(rows).mean()
+        case "token-sum":
+            return torch.cat(rows).sum()
+        case "seq-mean-token-sum":
+            return torch.stack([row.sum() for row in rows]).mean()
+        case "seq-mean-token-mean":
+            return torch.stack([row.mean() for row in rows]).mean()
+        case "seq-mean-token-sum-norm":
+            return torch.stack([row.sum() / length for row in rows]).mean()
+        case "prompt-mean-token-mean":
+            prompts = [torch.cat([rows[j] for j in members(groups, groups.index(group))]) for group in set(groups)]
+            return torch.stack([tokens.mean() for tokens in prompts]).mean()
+    raise ConfigError(f"no definition of loss_agg_mode={mode!r} to compare with")
 
 
 # ---- one advantage per sequence, from its score and the scores of its group
