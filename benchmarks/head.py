@@ -28,7 +28,7 @@ import torch
 from support.record import save
 from torch import Tensor
 
-from verl.models.head.token_outputs import token_logprobs, token_loss_one_pass
+from verl.models.head.token_outputs import OutputHead, token_logprobs, token_loss_one_pass
 
 PATHS = ("eager", "chunked", "one pass")
 STORED_LOGITS = "one pass, logits kept"
@@ -64,17 +64,17 @@ class Case:
 
     def run(self, path: str, chunk_size: int | None = None) -> None:
         self.hidden_TD.grad = self.weight_VD.grad = None
-        inputs = (self.hidden_TD, self.weight_VD, *self.where)
-        options = {"chunk_size": chunk_size, "with_entropy": self.with_entropy}
+        mode = "chunked" if path == "one pass" else path
+        inputs = (self.hidden_TD, *self.where, OutputHead(self.weight_VD, mode=mode, chunk_size=chunk_size))
         if path == "one pass":
-            total = token_loss_one_pass(*inputs, self.loss, self.columns, **options)[0]
+            total = token_loss_one_pass(*inputs, self.loss, self.columns, self.with_entropy)[0]
         else:
-            total = self.loss(token_logprobs(*inputs, mode=path, **options), self.columns)[0].sum()
+            total = self.loss(token_logprobs(*inputs, self.with_entropy), self.columns)[0].sum()
         total.backward()
 
     @torch.no_grad()
     def forward(self) -> None:
-        token_logprobs(self.hidden_TD, self.weight_VD, *self.where, with_entropy=self.with_entropy)
+        token_logprobs(self.hidden_TD, *self.where, OutputHead(self.weight_VD), self.with_entropy)
 
     @torch.no_grad()
     def product(self, name: str, width: int, order: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.head_cases import D, V, random_head_inputs
 from verl.models.head.chosen_tokens import TopLogits
-from verl.models.head.token_outputs import token_logprobs, token_top
+from verl.models.head.token_outputs import OutputHead, token_logprobs, token_top
 
 K = 5
 
@@ -45,7 +45,15 @@ def test_value_and_gradient_equal_the_softmax_in_float64(mode, chunk, temperatur
         temperature = torch.linspace(0.5, 2.0, len(tokens), dtype=torch.float64)
     bias = torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_() if with_bias else None
     ids = random_ids(tokens)
-    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, temperature, mode, chunk, True, bias, ids_Tk=ids)
+    out = token_logprobs(
+        hidden,
+        tokens,
+        cu_seqlens,
+        needed,
+        OutputHead(weight, temperature, bias=bias, mode=mode, chunk_size=chunk),
+        with_entropy=True,
+        ids_Tk=ids,
+    )
     whole = all_logprobs(hidden, weight, cu_seqlens, needed, temperature, bias)
     used = whole.any(1, keepdim=True)
     expected = {
@@ -72,7 +80,9 @@ def test_low_precision_and_large_logits_stay_close_to_float64(dtype, scale):
     hidden, weight, tokens, cu_seqlens, needed = random_head_inputs(dtype)
     hidden = (hidden * scale).detach().requires_grad_()
     ids = random_ids(tokens)
-    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, "chunked", 3, ids_Tk=ids)["logprobs_at_ids"]
+    out = token_logprobs(
+        hidden, tokens, cu_seqlens, needed, OutputHead(weight, 0.7, mode="chunked", chunk_size=3), ids_Tk=ids
+    )["logprobs_at_ids"]
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected = all_logprobs(*wide, cu_seqlens, needed, 0.7).gather(1, ids)
     loose = dtype == torch.bfloat16
@@ -91,7 +101,9 @@ def test_low_precision_and_large_logits_stay_close_to_float64(dtype, scale):
 def test_the_most_likely_tokens_are_those_of_a_sort(chunk, num_ids):
     hidden, weight, tokens, cu_seqlens, needed = random_head_inputs()
     bias = torch.linspace(-1, 1, V, dtype=torch.float64)
-    out = token_top(hidden, weight, tokens, cu_seqlens, needed, TopLogits(K, num_ids), 0.7, chunk, bias)
+    out = token_top(
+        hidden, tokens, cu_seqlens, needed, OutputHead(weight, 0.7, bias=bias, chunk_size=chunk), TopLogits(K, num_ids)
+    )
     whole = all_logprobs(hidden, weight, cu_seqlens, needed, 0.7, bias).detach()
     logprobs, ids = whole[:, :num_ids].sort(1, descending=True)
     used = whole.any(1)
@@ -104,7 +116,7 @@ def test_the_most_likely_tokens_are_found_over_many_blocks_of_columns():
     hidden = torch.randn(40, D, generator=g)
     weight = torch.randn(70_000, D, generator=g)
     tokens, cu_seqlens = torch.zeros(40, dtype=torch.int64), torch.tensor([0, 40])
-    out = token_top(hidden, weight, tokens, cu_seqlens, None, TopLogits(K, 69_000), 1.0, 1024)
+    out = token_top(hidden, tokens, cu_seqlens, None, OutputHead(weight, 1.0, chunk_size=1024), TopLogits(K, 69_000))
     logits = hidden[:-1] @ weight.T
     values, ids = logits[:, :69_000].topk(K, 1)
     assert torch.equal(out["top_ids"][1:], ids)
@@ -117,14 +129,14 @@ def test_neither_holds_the_logits_of_all_tokens():
     """1,500 rows x 50,000 tokens of the vocabulary would be 300 MB in float32."""
     code = (
         "import resource, torch;"
-        "from verl.models.head.token_outputs import token_logprobs, token_top;"
+        "from verl.models.head.token_outputs import OutputHead, token_logprobs, token_top;"
         "from verl.models.head.chosen_tokens import TopLogits;"
         "h, w = torch.randn(1500, 8, requires_grad=True), torch.randn(50_000, 8, requires_grad=True);"
         "t, c = torch.zeros(1500, dtype=torch.int64), torch.tensor([0, 1500]);"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "(torch.randn(600, 600) @ torch.randn(600, 600)).sum(); before = peak();"
-        "ids = token_top(h, w, t, c, None, TopLogits(32, 50_000))['top_ids'];"
-        "token_logprobs(h, w, t, c, None, ids_Tk=ids)['logprobs_at_ids'].sum().backward();"
+        "ids = token_top(h, t, c, None, OutputHead(w), TopLogits(32, 50_000))['top_ids'];"
+        "token_logprobs(h, t, c, None, OutputHead(w), ids_Tk=ids)['logprobs_at_ids'].sum().backward();"
         "print((peak() - before) / 1024)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -136,8 +148,10 @@ def test_the_triton_kernels_give_the_same():
     code = (
         "import torch; from tests.head_cases import random_head_inputs as r;"
         "from tests.unit.models.test_head_at_ids import random_ids;"
-        "from verl.models.head.token_outputs import token_logprobs as f; h, w, t, c, n = r(); i = random_ids(t);"
-        "a, b = (f(h, w, t, c, n, 0.7, kernels=k, ids_Tk=i)['logprobs_at_ids'] for k in ('triton', 'torch'));"
+        "from verl.models.head.token_outputs import OutputHead, token_logprobs as f;"
+        "h, w, t, c, n = r(); i = random_ids(t);"
+        "a, b = (f(h, t, c, n, OutputHead(w, 0.7, kernels=k), ids_Tk=i)['logprobs_at_ids']"
+        " for k in ('triton', 'torch'));"
         "torch.testing.assert_close(a, b, rtol=1e-12, atol=0);"
         "x, y = (torch.autograd.grad(o.exp().sum(), [h, w]) for o in (a, b));"
         "torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)"

@@ -84,7 +84,7 @@ import torch
 from tests.unit.models.test_head_kernels import CASES, check
 from tests.head_cases import random_loss_columns, gradients_of, random_head_inputs, example_loss
 from verl.models.head import triton_kernels
-from verl.models.head.token_outputs import token_logprobs, token_loss_one_pass
+from verl.models.head.token_outputs import OutputHead, token_logprobs, token_loss_one_pass
 
 triton_kernels.WIDTH = 16
 for dtype, tolerance in CASES:
@@ -94,10 +94,10 @@ for dtype, tolerance in CASES:
 hidden, weight, tokens, cu_seqlens, needed = random_head_inputs()
 columns, results = random_loss_columns(len(tokens)), {}
 for kernels in ("torch", "triton"):
-    more = {"with_entropy": True, "kernels": kernels}
-    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, 0.7, mode="fused", **more)
+    rows, head = (hidden, tokens, cu_seqlens, needed), OutputHead(weight, 0.7, mode="fused", kernels=kernels)
+    out = token_logprobs(*rows, head, with_entropy=True)
     two = gradients_of(example_loss(out, columns)[0].sum(), hidden, weight)
-    loss, _, _ = token_loss_one_pass(hidden, weight, tokens, cu_seqlens, needed, example_loss, columns, 0.7, **more)
+    loss, _, _ = token_loss_one_pass(*rows, head, example_loss, columns, with_entropy=True)
     results[kernels] = (*out.values(), *two, loss, *gradients_of(loss, hidden, weight))
 for ours, theirs in zip(results["triton"], results["torch"], strict=True):
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)

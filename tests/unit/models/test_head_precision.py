@@ -5,7 +5,7 @@ import torch
 
 from tests.head_cases import V, example_loss, gradients_of, random_head_inputs, random_loss_columns
 from verl.models.head.block_sizes import BlockSizes
-from verl.models.head.token_outputs import token_logprobs, token_loss_one_pass
+from verl.models.head.token_outputs import OutputHead, token_logprobs, token_loss_one_pass
 
 
 def relative(got, want):
@@ -26,16 +26,16 @@ def float32_errors(mode, seed):
     columns = random_loss_columns(len(tokens), torch.float32)
     double = {name: column.double() for name, column in columns.items()}
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    exact = token_logprobs(h, w, tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    exact = token_logprobs(h, tokens, cu_seqlens, needed, OutputHead(w, mode="eager"), with_entropy=True)
     want = gradients_of(example_loss(exact, double)[0][needed].sum(), h, w)
-    eager = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    eager = token_logprobs(hidden, tokens, cu_seqlens, needed, OutputHead(weight, mode="eager"), with_entropy=True)
     plain = gradients_of(example_loss(eager, columns)[0].sum(), hidden, weight)
     if mode == "chunked":
-        out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, chunk_size=4, with_entropy=True)
+        out = token_logprobs(hidden, tokens, cu_seqlens, needed, OutputHead(weight, chunk_size=4), with_entropy=True)
         ours = gradients_of(example_loss(out, columns)[0].sum(), hidden, weight)
     else:
         loss, out, _ = token_loss_one_pass(
-            hidden, weight, tokens, cu_seqlens, needed, example_loss, columns, with_entropy=True
+            hidden, tokens, cu_seqlens, needed, OutputHead(weight), example_loss, columns, with_entropy=True
         )
         ours = gradients_of(loss, hidden, weight)
     assert out["logprobs"].dtype == torch.float32
@@ -48,14 +48,23 @@ def float32_errors(mode, seed):
 def test_bfloat16_keeps_float32_statistics_and_bfloat16_gradients(temperature):
     hidden, weight, tokens, cu_seqlens, needed = random_head_inputs(torch.bfloat16)
     columns = random_loss_columns(len(tokens), torch.float32)
-    out = token_logprobs(hidden, weight, tokens, cu_seqlens, needed, temperature, chunk_size=4, with_entropy=True)
+    out = token_logprobs(
+        hidden, tokens, cu_seqlens, needed, OutputHead(weight, temperature, chunk_size=4), with_entropy=True
+    )
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    exact = token_logprobs(h, w, tokens, cu_seqlens, needed, temperature, mode="eager", with_entropy=True)
+    exact = token_logprobs(h, tokens, cu_seqlens, needed, OutputHead(w, temperature, mode="eager"), with_entropy=True)
     double = {name: column.double() for name, column in columns.items()}
     want = gradients_of(example_loss(exact, double)[0].sum(), h, w)
     ours = gradients_of(example_loss(out, columns)[0].sum(), hidden, weight)
     loss, outputs, _ = token_loss_one_pass(
-        hidden, weight, tokens, cu_seqlens, needed, example_loss, columns, temperature, True, chunk_size=4
+        hidden,
+        tokens,
+        cu_seqlens,
+        needed,
+        OutputHead(weight, temperature, chunk_size=4),
+        example_loss,
+        columns,
+        with_entropy=True,
     )
     assert out["logprobs"].dtype == out["entropy"].dtype == torch.float32
     for name in ("logprobs", "entropy"):
@@ -69,8 +78,10 @@ def test_bfloat16_keeps_float32_statistics_and_bfloat16_gradients(temperature):
 def test_large_logits_neither_overflow_nor_lose_the_entropy():
     hidden, weight, tokens, cu_seqlens, needed = random_head_inputs(torch.float32)
     big = 200 * hidden.detach()
-    out = token_logprobs(big, weight, tokens, cu_seqlens, needed, chunk_size=3, with_entropy=True)
-    exact = token_logprobs(big.double(), weight.double(), tokens, cu_seqlens, needed, mode="eager", with_entropy=True)
+    out = token_logprobs(big, tokens, cu_seqlens, needed, OutputHead(weight, chunk_size=3), with_entropy=True)
+    exact = token_logprobs(
+        big.double(), tokens, cu_seqlens, needed, OutputHead(weight.double(), mode="eager"), with_entropy=True
+    )
     torch.testing.assert_close(out["logprobs"].double(), exact["logprobs"], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(out["entropy"].double(), exact["entropy"], rtol=1e-3, atol=1e-4)
 
@@ -90,11 +101,11 @@ def test_gradients_of_peaked_distributions_are_as_good_as_eager(dtype, with_entr
 
     def gradients(one_pass, *inputs, mode="chunked"):
         inputs = [x.clone().requires_grad_() for x in inputs]
-        rest = (tokens, cu_seqlens, needed)
+        rows, head = (inputs[0], tokens, cu_seqlens, needed), OutputHead(inputs[1], mode=mode)
         if one_pass:
-            total = token_loss_one_pass(*inputs, *rest, loss, columns, with_entropy=with_entropy)[0]
+            total = token_loss_one_pass(*rows, head, loss, columns, with_entropy=with_entropy)[0]
         else:
-            total = loss(token_logprobs(*inputs, *rest, mode=mode, with_entropy=with_entropy), columns)[0].sum()
+            total = loss(token_logprobs(*rows, head, with_entropy=with_entropy), columns)[0].sum()
         return gradients_of(total, *inputs)
 
     want = gradients(False, hidden.double(), weight.double(), mode="eager")

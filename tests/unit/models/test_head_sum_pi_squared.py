@@ -10,7 +10,7 @@ import torch
 from tests.engine_cases import build_engine, random_batch, save_tiny_model
 from tests.head_cases import random_head_inputs
 from verl.data.micro_batches import MicroBatching
-from verl.models.head.token_outputs import token_logprobs
+from verl.models.head.token_outputs import OutputHead, token_logprobs
 
 KINDS = [("eager", "torch"), ("chunked", "torch"), ("fused", "torch")]
 
@@ -36,7 +36,13 @@ def test_value_and_gradient_equal_the_softmax_in_float64(mode, kernels, temperat
         temperature = torch.linspace(0.5, 2.0, len(tokens), dtype=torch.float64)
     bias = torch.linspace(-1, 1, len(weight), dtype=torch.float64).requires_grad_() if with_bias else None
     out = token_logprobs(
-        hidden, weight, tokens, cu_seqlens, needed, temperature, mode, 3, True, bias, kernels, with_sum_pi_squared=True
+        hidden,
+        tokens,
+        cu_seqlens,
+        needed,
+        OutputHead(weight, temperature, bias=bias, mode=mode, kernels=kernels, chunk_size=3),
+        with_entropy=True,
+        with_sum_pi_squared=True,
     )
     expected = naive_squares(hidden, weight, cu_seqlens, needed, temperature, bias)
     torch.testing.assert_close(out["sum_pi_squared"], expected, rtol=1e-10, atol=1e-12)
@@ -53,7 +59,7 @@ def test_low_precision_and_large_logits_keep_it_close_to_float64(mode, kernels, 
     hidden, weight, tokens, cu_seqlens, needed = random_head_inputs(dtype)
     hidden, weight = (hidden * scale).detach(), weight.detach()
     out = token_logprobs(
-        hidden, weight, tokens, cu_seqlens, needed, mode=mode, kernels=kernels, with_sum_pi_squared=True
+        hidden, tokens, cu_seqlens, needed, OutputHead(weight, mode=mode, kernels=kernels), with_sum_pi_squared=True
     )["sum_pi_squared"]
     expected = naive_squares(hidden.double(), weight.double(), cu_seqlens, needed, 1.0)
     if dtype == torch.bfloat16:  # its logits are rounded: compare the distribution that they give
@@ -68,9 +74,11 @@ def test_the_triton_kernels_give_the_same():
     """In a process of its own, because the interpreter is chosen when triton is imported."""
     code = (
         "import torch; from tests.head_cases import random_head_inputs as r;"
-        "from verl.models.head.token_outputs import token_logprobs as f; h, w, t, c, n = r();"
+        "from verl.models.head.token_outputs import OutputHead, token_logprobs as f;"
+        "h, w, t, c, n = r();"
         "kinds = ('triton', 'torch');"
-        "a, b = (f(h, w, t, c, n, 0.7, kernels=k, with_sum_pi_squared=True)['sum_pi_squared'] for k in kinds);"
+        "a, b = (f(h, t, c, n, OutputHead(w, 0.7, kernels=k), with_sum_pi_squared=True)['sum_pi_squared']"
+        " for k in kinds);"
         "torch.testing.assert_close(a, b, rtol=1e-12, atol=0)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

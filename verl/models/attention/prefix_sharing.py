@@ -199,32 +199,40 @@ class _MergedAttention(torch.autograd.Function):
         spec: AttentionSpec,
     ) -> Tensor:
         """(1, S, H, D) without copies of the prefixes."""
-        scale = spec.scaling
-        prefix_part = _flash(query, prefix_key, prefix_value, packing.groups, packing.prefixes, False, scale)
-        suffix_part = _flash(query, key, value, packing.suffixes, packing.suffixes, True, scale)
+        to_prefixes = _Segments(packing.groups, packing.prefixes, False, spec.scaling)
+        to_suffixes = _Segments(packing.suffixes, packing.suffixes, True, spec.scaling)
+        prefix_part = _flash(query, prefix_key, prefix_value, to_prefixes)
+        suffix_part = _flash(query, key, value, to_suffixes)
         lse = torch.logaddexp(prefix_part[1], suffix_part[1])  # (1, H, S)
         parts = [out * (part - lse).exp().unsqueeze(-1) for out, part in (prefix_part, suffix_part)]
         out = (parts[0] + parts[1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
-        ctx.packing, ctx.scale = packing, scale
+        ctx.to_prefixes, ctx.to_suffixes = to_prefixes, to_suffixes
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
-        packing, merged = ctx.packing, (grad_out.transpose(1, 2), query, out, lse)
-        prefix_part = _flash_backward(
-            *merged, prefix_key, prefix_value, packing.groups, packing.prefixes, False, ctx.scale
-        )
-        suffix_part = _flash_backward(*merged, key, value, packing.suffixes, packing.suffixes, True, ctx.scale)
+        merged = grad_out.transpose(1, 2), query, out, lse
+        prefix_part = _flash_backward(*merged, prefix_key, prefix_value, ctx.to_prefixes)
+        suffix_part = _flash_backward(*merged, key, value, ctx.to_suffixes)
         return prefix_part[0] + suffix_part[0], *suffix_part[1:], *prefix_part[1:], None, None
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Segment i of the queries attends to segment i of the keys -> out (1, H, S, D), log-sum-exp (1, H, S)."""
+@dataclass(frozen=True)
+class _Segments:
+    """Segment i of the queries attends to segment i of the keys."""
+
+    queries: Packing
+    keys: Packing
+    causal: bool
+    scale: float | None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, segments: _Segments) -> tuple[Tensor, Tensor]:
+    """The output (1, H, S, D) and its log-sum-exp (1, H, S)."""
+    queries, keys, causal, scale = segments.queries, segments.keys, segments.causal, segments.scale
     if query.device.type != "cpu":
         inputs = [_tokens_first(x) for x in (query, key, value)]
         boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)
@@ -239,18 +247,10 @@ def _flash(
 
 
 def _flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key: Tensor,
-    value: Tensor,
-    queries: Packing,
-    keys: Packing,
-    causal: bool,
-    scale: float | None,
+    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key: Tensor, value: Tensor, segments: _Segments
 ) -> list[Tensor]:
     """Gradients of query, key and value of a `_flash` call, given the out and lse of the whole softmax."""
+    queries, keys, causal, scale = segments.queries, segments.keys, segments.causal, segments.scale
     if query.device.type != "cpu":
         inputs = [_tokens_first(x) for x in (grad_out, query, key, value, out)]
         boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length)

@@ -125,6 +125,15 @@ class LogitsAtIds:
         self.logits[at] = values if inverse is None else values * inverse[at[0], 0]
 
 
+@dataclass(frozen=True)
+class PassOptions:
+    """How a pass through the head is computed."""
+
+    chunk_size: int | None = None  # rows of a block; None: chosen for speed
+    with_entropy: bool = False
+    kernels: str = "torch"
+
+
 class ChunkedHead(torch.autograd.Function):
     """(logprobs (M,), entropy (M,) or None, log-probs (M, k) at `ids`) given the hidden states at `source`.
 
@@ -140,13 +149,11 @@ class ChunkedHead(torch.autograd.Function):
         source: Tensor,
         targets: Tensor,
         temperature: Tensor | None,
-        chunk_size: int | None,
-        with_entropy: bool,
-        kernel_name: str = "torch",
+        options: PassOptions,
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        blocks = narrow_blocks(weight_VD, len(targets), chunk_size, memory_factor=2)
-        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(kernel_name))
+        blocks, with_entropy = narrow_blocks(weight_VD, len(targets), options.chunk_size, 2), options.with_entropy
+        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(options.kernels))
         logsumexp = torch.empty(len(targets), dtype=head.dtype, device=hidden_TD.device)
         logprobs = torch.empty_like(logsumexp)
         entropy = torch.empty_like(logsumexp) if with_entropy else None
@@ -163,7 +170,7 @@ class ChunkedHead(torch.autograd.Function):
                     at_ids[part] = reader.logits - stats.logsumexp.unsqueeze(1)
         inputs = (hidden_TD, weight_VD, bias, source, targets, temperature)
         ctx.save_for_backward(*inputs, logsumexp, logprobs, entropy, ids, at_ids)
-        ctx.chunk_size, ctx.kernel_name = chunk_size, kernel_name
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return logprobs, entropy, at_ids
 
@@ -175,9 +182,9 @@ class ChunkedHead(torch.autograd.Function):
         hidden_TD, weight_VD, bias, source, targets, temperature, *saved = ctx.saved_tensors
         logsumexp, logprobs, entropy, ids, at_ids = saved
         if grad_logprobs is None and grad_entropy is None and grad_at_ids is None:
-            return (None,) * 10
-        blocks = narrow_blocks(weight_VD, len(targets), ctx.chunk_size)
-        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(ctx.kernel_name))
+            return (None,) * 8
+        blocks = narrow_blocks(weight_VD, len(targets), ctx.options.chunk_size)
+        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(ctx.options.kernels))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in head.blocks.row_slices(len(targets)):
@@ -185,7 +192,7 @@ class ChunkedHead(torch.autograd.Function):
                 stats = SoftmaxStatistics(logsumexp[part], logprobs[part], _part(entropy, part))
                 chosen = None if grad_at_ids is None else IdGradients(ids[part], at_ids[part], grad_at_ids[part])
                 head.add_gradients(rows, stats, _part(grad_logprobs, part), _part(grad_entropy, part), out, chosen)
-        return (*out.finish(None if bias is None else bias.dtype), *(None,) * 7)
+        return (*out.finish(None if bias is None else bias.dtype), *(None,) * 5)
 
 
 class OnePassHead(torch.autograd.Function):
@@ -200,19 +207,17 @@ class OnePassHead(torch.autograd.Function):
         source: Tensor,
         targets: Tensor,
         temperature: Tensor | None,
-        chunk_size: int | None,
-        with_entropy: bool,
+        options: PassOptions,
         block_loss: BlockLoss,
-        kernel_name: str = "torch",
     ) -> Tensor:
-        blocks = one_pass_blocks(weight_VD, len(targets), chunk_size)
-        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(kernel_name))
+        blocks = one_pass_blocks(weight_VD, len(targets), options.chunk_size)
+        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(options.kernels))
         out = head.new_gradients(*ctx.needs_input_grad[:3])
         loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in head.blocks.row_slices(len(targets)):
                 rows = head.row_block(source, targets, temperature, part)
-                stats = head.statistics(rows, with_entropy)
+                stats = head.statistics(rows, options.with_entropy)
                 loss, grad_logprobs, grad_entropy = block_loss(part, stats)
                 loss_sum += loss
                 if out.wanted and not (grad_logprobs is None and grad_entropy is None):
@@ -232,7 +237,7 @@ class OnePassHead(torch.autograd.Function):
         scale = float(grad_loss)
         if scale != 1.0:
             gradients = tuple(None if g is None else g.mul_(scale) for g in gradients)
-        return (*gradients, *(None,) * 7)
+        return (*gradients, *(None,) * 5)
 
 
 def _part(values: Tensor | None, part: slice) -> Tensor | None:

@@ -6,13 +6,15 @@ predicts token t+1 of the same sequence; every output is indexed by the token th
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.config import FSDPEngineConfig, HFModelConfig
-from verl.models.head.autograd import ChunkedHead, OnePassHead
+from verl.models.head.autograd import ChunkedHead, OnePassHead, PassOptions
 from verl.models.head.blockwise import SoftmaxStatistics
 from verl.models.head.chosen_tokens import TopLogits, top_tokens
 from verl.models.head.elementwise import statistics_dtype
@@ -25,13 +27,38 @@ MODES = ("eager", "chunked", "fused")
 PerTokenLoss = Callable[[dict[str, Tensor], dict[str, Tensor], None], tuple[Tensor, dict[str, Tensor]]]
 
 
-def head_settings(model: HFModelConfig, engine: FSDPEngineConfig) -> tuple[str, str, int | None]:
-    """(mode, kernels, chunk_size) of `token_logprobs`, from the configuration and this platform.
+@dataclass(frozen=True)
+class OutputHead:
+    """The weight of the head and how it is computed.
+
+    `temperature`, which divides the logits, is a number or a (T,) column. `kernels` are "torch", "compiled" or
+    "triton"; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 40 in bfloat16, 256
+    on a GPU).
+    """
+
+    weight_VD: Tensor
+    temperature: float | Tensor = 1.0
+    bias: Tensor | None = None
+    mode: str = "chunked"
+    kernels: str = "torch"
+    chunk_size: int | None = None
+
+
+class HeadSettings(NamedTuple):
+    """The last three fields of an `OutputHead`."""
+
+    mode: str
+    kernels: str
+    chunk_size: int | None
+
+
+def head_settings(model: HFModelConfig, engine: FSDPEngineConfig) -> HeadSettings:
+    """How the head is computed, from the configuration and this platform.
 
     `chunk_size` is None (the head chooses) unless `entropy_from_logits_with_chunking` is on.
     """
     chunk_size = engine.entropy_from_logits_chunk_size if engine.entropy_from_logits_with_chunking else None
-    return head_mode(model, engine), head_kernels(model, engine), chunk_size
+    return HeadSettings(head_mode(model, engine), head_kernels(model, engine), chunk_size)
 
 
 def head_mode(model: HFModelConfig, engine: FSDPEngineConfig) -> str:
@@ -77,16 +104,11 @@ def check_triton() -> None:
 
 def token_logprobs(
     hidden_TD: Tensor,
-    weight_VD: Tensor,
     tokens_T: Tensor,
     cu_seqlens: Tensor,
     needed_T: Tensor | None,
-    temperature: float | Tensor = 1.0,
-    mode: str = "chunked",
-    chunk_size: int | None = None,
+    head: OutputHead,
     with_entropy: bool = False,
-    bias: Tensor | None = None,
-    kernels: str = "torch",
     with_sum_pi_squared: bool = False,
     ids_Tk: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -97,68 +119,43 @@ def token_logprobs(
     `logprobs_at_ids` (T, k), with `ids_Tk`, are the log-probs of these tokens of the vocabulary, distinct in a row, at
     the same place: ids_Tk[t] are alternatives to token t.
     Zero where `needed_T` is False and at the first token of each sequence; only the needed rows go through the head.
-    Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs. `temperature` is a number
-    or a (T,) column; `chunk_size` is the number of rows in one block (None: chosen for speed within 16 MB, 40 in
-    bfloat16, 256 on a GPU); `kernels` are "torch", "compiled" or "triton".
+    Differentiable in hidden states, weight and bias. float32, or float64 for float64 inputs.
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
-    temperature_M = _temperature_column(temperature, positions)
-    if mode not in MODES:
-        raise ConfigError(f"head mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    hidden_TD = hidden_TD.to(weight_VD.dtype)
-    inputs = (hidden_TD, weight_VD, bias, positions - 1, tokens_T[positions], temperature_M)
+    inputs = _head_inputs(hidden_TD, tokens_T, positions, head)
     ids_Mk = None if ids_Tk is None else ids_Tk[positions]
-    if mode == "eager":
-        logprobs_M, entropy_M, at_ids_Mk = eager_head(*inputs, with_entropy, ids_Mk)
-    else:
-        logprobs_M, entropy_M, at_ids_Mk = ChunkedHead.apply(*inputs, chunk_size, with_entropy, kernels, ids_Mk)
+    logprobs_M, entropy_M, at_ids_Mk = _run_head(inputs, head, with_entropy, ids_Mk)
     out_M = {"logprobs": logprobs_M} | ({"entropy": entropy_M} if with_entropy else {})
     if ids_Mk is not None:
         out_M["logprobs_at_ids"] = at_ids_Mk
     if with_sum_pi_squared:
+        temperature_M = inputs[-1]
         halved = torch.full_like(logprobs_M, 0.5) if temperature_M is None else temperature_M / 2
-        squared = (*inputs[:-1], halved)
-        at_half, _, _ = (
-            eager_head(*squared, False) if mode == "eager" else ChunkedHead.apply(*squared, chunk_size, False, kernels)
-        )
+        at_half, _, _ = _run_head((*inputs[:-1], halved), head)
         out_M["sum_pi_squared"] = (2 * logprobs_M - at_half).exp()
     return {name: _scatter_to_tokens(values_M, positions, len(tokens_T)) for name, values_M in out_M.items()}
 
 
 def token_top(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    tokens_T: Tensor,
-    cu_seqlens: Tensor,
-    needed_T: Tensor | None,
-    top: TopLogits,
-    temperature: float | Tensor = 1.0,
-    chunk_size: int | None = None,
-    bias: Tensor | None = None,
-    kernels: str = "torch",
+    hidden_TD: Tensor, tokens_T: Tensor, cu_seqlens: Tensor, needed_T: Tensor | None, head: OutputHead, top: TopLogits
 ) -> dict[str, Tensor]:
     """`top_ids` (T, k) and `top_logprobs` (T, k): the most likely tokens in place of each, without gradient."""
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
-    temperature_M = _temperature_column(temperature, positions)
-    inputs = (hidden_TD.to(weight_VD.dtype), weight_VD, bias, positions - 1, temperature_M)
-    ids_Mk, logprobs_Mk = top_tokens(*inputs, top, chunk_size, kernels)
+    inputs = _head_inputs(hidden_TD, tokens_T, positions, head)
+    ids_Mk, logprobs_Mk = top_tokens(*inputs[:4], inputs[-1], top, head.chunk_size, head.kernels)
     out_M = {"top_ids": ids_Mk, "top_logprobs": logprobs_Mk}
     return {name: _scatter_to_tokens(values_M, positions, len(tokens_T)) for name, values_M in out_M.items()}
 
 
 def token_loss_one_pass(
     hidden_TD: Tensor,
-    weight_VD: Tensor,
     tokens_T: Tensor,
     cu_seqlens: Tensor,
     needed_T: Tensor | None,
+    head: OutputHead,
     token_loss: PerTokenLoss,
     columns: dict[str, Tensor],
-    temperature: float | Tensor = 1.0,
     with_entropy: bool = False,
-    chunk_size: int | None = None,
-    bias: Tensor | None = None,
-    kernels: str = "torch",
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """(sum of losses times loss weights, outputs (T,), token metrics (T,)); the gradient is computed block by block.
 
@@ -167,7 +164,7 @@ def token_loss_one_pass(
     `backward` on the sum scales that gradient, once. Outputs and metrics are detached, zero where not needed.
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
-    token_outputs = _TokenOutputs(positions, len(tokens_T), statistics_dtype(weight_VD))
+    token_outputs = _TokenOutputs(positions, len(tokens_T), statistics_dtype(head.weight_VD))
 
     def block_loss(part: slice, stats: SoftmaxStatistics) -> tuple[Tensor, Tensor | None, Tensor | None]:
         where = positions[part]
@@ -183,19 +180,33 @@ def token_loss_one_pass(
         token_outputs.add(part, leaves, metrics)
         return loss.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
 
-    loss_sum = OnePassHead.apply(
-        hidden_TD.to(weight_VD.dtype),
-        weight_VD,
-        bias,
-        positions - 1,
-        tokens_T[positions],
-        _temperature_column(temperature, positions),
-        chunk_size,
-        with_entropy,
-        block_loss,
-        kernels,
-    )
+    inputs = _head_inputs(hidden_TD, tokens_T, positions, head)
+    options = PassOptions(head.chunk_size, with_entropy, head.kernels)
+    loss_sum = OnePassHead.apply(*inputs, options, block_loss)
     return loss_sum, token_outputs.outputs, token_outputs.metrics
+
+
+# hidden states, weight, bias, the row that predicts each needed token, these tokens, their temperatures
+_HeadInputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
+
+
+def _head_inputs(hidden_TD: Tensor, tokens_T: Tensor, positions: Tensor, head: OutputHead) -> _HeadInputs:
+    temperature_M = _temperature_column(head.temperature, positions)
+    hidden_TD = hidden_TD.to(head.weight_VD.dtype)
+    return hidden_TD, head.weight_VD, head.bias, positions - 1, tokens_T[positions], temperature_M
+
+
+def _run_head(
+    inputs: _HeadInputs, head: OutputHead, with_entropy: bool = False, ids_Mk: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, entropy, log-probs at `ids_Mk`) of the needed tokens; None for what was not requested."""
+    if head.mode not in MODES:
+        raise ConfigError(f"head mode {head.mode!r} is unknown; use one of {', '.join(MODES)}")
+    if head.mode == "eager":
+        return eager_head(*inputs, with_entropy, ids_Mk)
+    options = PassOptions(head.chunk_size, with_entropy, head.kernels)
+    out: tuple[Tensor, Tensor, Tensor] = ChunkedHead.apply(*inputs, options, ids_Mk)
+    return out
 
 
 def token_values(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.algorithms.kl import get_kl_controller
 from verl.config import RunConfig
 from verl.config.check import replaces_groups, uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
@@ -92,7 +91,6 @@ def assemble_run(
         SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config), GroupRules.of(config)),
         actor,
         weight_sync,
-        get_kl_controller(config.algorithm.kl_ctrl),
         pools,
         reference,
         critic,

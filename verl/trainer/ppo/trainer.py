@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
-from verl.algorithms.kl import KLController, apply_kl_in_reward
+from verl.algorithms.kl import apply_kl_in_reward, get_kl_controller
 from verl.algorithms.losses import aggregation_mode
 from verl.algorithms.policy_filtration import filtered
 from verl.algorithms.rollout_correction import correct
@@ -68,14 +68,14 @@ class PPOTrainer:
         source: TrajectorySource,
         actor: Actor,
         weight_sync: WeightSync,
-        kl_controller: KLController,
         pools: WorkerPools,
         reference: Reference | None = None,
         critic: Critic | None = None,
         teachers: Teachers | None = None,
     ):
         self.config, self.source, self.actor, self.weight_sync = config, source, actor, weight_sync
-        self.kl_controller, self.reference, self.critic, self.teachers = kl_controller, reference, critic, teachers
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.reference, self.critic, self.teachers = reference, critic, teachers
         self.pools = pools  # closed with the trainer
         self.global_step = 0
         self.first_step = 1  # of this process

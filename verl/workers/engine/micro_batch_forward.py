@@ -185,6 +185,11 @@ class HeadInput:
     num_tokens: int = 0
     group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(hidden states, tokens, cu_seqlens, needed), as the functions of the head take them."""
+        return self.hidden, self.tokens, self.cu_seqlens, self.needed
+
     def select(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
         """Columns (T,) of the micro-batch for these tokens."""
         return (

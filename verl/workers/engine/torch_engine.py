@@ -21,7 +21,14 @@ from verl.data.micro_batches import MicroBatching
 from verl.models import lora, registry
 from verl.models.device_moves import keep_freed_memory, move_model
 from verl.models.flops import FlopCounts, Speed, peak_flops
-from verl.models.head.token_outputs import head_settings, token_logprobs, token_loss_one_pass, token_top, token_values
+from verl.models.head.token_outputs import (
+    OutputHead,
+    head_settings,
+    token_logprobs,
+    token_loss_one_pass,
+    token_top,
+    token_values,
+)
 from verl.models.load import build_config, dtype_of, load_causal_lm
 from verl.models.performance import apply_performance_options
 from verl.plugin.platform import get_platform
@@ -92,7 +99,7 @@ class TorchEngine(BaseEngine):
             self.model.set_experts_implementation("eager")  # the grouped kernel has no float64
         self.packed = registry.runs_packed(self.model.config, self.model_config.use_remove_padding)
         registry.check_sequence_parallel(self.model.config, self.packed, self.rank_mesh.sequence_size, self.world_size)
-        self.head_mode, self.head_kernels, self.chunk_size = head_settings(self.model_config, self.engine_config)
+        self.head_settings = head_settings(self.model_config, self.engine_config)
         self.training_forward = apply_performance_options(self.model, self.model_config, self.trains, self.device)
         if not self.trains:
             self.model.requires_grad_(False)
@@ -230,24 +237,11 @@ class TorchEngine(BaseEngine):
             return inputs.scatter_to_columns({"values": token_values(inputs.hidden, *weights, *rows)})
         top_names = () if self.top is None else TOP_OUTPUTS
         _check_outputs(names, ("logprobs", "entropy", "sum_pi_squared", AT_IDS, *top_names), "a language model")
-        weight, bias = self._head
-        rows = (inputs.hidden, weight, inputs.tokens, inputs.cu_seqlens, inputs.needed)
-        divisor = self._logit_divisor(temperature)
+        rows, head = inputs.rows, self._output_head(temperature)
         if self.top is not None and "top_ids" in names:
-            settings = (divisor, self.chunk_size, bias, self.head_kernels)
-            return inputs.scatter_to_columns(token_top(*rows, self.top, *settings))
+            return inputs.scatter_to_columns(token_top(*rows, head, self.top))
         ids = inputs.select({AT_IDS: micro_batch.batch["teacher_top_ids"]})[AT_IDS] if AT_IDS in names else None
-        outputs = token_logprobs(
-            *rows,
-            divisor,
-            mode=self.head_mode,
-            chunk_size=self.chunk_size,
-            with_entropy="entropy" in names,
-            bias=bias,
-            kernels=self.head_kernels,
-            with_sum_pi_squared="sum_pi_squared" in names,
-            ids_Tk=ids,
-        )
+        outputs = token_logprobs(*rows, head, "entropy" in names, "sum_pi_squared" in names, ids)
         return inputs.scatter_to_columns(outputs)
 
     def _loss(
@@ -260,7 +254,7 @@ class TorchEngine(BaseEngine):
             return torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {}
         names = {*loss.columns, *loss.optional_columns, "loss_weights"}
         columns = {name: batch.token_column(name) for name in names if name in batch}
-        if loss.per_token and not self.has_value_head and self.head_mode != "eager":
+        if loss.per_token and not self.has_value_head and self.head_settings.mode != "eager":
             return self._loss_one_pass(micro_batch, loss, columns, temperature)
         outputs = self._outputs(micro_batch, loss.outputs, temperature)
         losses, metrics = loss(outputs, columns, batch.cu_seqlens)
@@ -274,20 +268,10 @@ class TorchEngine(BaseEngine):
     def _loss_one_pass(
         self, micro_batch: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        inputs, (weight, bias) = head_input(self._backbone, micro_batch, self.packed), self._head
+        inputs = head_input(self._backbone, micro_batch, self.packed)
+        head = self._output_head(temperature)
         loss_sum, outputs, metrics = token_loss_one_pass(
-            inputs.hidden,
-            weight,
-            inputs.tokens,
-            inputs.cu_seqlens,
-            inputs.needed,
-            loss,
-            inputs.select(columns),
-            self._logit_divisor(temperature),
-            with_entropy="entropy" in loss.outputs,
-            chunk_size=self.chunk_size,
-            bias=bias,
-            kernels=self.head_kernels,
+            *inputs.rows, head, loss, inputs.select(columns), "entropy" in loss.outputs
         )
         return inputs.sum_over_group(loss_sum), inputs.scatter_to_columns(outputs), inputs.scatter_to_columns(metrics)
 
@@ -295,12 +279,10 @@ class TorchEngine(BaseEngine):
     def _backbone(self) -> nn.Module:
         return self.model.base_model
 
-    @property
-    def _head(self) -> tuple[Tensor, Tensor | None]:
-        return self.precision.head_weights(self.model.get_output_embeddings())
-
-    def _logit_divisor(self, temperature: float) -> float:
-        return temperature * registry.logit_divisor(self.model.config)
+    def _output_head(self, temperature: float) -> OutputHead:
+        weight, bias = self.precision.head_weights(self.model.get_output_embeddings())
+        divisor = temperature * registry.logit_divisor(self.model.config)
+        return OutputHead(weight, divisor, bias, *self.head_settings)
 
     def _set_training(self, training: bool) -> None:
         if self.model.training != training:

@@ -9,7 +9,7 @@ from tests.unit.workers.engine.test_sharding import ROWS, distance, train
 from verl.algorithms.losses import make_actor_loss
 from verl.config import ActorConfig
 from verl.data.micro_batches import MicroBatching
-from verl.models.head.token_outputs import token_logprobs, token_values
+from verl.models.head.token_outputs import OutputHead, token_logprobs, token_values
 from verl.workers.engine.micro_batch_forward import head_input, write_outputs
 
 OUTPUTS = ("logprobs", "entropy")
@@ -36,7 +36,7 @@ def exact(engine, batch):
             outputs = {"values": token_values(hidden, weight, bias, rows.cu_seqlens, rows.needed)}
         else:
             where = (rows.tokens, rows.cu_seqlens, rows.needed)
-            outputs = token_logprobs(hidden, weight, *where, 0.7, mode="eager", with_entropy=True)
+            outputs = token_logprobs(hidden, *where, OutputHead(weight, 0.7, mode="eager"), with_entropy=True)
         out = {name: torch.zeros(batch.num_tokens, dtype=torch.float64) for name in outputs}
         write_outputs(out, rows.scatter_to_columns(outputs), micro)
         return out
