@@ -108,6 +108,9 @@ class ActorConfig(RoleConfig):
 class RefConfig(RoleConfig):
     """Forward passes of the reference policy."""
 
+    n_gpus_per_node: int | None = key(
+        None, "Devices per machine for the reference alone, one rank on each; null shares the actor's ranks.", minimum=1
+    )
     strategy: str = key("fsdp2", "Engine of the reference.")
     log_prob_micro_batch_size_per_gpu: int | None = key(None, "Sequences per forward pass on one device.", minimum=1)
     log_prob_use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")

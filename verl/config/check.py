@@ -99,6 +99,12 @@ def uses_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def actor_is_reference(config: RunConfig) -> bool:
+    """Whether the actor's engine without its adapters is the reference: with LoRA, on the same ranks."""
+    arr = config.actor_rollout_ref
+    return has_adapters(arr.model) and arr.ref.n_gpus_per_node is None
+
+
 def trained_actor(config: RunConfig) -> ActorConfig:
     """The actor's section with the policy loss that it is trained with: in bypass mode that is bypass_mode."""
     actor = config.actor_rollout_ref.actor
@@ -170,8 +176,7 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, Any, str, str, str, int]]:
     yield "actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size
     yield "actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size
     if uses_reference(config):
-        uses_lora = has_adapters(arr.model)  # the actor's engine computes it
-        ref_sp_size = sp_size if uses_lora else arr.ref.engine.ranks_per_sequence
+        ref_sp_size = sp_size if actor_is_reference(config) else arr.ref.engine.ranks_per_sequence
         yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size
     if config.distillation.enabled:  # a teacher runs like a reference
         yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence

@@ -233,9 +233,9 @@ class ConfigBuilder:
 
 
 def _devices_per_node(target: str, flat: dict[str, Any]) -> int | None:
-    """The devices that share a total, as far as it is configured: the critic's own, or the trainer's."""
-    own = flat["critic.n_gpus_per_node"] if target.startswith("critic.") else None
-    devices: int | None = own or flat["trainer.n_gpus_per_node"]
+    """The devices that share a total, as far as it is configured: the role's own, or the trainer's."""
+    role = target.removesuffix(target.rsplit(".", 1)[1])
+    devices: int | None = flat.get(f"{role}n_gpus_per_node") or flat["trainer.n_gpus_per_node"]
     return devices
 
 

@@ -94,11 +94,13 @@ def find_device(device: str, found: Findings) -> PlatformBase | None:
     return found.run("trainer.device", lambda: choose_platform(device), lambda p: f"{device}: {p.device_name}")
 
 
-def check_devices_asked_for(settings: Any, platform: PlatformBase, critic_ranks: int = 0) -> None:
-    """ConfigError where several devices are asked for by number and the CPU is only what is left."""
-    own = settings.n_gpus_per_node or 1
-    count, asked = own + critic_ranks, f"trainer.n_gpus_per_node={own}"
-    asked += f" and critic.n_gpus_per_node={critic_ranks}" if critic_ranks else ""
+def check_devices_asked_for(settings: Any, platform: PlatformBase, others: dict[str, int] | None = None) -> None:
+    """ConfigError where several devices are asked for by number and the CPU is only what is left.
+
+    `others` are the numbers of roles with ranks of their own, by key.
+    """
+    by_key = {"trainer.n_gpus_per_node": settings.n_gpus_per_node or 1, **(others or {})}
+    count, asked = sum(by_key.values()), " and ".join(f"{key}={number}" for key, number in by_key.items())
     if platform.device_name == "cpu" and settings.device == "auto" and count > 1 and not _platform_is_chosen():
         raise ConfigError(
             f"{asked} asks for {count} GPUs, but this machine has none; trainer.device=cpu "

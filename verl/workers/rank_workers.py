@@ -19,7 +19,7 @@ from verl.workers.teacher import build_teacher_worker, role_name
 class RankWorkers:
     """One attribute for each of `roles`. Building them is a collective, in the same order on every rank of the pool.
 
-    A reference may use the actor's engine, and a rollout copies its weights: both need a pool with the actor.
+    A rollout copies the actor's weights, so it needs a pool with the actor.
     """
 
     actor: EngineWorker
@@ -34,7 +34,7 @@ class RankWorkers:
         if "actor" in roles:
             self.actor = build_actor_worker(config, total_steps)
         if "reference" in roles:
-            self.reference = build_reference_worker(config, self.actor)
+            self.reference = build_reference_worker(config, self.actor if "actor" in roles else None)
         for teacher in teachers(config.distillation):
             if (role := role_name(teacher.name)) in roles:
                 setattr(self, role, build_teacher_worker(config, teacher.name))

@@ -1,9 +1,12 @@
 """The frozen reference policy of the KL term."""
 
+import dataclasses
+
 from torch import Tensor
 
 from verl.config import RunConfig
 from verl.config.actor import LOG_PROB_BATCHING_KEYS
+from verl.config.check import actor_is_reference
 from verl.data.batch import Batch
 from verl.models.lora import wants_lora
 from verl.runtime.group import WorkerGroup
@@ -31,17 +34,21 @@ class Reference:
 
 
 def ranks_per_replica(config: RunConfig) -> int:
-    """How many ranks split a sequence; with LoRA the actor's setting, because its engine runs the reference."""
+    """How many ranks split a sequence; the actor's setting where its engine runs the reference."""
     arr = config.actor_rollout_ref
-    return (arr.actor if wants_lora(arr.model) else arr.ref).engine.ranks_per_sequence
+    return (arr.actor if actor_is_reference(config) else arr.ref).engine.ranks_per_sequence
 
 
-def build_reference_worker(config: RunConfig, actor: EngineWorker) -> EngineWorker:
-    """A forward-only worker on the initial weights; with LoRA the actor's engine with its adapters disabled."""
+def build_reference_worker(config: RunConfig, actor: EngineWorker | None) -> EngineWorker:
+    """A forward-only worker on the initial weights, or with LoRA on those of the base model.
+
+    With LoRA it is the `actor` of these ranks with its adapters disabled, if they have one.
+    """
     arr = config.actor_rollout_ref
-    if wants_lora(arr.model):
+    if actor is not None and wants_lora(arr.model):
         return WorkerWithoutAdapters(actor)
-    return EngineWorker(EngineRegistry.new("language_model", arr.ref.strategy, arr.model, arr.ref.engine))
+    base_model = dataclasses.replace(arr.model, lora_rank=0, lora_adapter_path=None)
+    return EngineWorker(EngineRegistry.new("language_model", arr.ref.strategy, base_model, arr.ref.engine))
 
 
 def frozen_worker(worker: EngineWorker) -> EngineWorker:

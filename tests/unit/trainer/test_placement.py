@@ -40,6 +40,23 @@ def test_one_pool_holds_every_role_unless_the_critic_has_ranks_of_its_own():
     )
 
 
+def test_a_reference_may_have_ranks_of_its_own_beside_those_of_the_critic():
+    own = ["actor_rollout_ref.ref.n_gpus_per_node=2", "trainer.n_gpus_per_node=4"]
+    assert place(*ON_CPU, *own) == (Pool("actor", ("actor", "rollout", "critic"), 4),)  # nothing needs a reference
+    shared = place(*ON_CPU, *own, "algorithm.use_kl_in_reward=True")
+    assert shared == (
+        Pool("actor", ("actor", "rollout", "critic"), 4),
+        Pool("reference", ("reference",), 2, first_device=4),
+    )
+    apart = place(*ON_CPU, *own, "algorithm.use_kl_in_reward=True", "critic.n_gpus_per_node=1")
+    assert [(pool.name, pool.num_ranks, pool.first_device) for pool in apart] == [
+        ("actor", 4, 0),
+        ("reference", 2, 4),
+        ("critic", 1, 6),
+    ]
+    assert apart[0].roles == ("actor", "rollout")
+
+
 def test_the_actor_takes_the_devices_that_the_critic_leaves(monkeypatch: pytest.MonkeyPatch):
     on_gpus(monkeypatch, 8)
     assert [pool.num_ranks for pool in place(*PPO)] == [8]
@@ -47,6 +64,15 @@ def test_the_actor_takes_the_devices_that_the_critic_leaves(monkeypatch: pytest.
     assert place(*PPO, "critic.n_gpus_per_node=4")[1].first_device == 4
     fewer = place(*PPO, "critic.n_gpus_per_node=2", "trainer.n_gpus_per_node=1")
     assert [(pool.num_ranks, pool.first_device) for pool in fewer] == [(1, 0), (2, 1)]
+
+
+def test_a_reference_of_its_own_counts_among_the_devices(monkeypatch: pytest.MonkeyPatch):
+    on_gpus(monkeypatch, 8)
+    both = [*PPO, "algorithm.use_kl_in_reward=True", "critic.n_gpus_per_node=1"]
+    assert [p.num_ranks for p in place(*both, "actor_rollout_ref.ref.n_gpus_per_node=3")] == [4, 3, 1]
+    found = refusal(*both, "actor_rollout_ref.ref.n_gpus_per_node=7")
+    assert "actor_rollout_ref.ref.n_gpus_per_node=7 and critic.n_gpus_per_node=1, but 8 cuda devices" in found
+    assert "leave out actor_rollout_ref.ref.n_gpus_per_node or critic.n_gpus_per_node" in found
 
 
 def test_placements_with_too_few_devices_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch):
@@ -77,6 +103,13 @@ def test_the_critics_ranks_share_its_sequences():
         "critic.ppo_mini_batch_size=2",
         "critic.fsdp.ulysses_sequence_parallel_size=2",
     )
+
+
+def test_a_total_of_the_reference_is_divided_by_its_own_ranks():
+    words = [*ON_CPU, "actor_rollout_ref.ref.log_prob_micro_batch_size=8", "trainer.n_gpus_per_node=2"]
+    with pytest.warns(match="old spelling"):
+        config = load_config([*words, "actor_rollout_ref.ref.n_gpus_per_node=4"])
+    assert config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu == 2
 
 
 def test_a_total_of_the_critic_is_divided_by_its_own_ranks():

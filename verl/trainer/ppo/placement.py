@@ -17,42 +17,49 @@ from verl.workers.teacher import role_name
 
 
 def place_roles(config: RunConfig) -> tuple[Pool, ...]:
-    """The pools of a run; the critic has one of its own with `critic.n_gpus_per_node`.
+    """The pools of a run; critic and reference have one of their own with their key `n_gpus_per_node`.
 
     ConfigError where there are too few devices, or the ranks of a pool cannot share the sequences.
     """
-    roles = ["actor", "reference", "rollout"] if uses_reference(config) else ["actor", "rollout"]
+    used = {
+        "reference": ("actor_rollout_ref.ref", uses_reference(config), config.actor_rollout_ref.ref.n_gpus_per_node),
+        "critic": ("critic", uses_critic(config), config.critic.n_gpus_per_node),
+    }
+    apart = {role: (f"{where}.n_gpus_per_node", own) for role, (where, is_used, own) in used.items() if is_used and own}
+    shared = [role for role, (_, is_used, own) in used.items() if is_used and not own]
+    roles = ["actor", *(role for role in shared if role == "reference"), "rollout"]
     roles += [role_name(teacher.name) for teacher in teachers(config.distillation)]
-    own = config.critic.n_gpus_per_node if uses_critic(config) else None
-    ranks = _count_actor_ranks(config, own or 0)
+    roles += [role for role in shared if role == "critic"]
+    ranks = _count_actor_ranks(config, dict(apart.values()))
     check_ranks(config, ranks)
-    if own is not None:
-        return Pool("actor", tuple(roles), ranks), Pool("critic", ("critic",), own, first_device=ranks)
-    return (Pool("actor", (*roles, "critic") if uses_critic(config) else tuple(roles), ranks),)
+    pools = [Pool("actor", tuple(roles), ranks)]
+    for role, (_, own) in apart.items():
+        pools.append(Pool(role, (role,), own, first_device=sum(pool.num_ranks for pool in pools)))
+    return tuple(pools)
 
 
-def _count_actor_ranks(config: RunConfig, critic_ranks: int) -> int:
-    """One per device: as many as `trainer.n_gpus_per_node` says, or as the critic leaves; one on a CPU."""
-    platform, configured = get_platform(), config.trainer.n_gpus_per_node
-    asked = {"trainer.n_gpus_per_node": configured, "critic.n_gpus_per_node": critic_ranks or None}
+def _count_actor_ranks(config: RunConfig, others: dict[str, int]) -> int:
+    """One per device: as many as `trainer.n_gpus_per_node` says, or as `others` (by key) leave; one on a CPU."""
+    platform, configured, taken = get_platform(), config.trainer.n_gpus_per_node, sum(others.values())
+    asked = {"trainer.n_gpus_per_node": configured, **others}
     text = " and ".join(f"{key}={count}" for key, count in asked.items() if count is not None)
     if config.trainer.runtime == "inline":
-        if (configured or 1) + critic_ranks > 1:
+        if (configured or 1) + taken > 1:
             raise ConfigError(
                 f"trainer.runtime=inline is one process, but {text}; use trainer.runtime=processes, or one device"
             )
         return 1
-    check_devices_asked_for(config.trainer, platform, critic_ranks)
+    check_devices_asked_for(config.trainer, platform, others)
     if platform.device_name == "cpu":
         return configured or 1
     available = max(platform.device_count(), 1)
-    if (configured or 1) + critic_ranks > available:
+    if (configured or 1) + taken > available:
         raise ConfigError(
             f"{text}, but {available} {platform.device_name} devices are visible; "
-            f"lower {'their sum' if critic_ranks else 'it'} to at most {available}"
-            + (", or leave out critic.n_gpus_per_node: the critic then shares the actor's" if critic_ranks else "")
+            f"lower {'their sum' if others else 'it'} to at most {available}"
+            + (f", or leave out {' or '.join(others)} to share the actor's" if others else "")
         )
-    return configured or available - critic_ranks
+    return configured or available - taken
 
 
 def start_pools(config: RunConfig, total_steps: int, pools: tuple[Pool, ...]) -> WorkerPools:
