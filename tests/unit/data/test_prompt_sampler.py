@@ -55,9 +55,7 @@ def test_rows_that_no_epoch_reaches_are_said(caplog, rows, shuffle, said):
 def test_a_dataset_smaller_than_a_batch_is_an_error_at_once(tmp_path):
     sampler = PromptSampler(dataset(tmp_path, 3))
     for ask in (sampler.take, sampler.steps_per_epoch):
-        with pytest.raises(
-            ConfigError, match=r"train_batch_size=4 is more than the 3 prompts .* lower it to at most 3"
-        ):
+        with pytest.raises(ConfigError, match=r"train_batch_size=4 .* 3 prompts .* at most 3"):
             ask(4)
     with pytest.raises(ConfigError, match="must be at least 1"):
         sampler.take(0)
@@ -80,9 +78,7 @@ def test_resuming_continues_as_if_never_stopped(tmp_path, taken, shuffle, size):
 
 def test_resuming_on_other_rows_or_another_order_is_refused_and_says_what_changed(tmp_path):
     state = PromptSampler(dataset(tmp_path), seed=1).state_dict()
-    with pytest.raises(
-        DataError, match=r"number of prompts was 10, is 9; the content or selection of data.train_files"
-    ):
+    with pytest.raises(DataError, match=r"was 10, is 9; .*data.train_files"):
         PromptSampler(dataset(tmp_path, 9, "b.jsonl"), seed=1).load_state_dict(state)
     with pytest.raises(DataError, match=r"data.seed was 1, is 2\."):
         PromptSampler(dataset(tmp_path), seed=2).load_state_dict(state)

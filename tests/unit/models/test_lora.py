@@ -197,7 +197,7 @@ def test_adapters_saved_before_are_where_training_starts(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"lora_rank=8, but the adapters in .* have rank 4"):
         build_engine(folder, model={"lora_rank": 8, "lora_adapter_path": str(path)})
     wider = save_tiny_model(tmp_path / "wider", tiny_qwen3(intermediate_size=40))
-    with pytest.raises(CheckpointError, match=r"does not fit the model, 6 tensors differ: .* is \(4, 48\), not"):
+    with pytest.raises(CheckpointError, match=r"6 tensors differ: .* is \(4, 48\), not"):
         build_engine(wider, model={"lora_adapter_path": str(path)})
 
 
@@ -350,7 +350,7 @@ def mixed_types(folder, adapters):
     norm = engine.optim_step().values()["grad_norm"]
     with pytest.raises(ConfigError, match=r"strategy=fsdp holds frozen weights and LoRA adapters in one type"):
         started(folder, adapters, dtype="bf16", strategy="fsdp")
-    with pytest.raises(ConfigError, match=r"strategy=fsdp with fsdp_size=1 takes no model that is frozen in part"):
+    with pytest.raises(ConfigError, match=r"strategy=fsdp with fsdp_size=1"):
         started(folder, adapters, dtype="fp32", strategy="fsdp", fsdp_size=1)
     return kinds, norm
 

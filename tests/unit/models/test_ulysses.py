@@ -184,9 +184,7 @@ def test_in_float32_sharing_is_no_less_exact_than_one_rank(folders):
 def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do():
     config = AutoConfig.for_model("qwen2", **{**SHAPE, "num_attention_heads": 6, "num_key_value_heads": 3})
     check_sequence_parallel(config, packed=True, size=2, num_ranks=8)
-    with pytest.raises(
-        ConfigError, match=r"size=4 does not divide the model's 6 attention heads; with 8 ranks use one of 1, 2$"
-    ):
+    with pytest.raises(ConfigError, match=r"size=4 .* 6 attention heads; with 8 ranks use one of 1, 2$"):
         check_sequence_parallel(config, packed=True, size=4, num_ranks=8)
 
 

@@ -309,7 +309,7 @@ def test_a_loss_that_returns_no_metrics_is_refused_with_what_it_returned():
     def bare(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
         return agg_loss(token_losses(old_log_prob, log_prob, advantages), response_mask, loss_agg_mode)
 
-    with pytest.raises(ConfigError, match=r"'bare' cannot be used: it returned Tensor; it must return \(loss, metrics"):
+    with pytest.raises(ConfigError, match=r"'bare' .* returned Tensor; it must return \(loss, metrics"):
         losses.make_actor_loss(config_for("bare"))
 
 

@@ -229,7 +229,7 @@ def test_the_cap_says_what_was_seen_and_what_to_change(tmp_path: Path):
 
 def test_without_a_cap_a_step_takes_no_more_prompts_than_the_data_has(tmp_path: Path):
     found = source(tmp_path, [EQUAL] * 9, GroupRules("acc", False, 2))
-    with pytest.raises(VerlError, match=r"9 prompts gave 0 of the 4 groups .* as many prompts as the data has"):
+    with pytest.raises(VerlError, match=r"9 prompts gave 0 of the 4 groups"):
         take(found)
     assert len(found.collector.engine.asked) == 9
 

@@ -346,7 +346,7 @@ def test_a_family_whose_value_head_has_another_name_is_no_critic_on_any_rank(tmp
 def test_a_token_that_the_model_has_no_embedding_for_is_named(folder):
     batch = random_batch()
     batch["tokens"][5] = 61
-    with pytest.raises(ConfigError, match="token 61 is not among the 61 that the model has embeddings for"):
+    with pytest.raises(ConfigError, match="token 61 is not among the 61"):
         build_engine(folder).forward_backward(batch, SquaredLogprob())
 
 

@@ -235,7 +235,7 @@ def fails_on_rank_1(folder: Path, saved: Path, background: bool, step: str) -> s
 def test_a_disk_that_is_full_for_one_rank_fails_the_save_of_all(folder, tmp_path, background, step):
     """Also where the others wait for its part of the layers that it will not write."""
     first, second = run_ranks(2, fails_on_rank_1, folder, tmp_path / "saved", background, step)
-    assert "rank 1 failed with its part of this checkpoint: OSError: [Errno 28] No space left" in first
+    assert "rank 1" in first and "No space left" in first
     assert "No space left" in second
     assert not (tmp_path / "saved" / "manifest.json").exists()
 
