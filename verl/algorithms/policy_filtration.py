@@ -16,7 +16,7 @@ def filtration_probabilities(scores_N: Tensor, config: PFPPOConfig) -> Tensor:
 
     Weight with pow: |score|^weight_pow. With max_min: 1 for the largest and the smallest score of the batch, else 0.
     With max_random: 0.4 for the largest, else 0.1. (The paper ranks the answers to one prompt; scores of the batch also
-    do for one answer per prompt.) DataError where no number can hold the weights. Source: arXiv 2409.06957, §3.
+    do for one answer per prompt.) DataError where no number can hold the weights. Source: arXiv 2409.06957.
     """
     scores = scores_N.double()
     is_best = scores == scores.max()
