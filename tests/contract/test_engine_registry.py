@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, RefConfig
+from verl.algorithms.likelihood import LikelihoodLoss
+from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, RefConfig, SFTConfig
 from verl.config import engine as engine_config
 from verl.config.base import key, section
 from verl.plugin.platform import get_platform, platform_manager
@@ -145,6 +146,11 @@ class PartedActorConfig(ActorConfig):
     parted: PartedEngineConfig = section(PartedEngineConfig)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartedSFTConfig(SFTConfig):
+    parted: PartedEngineConfig = section(PartedEngineConfig)
+
+
 def test_the_strategy_says_which_section_configures_the_engine():
     mine = PartedActorConfig(strategy="parted", parted=PartedEngineConfig(parts=4))
     assert mine.engine is mine.parted and (mine.engine.ranks_per_data_group, mine.engine.ranks_per_sequence) == (4, 1)
@@ -155,6 +161,8 @@ def test_the_strategy_says_which_section_configures_the_engine():
         assert role.engine is role.fsdp_config
     assert CriticConfig().engine.parameter_dtype == CriticConfig().fsdp.model_dtype
     assert (veomni := CriticConfig(strategy="veomni")).engine is veomni.veomni
+    tuned = SFTConfig(engine=FSDPEngineConfig(strategy="fsdp"))
+    assert tuned.training_engine is tuned.engine
     with pytest.raises(ConfigError, match="strategy=parted is configured by PartedEngineConfig, which CriticConfig l"):
         CriticConfig(strategy="parted").engine  # noqa: B018
 
@@ -168,8 +176,12 @@ def test_the_engine_gets_the_section_of_its_strategy(monkeypatch):
             self.model = None
 
     from verl.config import RunConfig
+    from verl.trainer.objectives import build_worker
     from verl.workers.actor import build_actor_worker
 
     arr = RunConfig().actor_rollout_ref
     config = replace(RunConfig(), actor_rollout_ref=replace(arr, actor=PartedActorConfig(strategy="parted")))
     assert build_actor_worker(config, 1).engine.engine_config == PartedEngineConfig()
+    tuned = PartedSFTConfig(engine=FSDPEngineConfig(strategy="parted"), parted=PartedEngineConfig(parts=4))
+    worker = build_worker(tuned, tuned.model, "language_model", LikelihoodLoss(), 1)
+    assert worker.engine.engine_config is tuned.training_engine is tuned.parted

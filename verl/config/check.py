@@ -349,7 +349,7 @@ def _check_resume(mode: str, path: str | None) -> None:
 def _check_sft(config: SFTConfig) -> None:
     _check_adapters("model", config.model)
     _check_resume(config.trainer.resume_mode, config.trainer.resume_from_path)
-    data, engine = config.data, config.engine
+    data, engine = config.data, config.training_engine
     budget = data.max_token_len_per_gpu * engine.ranks_per_sequence
     is_pair = isinstance(config, PreferenceConfig)
     needed, what = (2 * data.max_length, "two sequences") if is_pair else (data.max_length, "a sequence")

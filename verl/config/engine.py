@@ -48,6 +48,17 @@ class EngineConfig(Section):
         """ConfigError where the engine cannot train `model` with these keys."""
 
 
+def engine_section(owner: Section, strategy: str) -> EngineConfig:
+    """The section of `owner` that configures the engine of `strategy`: FSDP's where no section is made for it."""
+    wanted = _CLASSES.get(strategy, FSDPEngineConfig)
+    for item in fields(owner):  # type: ignore[arg-type]
+        if item.metadata.get("section") is wanted:
+            engine: EngineConfig = getattr(owner, item.name)
+            return engine
+    where = owner.__dict__.get(PATH, type(owner).__name__)
+    raise ConfigError(f"{where}.strategy={strategy} is configured by {wanted.__name__}, which {where} lacks")
+
+
 class RoleConfig(Section):
     """A role whose model runs in a training engine: actor, reference or critic."""
 
@@ -56,13 +67,7 @@ class RoleConfig(Section):
     @property
     def engine(self) -> EngineConfig:
         """The section of this strategy; FSDP's for a strategy that no section is made for."""
-        wanted = _CLASSES.get(self.strategy, FSDPEngineConfig)
-        for item in fields(self):  # type: ignore[arg-type]
-            if item.metadata.get("section") is wanted:
-                engine: EngineConfig = getattr(self, item.name)
-                return engine
-        where = self.__dict__.get(PATH, type(self).__name__)
-        raise ConfigError(f"{where}.strategy={self.strategy} is configured by {wanted.__name__}, which {where} lacks")
+        return engine_section(self, self.strategy)
 
 
 @dataclass(frozen=True, kw_only=True)

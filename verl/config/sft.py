@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from verl.config.base import Section, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import SFTDataConfig
-from verl.config.engine import FSDPEngineConfig
+from verl.config.engine import EngineConfig, FSDPEngineConfig, engine_section
 from verl.config.model import HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -27,6 +27,11 @@ class SFTConfig(Section):
     optim: FSDPOptimizerConfig = section(FSDPOptimizerConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     profiler: ProfilerConfig = section(ProfilerConfig, tool="torch")
+
+    @property
+    def training_engine(self) -> EngineConfig:
+        """The section of `engine.strategy`: `engine` itself for FSDP and for a strategy that no section is made for."""
+        return engine_section(self, self.engine.strategy)
 
 
 SFT_FOLLOWS: dict[str, str] = {"data.seed": "trainer.seed"}

@@ -164,5 +164,6 @@ def build_worker(
     if config.data.pad_mode == "right":
         model = dataclasses.replace(model, use_remove_padding=False)
     optim = with_schedule_length(config.optim, total_steps)
-    engine = EngineRegistry.new(model_type, config.engine.strategy, model, config.engine, optim, config.checkpoint)
+    settings = config.training_engine
+    engine = EngineRegistry.new(model_type, config.engine.strategy, model, settings, optim, config.checkpoint)
     return EngineWorker(engine, loss)

@@ -79,7 +79,7 @@ class SFTTrainer:
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
         self.progress, self.summary = Progress.silent(), RunSummary()
-        self.micro = self.objective.micro_batching(config.engine.ranks_per_sequence)
+        self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
 
     @property
     def complete(self) -> bool:

@@ -49,7 +49,7 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
     if config.data.val_files:
         find_files("data.val_files", config.data.val_files, found)
     tokenizer = find_tokenizer("model.path", config.model, length, "data.max_length", found)
-    trained = [TrainedModel(config.model, config.engine, config.checkpoint)]
+    trained = [TrainedModel(config.model, config.training_engine, config.checkpoint)]
     check_room(settings.default_local_dir, trained, settings.max_ckpt_to_keep, found)
     return tokenizer
 

@@ -13,8 +13,6 @@ from verl.algorithms.losses import ActorLoss, TokenLoss, aggregation_mode, make_
 from verl.commands.certify import definition
 from verl.commands.certify.float64 import keep_float64
 from verl.config import (
-    ActorConfig,
-    CriticConfig,
     FSDPEngineConfig,
     HFModelConfig,
     PreferenceConfig,
@@ -23,6 +21,7 @@ from verl.config import (
 )
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
 from verl.config.check import trained_actor
+from verl.config.engine import EngineConfig
 from verl.data.micro_batches import MicroBatching
 from verl.models import lora
 from verl.models.load import build_config, load_causal_lm, load_value_model, no_progress_bars
@@ -118,7 +117,7 @@ def actor_subject(config: RunConfig) -> Subject:
         role="actor",
         strategy=part.strategy,
         model=config.actor_rollout_ref.model,
-        engine=fsdp_settings(part),
+        engine=fsdp_settings(part.engine, part.strategy),
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=loss,
@@ -136,7 +135,7 @@ def critic_subject(config: RunConfig) -> Subject:
         role="critic",
         strategy=part.strategy,
         model=part.model,
-        engine=fsdp_settings(part),
+        engine=fsdp_settings(part.engine, part.strategy),
         optim=part.optim,
         micro=micro_batching(part, PPO_BATCHING_KEYS),
         loss=make_value_loss(part),
@@ -147,11 +146,11 @@ def critic_subject(config: RunConfig) -> Subject:
     )
 
 
-def fsdp_settings(part: ActorConfig | CriticConfig) -> FSDPEngineConfig:
-    """The section of the engine of `part`; ConfigError for another one than FSDP's, whose variants are unknown here."""
-    if not isinstance(part.engine, FSDPEngineConfig):
-        raise ConfigError(f"strategy={part.strategy} cannot be certified; certify with strategy=fsdp2 or fsdp")
-    return part.engine
+def fsdp_settings(engine: EngineConfig, strategy: str) -> FSDPEngineConfig:
+    """`engine`, the section of `strategy`; ConfigError for another one than FSDP's, whose variants are unknown here."""
+    if not isinstance(engine, FSDPEngineConfig):
+        raise ConfigError(f"strategy={strategy} cannot be certified; certify with strategy=fsdp2 or fsdp")
+    return engine
 
 
 def sft_subject(config: SFTConfig) -> Subject:
@@ -160,7 +159,7 @@ def sft_subject(config: SFTConfig) -> Subject:
         role="model",
         strategy=config.engine.strategy,
         model=config.model,
-        engine=config.engine,
+        engine=fsdp_settings(config.training_engine, config.engine.strategy),
         optim=config.optim,
         micro=micro_batching(data, SFT_BATCHING_KEYS),
         loss=LikelihoodLoss(),
