@@ -114,8 +114,8 @@ def prepare_quickstart(folder: Path) -> list[str]:
     write_split(split, folder / "data")
     make_model(folder / "model", CHARACTERS, 1)
     with io.StringIO() as discarded, contextlib.redirect_stdout(discarded), contextlib.redirect_stderr(discarded):
-        warm = warm_up(folder, 1, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT])
-    return [*grpo_overrides(folder, warm, 1, 1_000_000), *unattended(folder, "grpo")]
+        warm_up(folder, 1, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT], folder / "warm")
+    return [*grpo_overrides(folder, folder / "warm", 1, 1_000_000), *unattended(folder, "grpo")]
 
 
 @dataclass(frozen=True)

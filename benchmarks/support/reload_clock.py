@@ -38,7 +38,7 @@ def flush_cache(engine: VLLMEngine) -> None:
 
 if VARIABLE in os.environ:
     flush = timed("engine", VLLMEngine.flush_cache)
-    VLLMEngine.flush_cache = flush_cache  # type: ignore[method-assign]
+    VLLMEngine.flush_cache = flush_cache  # type: ignore[assignment,method-assign]
     vllm_worker.fingerprint = timed("receipt", vllm_worker.fingerprint)
     for name in ("verl_begin", "verl_load", "verl_finish"):
         setattr(WeightReceiver, name, timed("engine", getattr(WeightReceiver, name)))

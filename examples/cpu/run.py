@@ -95,14 +95,16 @@ def prepare(out: Path, seed: int) -> Path:
     split = make_split(seed, NUM_HELD_OUT, NUM_WORKED)
     write_split(split, out / "data")
     make_model(out / "model", CHARACTERS, seed)
-    return warm_up(out, seed, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT])
+    warm_up(out, seed, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT], out / "warm")
+    return out / "warm"
 
 
 def variables(name: str, out: Path) -> dict[str, str]:
     """What the script of recipe `name` gets for the model and the data below `out`."""
     train, test = (str(out / "data" / file) for file in ("train.jsonl", "test.jsonl"))
+    distils = name == "on_policy_distillation"  # a random model, from the one that all others begin with
     own = {
-        "MODEL_PATH": str(out / "warm"),
+        "MODEL_PATH": str(out / ("model" if distils else "warm")),
         "TEACHER_MODEL_PATH": str(out / "warm"),
         "TRAIN_FILE": train,
         "TEST_FILE": test,

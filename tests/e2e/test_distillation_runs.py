@@ -106,8 +106,41 @@ def test_the_column_of_the_row_picks_one_of_two_teachers(run, folder):
         is_first[both[0].sequence_ids()], first[0]["teacher_logprobs"], second[0]["teacher_logprobs"]
     )
     torch.testing.assert_close(both[0]["teacher_logprobs"], expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(DataError, match=r"'domain'|domain='b'.*known: a"):
-        run("unknown", data, "distillation.teacher_key=domain", *overrides[:2])
+
+
+def test_rows_without_a_teacher_are_counted_and_the_first_is_named(folder):
+    data = folder / "data" / "domains.jsonl"
+    lines = data.read_text().splitlines()
+    of_b = sum('"domain": "b"' in line for line in lines)
+    one = (f"+{TEACHER}.first.model_path={folder / 'one'}", f"+{TEACHER}.first.key=a")
+    keys = (f"data.train_files={data}", "distillation.enabled=True", *one)
+    for column, said in (
+        (
+            "domain",
+            rf"{of_b} of {len(lines)} rows have no teacher, the first is .*: domain='b' is the key of no teacher",
+        ),
+        ("nowhere", rf"{len(lines)} of {len(lines)} rows have no teacher, the first is .*line 1: has no 'nowhere'"),
+    ):
+        with pytest.raises(DataError, match=said + r"; known: a \(distillation.teacher_key="):
+            run_ppo(load_config(jobs.overrides(folder, "rows", *SHORT, *keys, f"distillation.teacher_key={column}")))
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("", "is not a folder"), ("*.safetensors", r"holds no \*.safetensors"), ("tokenizer*", "tokenizer")],
+)
+def test_a_folder_that_is_no_teacher_is_named_with_its_key(folder, lacks, said):
+    broken = folder / "no_teacher"
+    shutil.rmtree(broken, ignore_errors=True)
+    if lacks:
+        shutil.copytree(folder / "one", broken)
+        for file in broken.glob(lacks):
+            file.unlink()
+    keys = ("distillation.enabled=True", teacher(folder, "no_teacher"))
+    with pytest.raises(
+        ConfigError, match=rf"teacher_models.teacher_model.model_path={broken} cannot be a teacher: .*{said}"
+    ):
+        run_ppo(load_config(jobs.overrides(folder, "broken", *SHORT, *keys)))
 
 
 def test_two_ranks_train_the_same_policy(run, folder):

@@ -158,6 +158,6 @@ def check_distillation(config: DistillationLossConfig, actor: ActorConfig) -> li
     if config.loss_mode in KL_ESTIMATORS and KL_ESTIMATORS[config.loss_mode] is not kl_k1:
         return [
             f"{where}.loss_mode={config.loss_mode} as an advantage (use_policy_gradient=True) has a gradient that is "
-            "not that of a divergence: set loss_mode=k1"
+            "not that of a divergence; set loss_mode=k1"
         ]
     return []

@@ -31,7 +31,9 @@ class DistillationLossConfig(Section):
     loss_max_clamp: float | None = key(
         None, "Largest absolute loss of a token, beyond which it has no gradient.", greater_than=0
     )
-    log_prob_min_clamp: float | None = key(None, "Smallest log-prob (nats) of policy and teacher in the loss.")
+    log_prob_min_clamp: float | None = key(
+        None, "Smallest log-prob (nats) of policy and teacher in the loss.", maximum=0
+    )
     use_policy_gradient: bool = key(
         False, "Minus the loss of a token is its advantage, in a policy loss; otherwise the loss itself is trained."
     )

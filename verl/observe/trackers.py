@@ -46,6 +46,7 @@ class ConsoleBackend:
         ("train/rewards/margins", "margin"),
         ("val/rewards/accuracies", "val_accuracy"),
         ("actor/pg_loss", "pg_loss"),
+        ("distillation/loss", "distillation"),
         ("actor/entropy", "entropy"),
         ("actor/ppo_kl", "ppo_kl"),
         ("actor/kl_loss", "kl_loss"),

@@ -46,6 +46,7 @@ def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
         *(f"  {line}" for line in place.lines),
         f"task         {task(config)}, verl {__version__}",
         f"model        {describe_model(model_path(config))}",
+        *(f"teacher      {describe_model(path)}" for path in teacher_paths(config)),
         f"metrics      {trackers}",
         f"checkpoints  {settings.default_local_dir}{when_saved(config)}",
         *(
@@ -61,8 +62,20 @@ def task(config: AnyConfig) -> str:
     if isinstance(config, SFTConfig):
         loss = f" ({config.loss.name})" if isinstance(config, PreferenceConfig) else ""
         return f"{config.task}{loss}"
-    estimator = config.algorithm.adv_estimator
-    return "PPO (GAE)" if estimator == "gae" else estimator.upper()
+    estimator, distillation = config.algorithm.adv_estimator, config.distillation
+    name = "PPO (GAE)" if estimator == "gae" else estimator.upper()
+    if not distillation.enabled:
+        return name
+    divergence = distillation.distillation_loss
+    return f"{f'{name} with ' if divergence.use_task_rewards else ''}distillation ({divergence.loss_mode})"
+
+
+def teacher_paths(config: AnyConfig) -> list[str]:
+    """The folders of the teachers, also where `config` cannot be used: its check says why."""
+    if not isinstance(config, RunConfig) or not config.distillation.enabled:
+        return []
+    given = [teacher for _, teacher in sorted(config.distillation.teacher_models.items())]
+    return [str(teacher["model_path"]) for teacher in given if isinstance(teacher, dict) and teacher.get("model_path")]
 
 
 def model_path(config: AnyConfig) -> str:

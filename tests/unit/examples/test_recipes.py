@@ -10,6 +10,7 @@ from tests.e2e import jobs
 from tests.launched_scripts import LaunchedScripts
 from verl.config import load_config
 from verl.config.check import check_supported
+from verl.config.distillation import teachers
 from verl.trainer.ppo.preparation import check_functions, prepare_run
 from verl.trainer.preflight import Findings
 from verl.utils.external_code import load_module
@@ -108,7 +109,9 @@ def test_a_recipe_resolves_for_a_cpu(name, launched, tmp_path):
     config = load_supported(arguments)
     assert config.trainer.device == "cpu" and config.trainer.total_training_steps == 20
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 512
-    assert config.actor_rollout_ref.model.path == str(tmp_path / "warm")
+    student = "model" if config.distillation.enabled else "warm"  # it begins away from its teacher, who is the warm one
+    assert config.actor_rollout_ref.model.path == str(tmp_path / student)
+    assert [teacher.path for teacher in teachers(config.distillation)] in ([], [str(tmp_path / "warm")])
 
 
 def test_the_generation_script_resolves(launched):

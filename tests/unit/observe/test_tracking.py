@@ -105,6 +105,12 @@ def test_console_prints_one_line_with_the_headline_metrics(capsys):
     assert capsys.readouterr().out == expected
 
 
+def test_console_says_how_far_the_policy_is_from_its_teacher(capsys):
+    with Tracking("p", "e", "console") as tracking:
+        tracking.log({"actor/pg_loss": 0.5, "distillation/loss": 1.25, "distillation/loss_max": 3.0}, step=1)
+    assert capsys.readouterr().out == "step:1 pg_loss:0.5 distillation:1.25 (+1 more)\n"
+
+
 def test_console_prints_everything_when_nothing_is_a_headline(capsys):
     with Tracking("p", "e", "console") as tracking:
         tracking.log({"odd": 1.0}, step=1)

@@ -53,6 +53,24 @@ def test_the_runs_of_the_readme_validate_the_model_that_they_train():
         assert "data.val_files" in command and config.trainer.test_freq > 0, command
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("distillation.enabled=True", "GRPO with distillation (k3),"),
+        ("distillation.distillation_loss.use_task_rewards=False", "distillation (k3),"),
+    ],
+)
+def test_the_header_names_the_distillation_and_its_teachers(override: str, said: str):
+    teachers = [f"+distillation.teacher_models.{name}.model_path={name}s" for name in ("b", "a")]
+    keys = [MODEL, "algorithm.adv_estimator=grpo", "distillation.enabled=True", override, *teachers]
+    lines = opening_lines(load_config(keys), RunPlace("new"))
+    assert next(line for line in lines if line.startswith("task")).split(maxsplit=1)[1].startswith(said)
+    named = [line.split(maxsplit=1)[1] for line in lines if line.startswith("teacher")]
+    assert named == ["from as", "from bs"]
+    off = opening_lines(load_config([*keys, "distillation.enabled=False"]), RunPlace("new"))
+    assert not any(line.startswith("teacher") or "distillation" in line for line in off)
+
+
 def test_fine_tuning_always_saves_its_last_step():
     lines = opening_lines(load_config(["model.path=m"], config_name="sft_trainer"), RunPlace("new"))
     assert "saves nothing" not in lines[0] and "the last step" in lines[-1]
