@@ -121,9 +121,10 @@ def results(record: dict[str, Any]) -> str:
     lines = [
         "## Curves",
         "",
-        "Every recipe trains the same warm model of a seed for the same number of steps of 64 x 8 answers, on the",
-        "quickstart's task; accuracy is the share of exact sums. Before and after: 200 held-out problems, answered",
-        "greedily, with the 95 % interval over seeds. Steps to 60 % are those of the sampled answers, seed by seed. KL",
+        "Every recipe trains the same warm model of a seed (distillation: a random one, whose teacher is the warm one)",
+        "for the same number of steps of 64 x 8 answers, on the quickstart's task; accuracy is the share of exact",
+        "sums. Before and after: 200 held-out problems, answered greedily, with the 95 % interval over seeds. Steps to",
+        "60 % are those of the sampled answers, seed by seed. KL",
         "(of a step's update), entropy (nats) and length (tokens) are those of the last steps. Clip ranges and",
         "coefficients are those of the papers, for models ten thousand times as large: the table shows that a recipe",
         "learns, not which is best.",

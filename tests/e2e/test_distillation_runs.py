@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.e2e import jobs
 from tests.e2e.jobs import ARR
@@ -141,6 +142,19 @@ def test_a_folder_that_is_no_teacher_is_named_with_its_key(folder, lacks, said):
         ConfigError, match=rf"teacher_models.teacher_model.model_path={broken} cannot be a teacher: .*{said}"
     ):
         run_ppo(load_config(jobs.overrides(folder, "broken", *SHORT, *keys)))
+
+
+def test_a_teacher_has_a_temperature_of_its_own(run, folder):
+    """Its log-probs are those of its logits divided by it, in transformers."""
+    [batch, *_], _ = run("cold", teacher(folder, "one"), f"+{TEACHER}.teacher_model.temperature=0.5")
+    model = AutoModelForCausalLM.from_pretrained(folder / "one", dtype=torch.float32)
+    start, stop = batch.cu_seqlens[:2].tolist()
+    tokens, sampled = batch["tokens"][start:stop], batch["loss_mask"][start:stop]
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+    expected = (logits / 0.5).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    found = batch["teacher_logprobs"][start:stop]
+    torch.testing.assert_close(found[1:][sampled[1:]], expected[sampled[1:]], rtol=1e-4, atol=1e-5)
 
 
 def test_two_ranks_train_the_same_policy(run, folder):
