@@ -25,7 +25,7 @@ from verl.rewards.base import NoScorerError, RewardInput, Score
 from verl.rewards.scorer_lookup import find_scorer
 from verl.utils.command_line import run_command
 from verl.utils.errors import ConfigError, DataError, Mistakes
-from verl.utils.external_code import user_file
+from verl.utils.external_code import check_user_object
 
 HELP = f"""{__doc__}
 usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.path=FILE] key=value ...
@@ -82,7 +82,7 @@ def read_and_check(config: EvalConfig, reward: RewardConfig) -> tuple[list[Rewar
     mistakes, answers = Mistakes(), None
     function = reward.custom_reward_function.path
     with mistakes:
-        user_file(function, "custom_reward_function")
+        check_user_object(function, reward.custom_reward_function.name, "custom_reward_function")
     with mistakes:
         if not config.data.path:
             raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")

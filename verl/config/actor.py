@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.algorithm import KL_CHOICES, LOSS_AGG_MODES
+from verl.config.algorithm import KL_CHOICES, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.config.base import LARGEST_SEED, Section, accepts_keywords, key, section
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig, RoleConfig, VeOmniEngineConfig
@@ -27,9 +27,7 @@ class PolicyLossConfig(Section):
     """The policy loss and its constants."""
 
     loss_mode: str = key(
-        "vanilla",
-        "Policy loss: vanilla (dual-clip PPO), cispo, gspo, sapo, geo_mean, gpg, dro, dppo_tv, dppo_kl, clip_cov, "
-        "kl_cov, or your own.",
+        "vanilla", f"Policy loss: {', '.join(POLICY_LOSSES)}, or your own; vanilla is PPO with dual clipping."
     )
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens without gradient.", minimum=0, maximum=1)
     clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance.")

@@ -12,6 +12,15 @@ LOSS_AGG_MODES = (*PADDED_AGG_MODES, "prompt-mean-token-mean")  # the last needs
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_NAMES + tuple(name + "+" for name in KL_NAMES)
 
+ESTIMATORS = (  # those that verl/algorithms registers; others register theirs
+    *("gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+POLICY_LOSSES = (  # likewise
+    *("vanilla", "cispo", "gspo", "sapo", "geo_mean", "gpg", "dro", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"),
+    "bypass_mode",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLControlConfig(Section):
@@ -189,11 +198,7 @@ def correction_presets() -> dict[str, dict[str, Any]]:
 class AlgorithmConfig(Section):
     """Advantage estimation and the KL penalty."""
 
-    adv_estimator: str = key(
-        "gae",
-        "Advantage estimator: gae, grpo, grpo_passk, gdpo, rloo, opo, gpg, remax, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline, optimal_token_baseline, tir_optimal_token_baseline, or your own.",
-    )
+    adv_estimator: str = key("gae", f"Advantage estimator: {', '.join(ESTIMATORS)}, or your own.")
     gamma: float = key(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = key(1.0, "Lambda of generalised advantage estimation.", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO advantages by the group's standard deviation.")

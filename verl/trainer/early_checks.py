@@ -2,17 +2,21 @@
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from verl.config import HFModelConfig, RunConfig, SFTConfig
-from verl.config.check import check_supported, uses_critic
+from verl.config.algorithm import ESTIMATORS, POLICY_LOSSES
+from verl.config.check import check_supported, trained_actor, uses_critic
 from verl.config.engine import STRATEGIES
 from verl.models.model_place import existing_folder
 from verl.observe.tracker_checks import check_trackers
 from verl.plugin.loading import GROUP, MODULES_VARIABLE
+from verl.plugin.platform.platform_manager import check_device_name
+from verl.rewards.managers import find_reward_manager
 from verl.trainer.engine_installed import check_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
-from verl.utils.external_code import user_file
+from verl.utils.external_code import check_user_object
 from verl.utils.suggest import did_you_mean
 
 WHAT = "things keep this run from starting"
@@ -29,7 +33,7 @@ def say_early_mistakes(config: RunConfig | SFTConfig, say: Callable[[str], None]
 
 
 def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
-    """What is missing on this machine of engines, model folders, data files, trackers and the file of a reward."""
+    """What is missing on this machine of engines, model folders, data files, trackers and a reward; unknown names."""
     mistakes = Mistakes()
     with mistakes:
         check_supported(config)
@@ -43,9 +47,14 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
         if uses_critic(config):
             check_model_place(config.critic.model, config.critic.strategy, mistakes)
         with mistakes:
-            user_file(reward.path, "reward.custom_reward_function")
+            check_user_object(reward.path, reward.name, "reward.custom_reward_function")
     else:
         check_model_place(config.model, config.engine.strategy, mistakes)
+    check_names(config, mistakes)
+    rows = config.data.custom_cls
+    if rows.name:
+        with mistakes:
+            check_user_object(rows.path, rows.name, "data.custom_cls")
     for files in files_read(config).values() if not config.data.custom_cls.path else ():
         with mistakes:
             check_files(files)
@@ -59,13 +68,31 @@ def check_model_place(model: HFModelConfig, strategy: str, mistakes: Mistakes) -
     if model.tokenizer_path:
         with mistakes:
             existing_folder(model.tokenizer_path, "tokenizer_path")
-    others_may_register = model.external_lib or os.environ.get(MODULES_VARIABLE) or _has_plugins()
-    if strategy not in STRATEGIES and not others_may_register:
+    if strategy not in STRATEGIES and not others_may_register(model):
         mistakes.add(ConfigError(f"no engine named {strategy!r}; {did_you_mean(strategy, STRATEGIES)}"))
 
 
-def _has_plugins() -> bool:
-    return bool(importlib.metadata.entry_points(group=GROUP))
+def others_may_register(model: HFModelConfig) -> bool:
+    """Whether names beyond the built-in ones may be known once everything is loaded."""
+    return bool(model.external_lib or os.environ.get(MODULES_VARIABLE) or importlib.metadata.entry_points(group=GROUP))
+
+
+def check_names(config: RunConfig | SFTConfig, mistakes: Mistakes) -> None:
+    """Keeps in `mistakes` the names that are certain to be unknown."""
+    if others_may_register(config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model):
+        return
+    with mistakes:
+        check_device_name(config.trainer.device)
+    if not isinstance(config, RunConfig):
+        return
+    with mistakes:
+        find_reward_manager(config.reward.reward_manager.name)
+    if "verl.algorithms.advantage_registry" in sys.modules:  # a program that calls us may have registered its own
+        return
+    estimator, loss = config.algorithm.adv_estimator, trained_actor(config).policy_loss.loss_mode
+    for kind, name, known in (("advantage estimator", estimator, ESTIMATORS), ("policy loss", loss, POLICY_LOSSES)):
+        if name not in known:
+            mistakes.add(ConfigError(f"unknown {kind} {name!r}; {did_you_mean(name, known)}"))
 
 
 def files_read(config: RunConfig | SFTConfig) -> dict[str, str | list[str]]:

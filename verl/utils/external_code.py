@@ -1,5 +1,6 @@
 """Objects from a user's own Python file or module, named in the configuration."""
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -8,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,9 +29,13 @@ def load_object(path: str, name: str, key: str) -> Any:
     """
     module = load_module(path, key)
     if not hasattr(module, name):
-        public = [item for item in vars(module) if not item.startswith("_")]
-        raise ConfigError(f"{key}.name={name!r} is not defined in {path}; {did_you_mean(name, public)}")
+        raise _not_defined(path, name, key, vars(module))
     return getattr(module, name)
+
+
+def _not_defined(path: str, name: str, key: str, names: Iterable[str]) -> ConfigError:
+    public = [item for item in names if not item.startswith("_")]
+    return ConfigError(f"{key}.name={name!r} is not defined in {path}; {did_you_mean(name, public)}")
 
 
 def load_module(path: str, key: str) -> ModuleType:
@@ -52,6 +57,61 @@ def user_file(path: str | None, key: str) -> Path | None:
         hint = did_you_mean(file.name, siblings) if siblings else "give the path of a Python file, or pkg://module"
         raise ConfigError(f"{key}.path={path!r}: there is no file {file}; {hint}")
     return file
+
+
+def check_user_object(path: str | None, name: str, key: str) -> None:
+    """ConfigError where the Python file `path` is not there, cannot be parsed, or does not define `name`. Runs nothing.
+
+    Silent about a module, and about a file that may make names while it runs.
+    """
+    file = user_file(path, key)
+    if file is None or path is None:
+        return
+    with _errors_explained(f"{key}.path={path!r}: running {file} failed"):
+        tree = ast.parse(file.read_bytes(), str(file))
+    names = _names_of_module(tree)
+    if names is not None and name not in names:
+        raise _not_defined(path, name, key, names)
+
+
+_MAKES_NAMES = {
+    "exec",
+    "eval",
+    "globals",
+    "locals",
+    "vars",
+    "setattr",
+    "modules",
+    "__dict__",
+    "__getattr__",
+    "import_module",
+}
+
+
+def _names_of_module(tree: ast.Module) -> set[str] | None:
+    """Names that the code of a module binds; None where it may bind others while it runs."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        used = [getattr(node, field, None) for field in ("id", "attr", "name")]
+        if not _MAKES_NAMES.isdisjoint(word for word in used if isinstance(word, str)):
+            return None
+        names.update(node.names if isinstance(node, ast.Global) else ())
+    nodes: list[ast.AST] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue  # what it binds is its own
+        if isinstance(node, ast.alias):
+            if node.name == "*":
+                return None
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        nodes.extend(ast.iter_child_nodes(node))
+    return names
 
 
 def import_external(names: str | Sequence[str] | None) -> None:
@@ -124,8 +184,11 @@ def _errors_explained(problem: str) -> Iterator[None]:
 
 
 def user_traceback(error: BaseException, frames: int = 4) -> str:
-    """The last frames of a traceback, without those of verl that lead to it, and the error itself, indented."""
-    stack = traceback.extract_tb(error.__traceback__)
+    """The last frames of a traceback, without those of verl that lead to it, and the error itself, indented.
+
+    A SyntaxError says its place itself.
+    """
+    stack = traceback.extract_tb(None if isinstance(error, SyntaxError) else error.__traceback__)
     user = next((i for i, frame in enumerate(stack) if not Path(frame.filename).is_relative_to(PACKAGE)), 0)
     stack = traceback.StackSummary.from_list(stack[user:][-frames:])
     lines = [*traceback.format_list(stack), *traceback.format_exception_only(error)]

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import jobs
+from verl import config
+from verl.algorithms.advantages import ADVANTAGES
+from verl.algorithms.losses import POLICY_LOSSES
+from verl.config import load_config
+from verl.config.algorithm import ESTIMATORS
 from verl.config.engine import STRATEGIES
 from verl.trainer import main_ppo, sft_trainer
+from verl.trainer.early_checks import early_mistakes
 from verl.workers.engine.base import EngineRegistry
 
 ARR = "actor_rollout_ref"
@@ -36,14 +42,18 @@ sys.exit(50 + main(sys.argv[1:]))
 MISSING = {
     "train": (
         f"{ARR}.model.path=/m {ARR}.rollout.name=sglang {ARR}.actor.strategy=fsdp3 data.train_files=/x.jsonl "
-        "data.val_files=[/y.jsonl] reward.custom_reward_function.path=/r.py algorithm.adv_estimator=grpo "
-        f"{ARR}.actor.ppo_micro_batch_size_per_gpu=1",
+        "data.val_files=[/y.jsonl] reward.custom_reward_function.path=/r.py algorithm.adv_estimator=grpoo "
+        f"{ARR}.actor.ppo_micro_batch_size_per_gpu=1 {ARR}.actor.policy_loss.loss_mode=vanila trainer.device=gpu "
+        "reward.reward_manager.name=naiv critic.enable=False",
         ["model.path=/m is not a folder", "no engine named 'fsdp3'", "needs sglang, which is not installed here",
-         "/x.jsonl does not exist", "/y.jsonl does not exist", "there is no file /r.py"],
+         "/x.jsonl does not exist", "/y.jsonl does not exist", "there is no file /r.py", "advantage estimator 'grpoo'",
+         "policy loss 'vanila'; did you mean 'vanilla'?", "device=gpu is no kind of device; known: auto, cpu, cuda",
+         "reward_manager.name 'naiv'"],
     ),
     "sft": (
-        "model.path=/m engine.strategy=fsdp3 data.train_files=/x.jsonl data.val_files=/y.jsonl",
-        ["model.path=/m is not a folder", "no engine named 'fsdp3'", "/x.jsonl does not", "/y.jsonl does not"],
+        "model.path=/m engine.strategy=fsdp3 data.train_files=/x.jsonl data.val_files=/y.jsonl trainer.device=cpuu",
+        ["model.path=/m is not a folder", "no engine named 'fsdp3'", "/x.jsonl does not", "/y.jsonl does not",
+         "trainer.device=cpuu is no kind of device; known"],
     ),
     "eval": (
         "data.path=/x.jsonl custom_reward_function.path=/r.py", ["there is no file /r.py", "/x.jsonl does not exist"],
@@ -72,6 +82,27 @@ def test_what_is_missing_is_said_at_once_before_heavy_libraries_are_loaded(verb:
     assert "\nlight\n" in said, said
     assert f"error: {len(reasons)} things keep" in said
     assert [reason for reason in reasons if reason not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def compute_scores(x):\n    def compute_score(): ...\n", "did you mean 'compute_scores'?"),
+        ("import os\ndef compute_score(\n", "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_reward_file_without_its_function_is_said_before_it_runs(tmp_path: Path, text: str, says: str):
+    (tmp_path / "r.py").write_text(f"raise SystemExit('it ran')\n{text}")
+    for words in (
+        f"train {ARR}.model.path=. data.train_files=r.py reward.custom_reward_function.path=r.py",
+        "eval data.path=/x.jsonl custom_reward_function.path=r.py",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *words.split()],
+            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert "\nlight\n" in said and says in said and "it ran" not in said, said
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(tmp_path: Path):
@@ -135,6 +166,28 @@ def test_fine_tuning_says_each_reason_once(tmp_path: Path, ranks: int, capsys: p
     assert "error: 3 things keep this run from starting:" in out and "\n  4. model.path=" in err
     for reason in ("has no config.json", "none.jsonl does not exist", "no engine named 'fsdp3'", "'consol'"):
         assert (out + err).count(reason) == 1, reason
+
+
+def test_the_names_known_early_are_those_that_register():
+    for registry, known in ((ADVANTAGES, ESTIMATORS), (POLICY_LOSSES, config.algorithm.POLICY_LOSSES)):
+        functions = {name: registry.get(name).function for name in registry}
+        ours = {name for name, function in functions.items() if function.__module__.startswith("verl.")}
+        assert ours == set(known) and len(known) == len(ours)
+
+
+@pytest.mark.parametrize("way", ["external_lib", "modules"])
+def test_names_that_others_may_register_are_not_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    words = [f"{ARR}.model.path={tmp_path}", "algorithm.adv_estimator=mine", "trainer.device=mine"]
+    monkeypatch.delitem(sys.modules, "verl.algorithms.advantage_registry")  # a fresh command has not loaded it
+    alone = [str(error) for error in early_mistakes(load_config(words)).errors]
+    if way == "modules":
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
+    else:
+        words.append(f"{ARR}.model.external_lib=mine")
+    others = [str(error) for error in early_mistakes(load_config(words)).errors]
+    assert sum("mine" in error for error in alone) == 2 and not any("mine" in error for error in others)
 
 
 def test_the_engines_known_early_are_those_that_register():

@@ -90,6 +90,13 @@ def set_platform(platform: PlatformBase) -> None:
     _current_platform = platform
 
 
+def check_device_name(device: str) -> None:
+    """ConfigError where no platform that is registered so far has this torch device type. Loads nothing."""
+    known = {"auto", *(platform().device_name for platform in PlatformRegistry._platforms.values())}
+    if device not in known:
+        raise ConfigError(f"trainer.device={device} is no kind of device; known: {', '.join(sorted(known))}")
+
+
 def choose_platform(device: str) -> PlatformBase:
     """The platform with torch device type `device`, which this process and its later children then use.
 
@@ -99,6 +106,7 @@ def choose_platform(device: str) -> PlatformBase:
     platform = get_platform()
     if device in ("auto", platform.device_name):
         return platform
+    check_device_name(device)
     probes = [
         _probe_platform(name, use_smi_check)
         for use_smi_check in (True, False)
