@@ -91,8 +91,8 @@ def set_platform(platform: PlatformBase) -> None:
 
 
 def check_device_name(device: str) -> None:
-    """ConfigError where no platform that is registered so far has this torch device type. Loads nothing."""
-    known = {"auto", *(platform().device_name for platform in PlatformRegistry._platforms.values())}
+    """ConfigError where neither verl nor a platform that is registered so far knows this torch device type."""
+    known = {"auto", "cuda", "npu", *(platform().device_name for platform in PlatformRegistry._platforms.values())}
     if device not in known:
         raise ConfigError(f"trainer.device={device} is no kind of device; known: {', '.join(sorted(known))}")
 
