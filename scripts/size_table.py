@@ -27,7 +27,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "rewards": 1100,
     "trainer": 5750,
     "commands": 5075,
-    "utils": 1520,
+    "utils": 1530,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
 CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15350, 44000, 400

@@ -3,9 +3,11 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from verl import __version__
 from verl.utils.errors import VerlError
+from verl.utils.process_end import end_process
 from verl.utils.suggest import did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -71,5 +73,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return error.exit_code
 
 
+def command() -> NoReturn:
+    """The process of a `verl` command."""
+    end_process(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

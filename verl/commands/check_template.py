@@ -18,6 +18,7 @@ from verl.data.chat import Message
 from verl.models.load import load_tokenizer
 from verl.utils.errors import ConfigError
 from verl.utils.paths import expand_home
+from verl.utils.process_end import end_process
 
 TOOL = {
     "type": "function",
@@ -229,4 +230,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

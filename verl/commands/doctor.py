@@ -18,6 +18,7 @@ from verl.plugin.loading import load_plugins
 from verl.plugin.platform import PlatformBase, get_platform
 from verl.plugin.platform.platform_manager import probe_platforms
 from verl.utils.errors import ConfigError, VerlError
+from verl.utils.process_end import end_process
 
 HELP = """What this machine is and can do, and whether a configuration can run on it.
 
@@ -324,4 +325,4 @@ def backends(platform: PlatformBase) -> list[Finding]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -26,6 +26,7 @@ from verl.trainer.ppo.trajectory_source import first_failure
 from verl.utils.command_line import run_command
 from verl.utils.errors import ConfigError
 from verl.utils.paths import atomic_write_text
+from verl.utils.process_end import end_process
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 HELP = f"""{__doc__}
@@ -178,4 +179,4 @@ def write_table(rows: list[dict[str, Any]], target: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -7,7 +7,6 @@ Prints one table (accuracy, pass@k, maj@k, each with a 95 % interval over the pr
 import asyncio
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from verl.rewards.scorer_lookup import find_scorer
 from verl.utils.command_line import run_command
 from verl.utils.errors import ConfigError, DataError, Mistakes
 from verl.utils.external_code import check_user_object
+from verl.utils.process_end import end_process
 
 HELP = f"""{__doc__}
 usage: python3 -m verl.trainer.main_eval data.path=FILE [custom_reward_function.path=FILE] key=value ...
@@ -215,4 +215,4 @@ def mean(values: Sequence[Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

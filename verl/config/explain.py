@@ -15,6 +15,7 @@ from verl.config.run_config import RunConfig
 from verl.config.run_name import DATED
 from verl.config.sft import SFTConfig
 from verl.utils.errors import ConfigError
+from verl.utils.process_end import end_process
 from verl.utils.suggest import did_you_mean
 
 PAGE = Path("docs/reference/config.md")
@@ -270,4 +271,4 @@ def _foreign_lines(root: type) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

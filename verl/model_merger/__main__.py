@@ -4,9 +4,11 @@ import sys
 
 from verl.commands.parsers import merge_main
 from verl.utils.errors import VerlError
+from verl.utils.process_end import end_process
 
 if __name__ == "__main__":
     try:
-        sys.exit(merge_main())
+        status = merge_main()
     except VerlError as error:
         sys.exit(f"error: {error}")
+    end_process(status)

@@ -1,8 +1,6 @@
 """A process's rank in a job, and how it joins the process group: under torchrun, or started by a driver."""
 
-import atexit
 import os
-import sys
 import threading
 import time
 import warnings
@@ -15,7 +13,7 @@ import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
-from verl.utils.process_end import exit_now
+from verl.utils.process_end import end_without_teardown, exit_now
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # how long a rank waits for the others inside one collective
 
@@ -94,10 +92,7 @@ def end_rank(exit_code: int = 0) -> NoReturn:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    atexit._run_exitfuncs()  # as multiprocessing does in a forked process
-    sys.stdout.flush()
-    sys.stderr.flush()
-    exit_now(exit_code)
+    end_without_teardown(exit_code)
 
 
 def process_group_backend() -> str:

@@ -1,12 +1,12 @@
 """`python3 -m verl.trainer.dpo_trainer key=value …`: preference optimization of a policy on pairs of answers."""
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 
 from verl.config import DPOConfig
 from verl.trainer.sft_trainer import train
 from verl.utils.command_line import run_command
+from verl.utils.process_end import end_process
 
 HELP = """Train a model to prefer the chosen of two answers over the rejected one.
 
@@ -27,4 +27,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -1,8 +1,7 @@
 """`python3 -m verl.trainer.main_eval`: score a file of answers."""
 
-import sys
-
 from verl.commands.score_answers import main
+from verl.utils.process_end import end_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -1,6 +1,5 @@
 """`python3 -m verl.trainer.main_ppo key=value …`: train a policy with PPO, GRPO and their relatives."""
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -11,6 +10,7 @@ from verl.trainer.interrupt import BeforeFirstStep
 from verl.trainer.run_folder import claimed_run
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
+from verl.utils.process_end import end_process
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
 
@@ -61,4 +61,4 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -1,12 +1,12 @@
 """`python3 -m verl.trainer.reward_trainer key=value …`: a reward model from pairs of answers."""
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 
 from verl.config import RewardModelConfig
 from verl.trainer.sft_trainer import train
 from verl.utils.command_line import run_command
+from verl.utils.process_end import end_process
 
 HELP = """Train a model to score answers, the chosen of two above the rejected one.
 
@@ -28,4 +28,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -19,6 +19,7 @@ from verl.trainer.run_folder import claimed_run, named_for_ranks
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
 from verl.utils.errors import Interrupted, VerlError
+from verl.utils.process_end import end_process
 
 if TYPE_CHECKING:
     from verl.trainer.sft import SFTTrainer
@@ -150,4 +151,4 @@ def _build(config: SFTConfig, values: dict[str, Any], progress: Progress, said: 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

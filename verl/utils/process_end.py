@@ -8,19 +8,26 @@ signals on, and a Ctrl-C or a scheduler's signal to the whole group would then a
 the command also keeps its process id, terminal and debugger without one.
 """
 
+import atexit
 import contextlib
 import faulthandler
+import gc
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
 OVER = b"\0"  # through the pipe: the end was said
 exit_now = os._exit  # for our own code: `os._exit` is replaced while a command runs
+
+CLOSING_S = 10.0  # for the files that user code left open; writing one may hang, on a pipe that nobody reads
+FLUSH_FAILED = 120  # the status that Python gives where stdout cannot be written
 
 ADVICE = "raise an exception there instead; "
 
@@ -111,6 +118,56 @@ def say_place(latest: Path, name: str) -> None:
         if end.pipe is not None:
             with contextlib.suppress(OSError):  # the watcher was killed
                 os.write(end.pipe, end.place)
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process of a command that has said all, with `status`.
+
+    Without the interpreter's teardown where torch is loaded, which it would free for seconds, object by object.
+    """
+    if "torch" in sys.modules and not sys.flags.interactive and not _is_run_by_code(sys._getframe(1)):
+        end_without_teardown(status)
+    sys.exit(status)
+
+
+def _is_run_by_code(frame: FrameType) -> bool:
+    """Whether a profiler or debugger runs the program that called, and wants to go on after it."""
+    outer = frame.f_back
+    while outer is not None and (outer.f_code.co_name == "<module>" or outer.f_globals.get("__name__") == "runpy"):
+        outer = outer.f_back
+    return outer is not None
+
+
+def end_without_teardown(status: int) -> NoReturn:
+    """End the process after all that an interpreter does for others: threads end, exit hooks run, files are closed."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    closing = threading.Thread(target=close_files, daemon=True)
+    closing.start()
+    closing.join(CLOSING_S)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = status or FLUSH_FAILED
+    exit_now(status)
+
+
+def close_files() -> None:
+    """Close the files that are open for writing, as the interpreter does where user code leaves them to it."""
+    streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+    kept = {id(stream) for stream in [*streams, *(getattr(stream, "buffer", None) for stream in streams)]}
+    kinds = (io.FileIO, io.BytesIO, io.StringIO)  # without a buffer, or without a file
+    files = [f for f in gc.get_objects() if issubclass(type(f), io.IOBase) and not issubclass(type(f), kinds)]
+    for file in sorted(files, key=_depth):
+        with contextlib.suppress(Exception):  # of a class of the user's, or a disk without room
+            if id(file) not in kept and not file.closed and file.writable():
+                file.close()
+
+
+def _depth(file: io.IOBase) -> int:
+    """Text lies on bytes, compression between them: what lies on top is closed first."""
+    return 0 if isinstance(file, io.TextIOBase) else 2 if type(file).__module__ == "_io" else 1
 
 
 def how_to_resume(place: bytes) -> str:

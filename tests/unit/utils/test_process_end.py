@@ -1,10 +1,13 @@
 """However user code ends the process of a command, somebody says so and the status is not 0."""
 
+import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +102,65 @@ def test_sys_exit_in_user_code_is_no_success():
 def test_an_exception_of_the_command_is_said_by_its_traceback_alone():
     done = run("pass\n\nthreading.Thread.join = lambda thread: 1 / 0")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "not over" not in done.stderr
+
+
+ENDS = """
+import atexit, cProfile, gzip, sys, threading, time, types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from verl.utils.process_end import end_process
+
+if "torch" in sys.argv:
+    sys.modules["torch"] = types.ModuleType("torch")  # as big a program as one with torch, here
+
+class Teardown:
+    def __del__(self):
+        print("teardown")
+
+at_teardown = Teardown()
+text, packed, raw = open("text.txt", "w"), gzip.open("packed.gz", "wt"), open("raw.bin", "wb")
+text.write("a line"), packed.write("b"), raw.write(b"c")
+atexit.register(lambda: text.write(" of a hook"))
+later = threading.Thread(target=lambda: (time.sleep(0.2), text.write(" of a thread")))
+later.start()
+ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.1), raw.write(b" of a pool")))
+print("said", end="")
+if __name__ == "__main__":
+    end_process(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3, 130])
+def test_a_command_ends_without_teardown_and_loses_nothing(tmp_path: Path, status: int):
+    for loaded, shown in (("torch", "said"), ("nothing", "saidteardown\n")):
+        done = in_folder(tmp_path, [], str(status), loaded)
+        assert (done.returncode, done.stdout, done.stderr) == (status, shown, "")
+        assert (tmp_path / "text.txt").read_text() == "a line of a thread of a hook"
+        assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"b"
+        assert (tmp_path / "raw.bin").read_bytes() == b"c of a pool"
+
+
+def test_a_profiler_that_runs_a_command_gets_its_end(tmp_path: Path):
+    done = in_folder(tmp_path, ["-m", "cProfile", "-o", "profile.out"], "0", "torch")
+    assert done.returncode == 0 and (tmp_path / "profile.out").stat().st_size > 0
+
+
+def test_an_end_whose_words_cannot_be_written_is_no_success(tmp_path: Path):
+    with open("/dev/full", "w") as full:
+        assert in_folder(tmp_path, [], "0", "torch", stdout=full).returncode == 120
+        assert in_folder(tmp_path, [], "2", "torch", stdout=full).returncode == 2
+
+
+def in_folder(folder: Path, options: list[str], *words: str, stdout: Any = subprocess.PIPE) -> Any:
+    (folder / "ends.py").write_text(ENDS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, *options, "ends.py", *words]
+    return subprocess.run(
+        command, cwd=folder, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, env=environment, check=False
+    )
+
+
+def test_every_program_of_the_package_ends_by_end_process():
+    texts = {str(path): path.read_text() for path in ROOT.joinpath("verl").rglob("*.py")}
+    assert [path for path, text in texts.items() if re.search(r"(exit|Exit)\((\w+\.)?\w*main\(", text)] == []
+    assert sum(".process_end import end_process" in text for text in texts.values()) > 12

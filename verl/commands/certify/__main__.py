@@ -1,8 +1,7 @@
 """`python -m verl.trainer.certify key=value …`."""
 
-import sys
-
 from verl.commands.certify.command import main
+from verl.utils.process_end import end_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

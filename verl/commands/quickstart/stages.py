@@ -18,6 +18,7 @@ from verl.observe.run_record import RUN_FILE, read_record
 from verl.trainer.run_files import complete_steps
 from verl.utils.errors import DataError, Interrupted, VerlError
 from verl.utils.paths import atomic_write_text, expand_home
+from verl.utils.process_end import end_process
 
 NUM_HELD_OUT = 200
 NUM_SHOWN = 10
@@ -301,4 +302,4 @@ def accuracy(problems: Sequence[Any], texts: Sequence[str]) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

@@ -24,6 +24,7 @@ from verl.trainer.early_checks import check_model_place
 from verl.trainer.engine_installed import check_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 from verl.utils.paths import model_name
+from verl.utils.process_end import end_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -198,4 +199,4 @@ def _check_model(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", max_le
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())
