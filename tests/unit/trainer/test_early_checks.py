@@ -84,6 +84,16 @@ def test_what_is_missing_is_said_at_once_before_heavy_libraries_are_loaded(verb:
     assert [reason for reason in reasons if reason not in said] == []
 
 
+@pytest.mark.parametrize("port", ["99999", "65536"])
+def test_a_server_without_a_model_and_with_no_port_says_both_at_once(tmp_path: Path, port: str):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "serve", "--port", port],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert "\nlight\n" in done.stderr and "a port is a number from 0 to 65535" in done.stderr, done.stderr
+    assert "no model is named; give its folder: verl serve model=DIR" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

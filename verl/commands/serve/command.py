@@ -79,7 +79,10 @@ def run(overrides: list[str], options: argparse.Namespace) -> int:
         arr = config.actor_rollout_ref
         with mistakes:
             check_engine_is_installed(arr)
-        check_model_place(arr.model, arr.actor.strategy, mistakes)
+        if arr.model.path:
+            check_model_place(arr.model, arr.actor.strategy, mistakes)
+        else:
+            mistakes.add(ConfigError("no model is named; give its folder: verl serve model=DIR"))
     mistakes.refuse("things keep the server from starting")
     server = build_server(config, options)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.WARNING)
@@ -111,7 +114,7 @@ def check_address(host: str, port: int) -> None:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                trial.bind(address)
+                trial.bind((address[0], port, *address[2:]))  # its own port is cut to 16 bits
     except (OSError, OverflowError) as error:
         raise cannot_listen(host, port, error) from error
 
