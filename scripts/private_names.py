@@ -80,7 +80,8 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "allocator settings after the start",
         "the environment variable: read once, at the start",
     ),
-    ("runtime/rank.py", "_run_exitfuncs"): ("exit functions before os._exit", "sys.exit: waits for threads"),
+    ("utils/process_end.py", "_run_exitfuncs"): ("exit functions before os._exit", "sys.exit: takes seconds"),
+    ("utils/process_end.py", "_shutdown"): ("waits for threads before os._exit", "sys.exit: takes seconds"),
     ("config/base.py", "_getframe"): (
         "the caller of a configuration read",
         "inspect.stack: reads the source of every frame",
