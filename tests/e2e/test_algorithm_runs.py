@@ -8,9 +8,11 @@ import torch
 
 from tests.e2e import jobs
 from tests.e2e.jobs import ARR
-from verl.config import load_config
+from verl.algorithms.losses import with_chosen_tokens
+from verl.config import ActorConfig, PolicyLossConfig, load_config
 from verl.data.batch import Batch
 from verl.data.columns import COLUMNS
+from verl.data.random_streams import token_draws
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.errors import ConfigError, RewardError
@@ -125,6 +127,16 @@ def test_tokens_are_chosen_over_whole_mini_batches_by_the_policy_at_their_beginn
         moved = (mini["current_logprobs"] - mini["old_logprobs"]).abs().max() > 1e-4
         assert moved == (number % 2 == 1)  # the second mini-batch of a step sees the weights of the first update
     assert 0 < metrics[1]["actor/chosen_tokens"] < 0.2
+
+
+def test_random_tokens_are_drawn_anew_in_every_step_by_seed_sequence_and_position(run):
+    keys = (f"{LOSS}.clip_cov_ratio=0.3", f"{LOSS}.clip_cov_lb=-100", f"{LOSS}.clip_cov_ub=100")
+    steps, minis, _ = run("clip_cov", f"{LOSS}.loss_mode=clip-cov", *keys, f"{ARR}.actor.data_loader_seed=5")
+    losses = PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.3, clip_cov_lb=-100, clip_cov_ub=100)
+    for step, (batch, mini) in enumerate(zip(steps, minis, strict=True)):
+        draws = token_draws(5, step, batch.sequence_ids(), batch.position_ids())[mini["token_indices"]]
+        expected = with_chosen_tokens(mini, ActorConfig(policy_loss=losses), draws)["chosen_tokens"]
+        assert expected.any() and torch.equal(mini["chosen_tokens"], expected)
 
 
 def test_answers_by_older_weights_get_a_log_prob_pass(run, monkeypatch):

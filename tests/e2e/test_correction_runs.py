@@ -93,6 +93,7 @@ def test_a_run_in_each_mode_trains_on_what_is_accepted_with_its_weights(mode, ru
         assert float(mini["loss_weights"].sum()) == pytest.approx(1.0, abs=1e-6)
         assert (mini["loss_weights"][~mini["loss_mask"]] == 0).all()
         assert ("rollout_is_weights" in mini) == (mode != "ppo_clip")
+        assert torch.equal(mini["old_logprobs"], mini["rollout_logprobs"]) == bypassed
         if mode.startswith("decoupled"):
             ratio = (mini["old_logprobs"] - mini["rollout_logprobs"]).exp()[mini["loss_mask"]]
             inside = ratio.clamp(max=1.1) if mode == "decoupled" else ratio * ((ratio >= 0.9) & (ratio <= 1.2))
@@ -104,6 +105,7 @@ def test_a_run_in_each_mode_trains_on_what_is_accepted_with_its_weights(mode, ru
     for number, batch in enumerate(steps, 1):
         trajectories = read_ledger(folder / mode / "ledger", number).batch
         assert torch.equal(trajectories["loss_mask"], batch["loss_mask"])
+        assert torch.equal(batch["loss_mask"], batch.sampled_mask())
         assert batch["loss_mask"].sum() > 16  # what was rejected was still sampled
         row = metrics[number]
         assert math.isfinite(row["actor/pg_loss"]) and row["actor/grad_norm"] > 0
