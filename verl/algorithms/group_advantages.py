@@ -141,7 +141,8 @@ def opo(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
 @register_advantage("gpg")
 def gpg(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """(score - mean of the group) x N / (number of scores that are not 0): answers without reward do not dilute the
-    gradient. For rewards that are mostly 0, with the policy loss gpg. Source: arXiv 2504.02546, §3.2.
+    gradient. For rewards that are mostly 0, with the policy loss gpg. Source: arXiv 2504.02546, §3.2; the paper counts
+    the answers of groups with unequal scores instead.
     """
     scores = sequence_scores(batch)
     means, _ = group_mean_and_std(scores, group_numbers(batch))
