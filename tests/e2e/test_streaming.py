@@ -150,7 +150,7 @@ def test_a_write_to_a_client_that_has_gone_ends_the_answer_quietly(
 
 
 def test_what_is_wrong_is_told_before_the_stream_begins(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match="exceed the 80"):
+    with pytest.raises(openai.BadRequestError, match="90 prompt tokens leave no room for an answer in the 80"):
         client.completions.create(model="small", prompt=["1", "1" * 90], max_tokens=6, stream=True)
     with pytest.raises(openai.BadRequestError, match="stop must be a text"):
         client.completions.create(model="small", prompt="1", extra_body={"stop": [3]}, stream=True)

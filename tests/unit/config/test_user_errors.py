@@ -45,7 +45,7 @@ def test_many_copies_of_a_run_that_starts_its_ranks_itself_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["serve"], "model.path is not set"),
+        (["serve"], "no model is named; give its folder: verl serve model=DIR"),
         (["serve", "model=nowhere", "--port", "0", "rollout.response_length=8"], "model.path=nowhere is not a folder"),
         (["check-template", "nowhere"], "model.path=nowhere is not a folder"),
         (["check-template", "tokenizer", "--chat-template", "nowhere"], "--chat-template nowhere: No such file"),

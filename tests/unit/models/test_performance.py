@@ -50,7 +50,8 @@ def gradient_with(folder, *settings, dtype="fp64"):
         model.update(setting.get("model", {}))
         engine_settings.update({k: v for k, v in setting.items() if k not in ("model", "kernels")})
     engine = build_engine(folder, dtype, model=model, **engine_settings)
-    engine.head_kernels = next((s["kernels"] for s in settings if "kernels" in s), engine.head_kernels)
+    kernels = next((s["kernels"] for s in settings if "kernels" in s), engine.head_settings.kernels)
+    engine.head_settings = engine.head_settings._replace(kernels=kernels)
     result = engine.forward_backward(random_batch(), SquaredLogprob(), MicroBatching(max_tokens=20), temperature=0.7)
     return {name: p.grad for name, p in engine.weights.named_parameters}, result.outputs
 
