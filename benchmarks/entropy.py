@@ -45,7 +45,8 @@ class EntropySwitch:
         self.worker.loss = self.losses[on]
         self.actor.logprobs_and_entropy = self.pass_with if on else self.pass_without
 
-    def pass_without(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def pass_without(self, batch: Batch, more: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+        assert not more, more  # GRPO reads no further output
         logprobs = self.actor.logprobs(batch)
         return {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}
 

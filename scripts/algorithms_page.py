@@ -113,6 +113,12 @@ def result_row(name: str, runs: Sequence[dict[str, Any]]) -> str:
     return f"| `{name}` | {len(runs)} | {interval(start)} | {interval(final)}{mark} | {steps} | {' | '.join(last)} |"
 
 
+def measured_at(record: dict[str, Any]) -> str:
+    """The commits whose runs the table shows, the newest result's date."""
+    commits = list(dict.fromkeys(case.get("commit", record["commit"]) for case in record["cases"].values()))
+    return f"Measured at commit{'s' * (len(commits) > 1)} {', '.join(commits)}; the last run on {record['date']}."
+
+
 def results(record: dict[str, Any]) -> str:
     """The table and the picture of what was measured, and what was not."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -132,7 +138,7 @@ def results(record: dict[str, Any]) -> str:
     ]
     if found:
         lines += [
-            f"Commit {record['commit']}, {record['date']}.",
+            measured_at(record),
             "",
             "| recipe | seeds | before | after | steps to 60 % | KL | entropy | length |",
             "|---|---|---|---|---|---|---|---|",

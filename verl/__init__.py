@@ -9,5 +9,5 @@ import_paths.install()
 
 def __getattr__(name: str) -> object:
     if name == "DataProto":
-        import_paths.refuse("verl.DataProto")
+        import_paths.refuse_import("verl.DataProto")
     raise AttributeError(f"module 'verl' has no attribute {name!r}")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 FSDP = "run_qwen3_8b_fsdp.sh"
@@ -124,12 +125,12 @@ def overrides(name: str, out: Path, seed: int, steps: int) -> list[str]:
     ]
 
 
-def run(name: str, out: Path, seed: int, steps: int, extra: Sequence[str] = ()) -> int:
-    """Train by recipe `name`; returns the exit code of its script."""
+def run(name: str, out: Path, seed: int, steps: int, extra: Sequence[str] = (), output: IO[str] | None = None) -> int:
+    """Train by recipe `name`, whose lines go to `output` (None: the terminal); returns the exit code of its script."""
     python = Path(sys.executable).parent
     environment = os.environ | variables(name, out) | {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(EXAMPLES / RECIPES[name]), *overrides(name, out, seed, steps), *extra]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
 
 
 def main() -> int:

@@ -1,13 +1,16 @@
 """Every recipe of examples/cpu/run.py on the quickstart's task, from one warm model a seed. Goes on where the last run
-of this commit stopped, recipe by recipe; then draws docs/algorithms.md.
+stopped, recipe by recipe; then draws docs/algorithms.md. A result stays when other code changes, with its commit;
+`--again NAME` forgets those of a recipe, for a change of what it computes.
 
-    make soak PART=algorithms                    # three seeds, five for some: about four hours on two cores
+    make soak PART=algorithms                    # three seeds, five for some: about three hours on two cores
     python -m scripts.soak.algorithms --recipes grpo gspo --seeds 1 --steps 60 --folder /tmp/soak
 """
 
 import argparse
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,40 +65,61 @@ def read_points(line: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in (point.split(":") for point in line.split())]
 
 
-def run_case(name: str, seed: int, steps: int, out: Path, progress: Progress) -> bool:
-    """Train unless it is recorded; whether it trained to the end."""
-    case = f"{name}, seed {seed}"
-    if progress.done(case):
-        return True
-    folder = out / f"seed_{seed}"
-    os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")
-    cpu.prepare(folder, seed)
+def run_case(name: str, seed: int, steps: int, folder: Path, progress: Progress) -> bool:
+    """Train; whether it trained to the end. Its lines are in `folder`/logs."""
+    case = case_name(name, seed)
     metrics = folder / "metrics" / cpu.VARIABLES["PROJECT_NAME"] / f"{name}.jsonl"
-    extra = ["trainer.logger=[file]", "trainer.resume_mode=disable", "trainer.on_existing=rename"]
+    log = folder / "logs" / f"{name}.txt"
+    extra = ["trainer.logger=[console,file]", "trainer.resume_mode=disable", "trainer.on_existing=rename"]
     metrics.unlink(missing_ok=True)
-    if cpu.run(name, folder, seed, steps, extra) != 0:
-        print(f"{case}: stopped with an error", file=sys.stderr, flush=True)
-        return False
+    log.parent.mkdir(exist_ok=True)
+    begin = time.monotonic()
+    with log.open("w") as output:
+        if cpu.run(name, folder, seed, steps, extra, output) != 0:
+            print(f"{case}: stopped with an error; {log} has its lines", file=sys.stderr, flush=True)
+            return False
     found = facts(read_metrics(metrics))
     progress.record(case, 1, recipe=name, seed=seed, **found)
-    print(f"{case}: {found['start']:.1%} -> {found['final']:.1%} in {found['steps']} steps", flush=True)
+    gain = f"{found['start']:.1%} -> {found['final']:.1%} in {found['steps']} steps"
+    print(f"{case}: {gain}, {time.monotonic() - begin:.0f} s", flush=True)
     return True
+
+
+def case_name(recipe: str, seed: int) -> str:
+    return f"{recipe}, seed {seed}"
+
+
+def run_seed(names: list[str], seed: int, options: argparse.Namespace, progress: Progress) -> list[str]:
+    """Train by each recipe that has no result for this seed, some at a time; the cases that failed."""
+    names = [name for name in names if not progress.done(case_name(name, seed))]
+    if not names:
+        return []
+    folder = options.out.absolute() / f"seed_{seed}"
+    os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.jobs))
+    cpu.prepare(folder, seed)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        done = list(pool.map(lambda name: run_case(name, seed, options.steps, folder, progress), names))
+    return [case_name(name, seed) for name, trained in zip(names, done, strict=True) if not trained]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", choices=cpu.RECIPES, default=list(cpu.RECIPES), metavar="NAME")
+    recipes = {"nargs": "+", "choices": list(cpu.RECIPES), "metavar": "NAME"}
+    parser.add_argument("--recipes", default=list(cpu.RECIPES), **recipes)
+    parser.add_argument("--again", default=[], help="recipes whose results are forgotten first", **recipes)
     parser.add_argument("--seeds", type=int, default=None, help="for every recipe (default: 3, and 5 for some)")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="of the record")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "algorithms", help="of the runs")
     options = parser.parse_args()
-    progress, failed = Progress("algorithms", options.folder), []
+    progress = Progress("algorithms", options.folder, keep_older=True)
+    progress.forget([case for case, found in progress.cases.items() if found["recipe"] in options.again])
+    failed = []
     for seed in range(1, MORE_SEEDS + 1):
-        for name in options.recipes:
-            if seed <= (options.seeds or (MORE_SEEDS if name in WITH_MORE_SEEDS else SEEDS)):
-                done = run_case(name, seed, options.steps, options.out.absolute(), progress)
-                failed += [] if done else [f"{name}, seed {seed}"]
+        wanted = [r for r in options.recipes if seed <= (options.seeds or num_seeds(r))]
+        failed += run_seed(wanted, seed, options, progress)
     if failed:
         print(f"not trained: {'; '.join(failed)}", file=sys.stderr)
     if options.folder == RESULTS:
@@ -103,6 +127,10 @@ def main() -> int:
 
         draw()
     return int(bool(failed))
+
+
+def num_seeds(recipe: str) -> int:
+    return MORE_SEEDS if recipe in WITH_MORE_SEEDS else SEEDS
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.commands.quickstart.stages import main
+from verl.commands.quickstart.command import main
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
 

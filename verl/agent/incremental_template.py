@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl.data.chat import Message
-from verl.data.control_marks import control_marks, encode_hidden, hide_marks
+from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_marks
 from verl.utils.errors import ConfigError
 
 PLACEHOLDER = "\u2063answer\u2063"  # invisible separators, so that no conversation contains it
@@ -40,7 +40,7 @@ class IncrementalTemplate:
     def initial_tokens(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the prompt, with the generation prompt at the end."""
         shown, hidden = hide_marks(messages, self.marks)
-        return encode_hidden(self.render(shown, True), hidden, self.tokenize)
+        return encode_with_hidden_marks(self.render(shown, True), hidden, self.tokenize)
 
     def appended_tokens(self, messages: Sequence[Message], answer_ids: Sequence[int] = ()) -> list[int]:
         """Token ids of `messages` (tool or user turns) after an answer, with the generation prompt at the end.
@@ -49,7 +49,7 @@ class IncrementalTemplate:
         """
         end = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.missing_end_token(answer_ids)]
         shown, hidden = hide_marks(messages, self.marks)
-        return encode_hidden("".join(end) + self.appended_text(shown), hidden, self.tokenize)
+        return encode_with_hidden_marks("".join(end) + self.appended_text(shown), hidden, self.tokenize)
 
     def missing_end_token(self, answer_ids: Sequence[int]) -> list[int]:
         """The end-of-turn token if a sampled answer lacks one; else nothing."""

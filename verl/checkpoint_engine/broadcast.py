@@ -157,6 +157,7 @@ class BroadcastTransport(BucketTransport):
                 self._post_message({"end": reason})
 
     def finalize(self) -> None:
+        """Abort the group, also in the middle of a transfer, and close the store; `prepare` begins anew."""
         if self.group is not None and hasattr(self.group, "abort"):
             with contextlib.suppress(RuntimeError):
                 self.group.abort()

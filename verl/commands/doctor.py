@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     overrides = [argument for argument in arguments if argument != "--json"]
     try:
-        report = examine()
+        report = examine_machine()
         platform = get_platform()
         report.sections["backends"] = supported_backends(platform)
         if overrides:
@@ -209,7 +209,7 @@ def _print(report: Report) -> None:
         console.print(table)
 
 
-def examine() -> Report:
+def examine_machine() -> Report:
     """The machine's report: sections "platform", "versions" and "host"."""
     platform = get_platform()
     return Report(

@@ -58,6 +58,7 @@ def expand_home_folders(path: str, value: Any) -> Any:
 
 
 def _check_rollout_correction(path: str, name: str, value: Any) -> None:
+    """Rules and thresholds of `rollout_correction`, which are strings of several values; any other key passes."""
     if name == "rollout_rs" and value is not None:
         unknown = [rule for rule in map(str.strip, value.split(",")) if rule not in _REJECTIONS]
         if unknown:

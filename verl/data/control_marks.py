@@ -50,7 +50,7 @@ def show_marks(text: str, hidden: dict[str, str]) -> str:
     return _STAND_IN.sub(lambda match: hidden.get(match.group(), match.group()), text)
 
 
-def encode_hidden(text: str, hidden: dict[str, str], encode: Callable[[str], list[int]]) -> list[int]:
+def encode_with_hidden_marks(text: str, hidden: dict[str, str], encode: Callable[[str], list[int]]) -> list[int]:
     """Token ids of rendered `text`: each stand-in becomes its mark, cut after the first character so that no token of
     the vocabulary is the mark."""
     if not hidden:

@@ -18,7 +18,7 @@ class MicroBatching:
     A micro-batch of the plan is empty if only other ranks have sequences for it.
     With `share_prefixes` a prompt that several sequences of a micro-batch begin with is computed and counted once.
     With `keep_groups` sequences with the same `group_ids` stay on one rank and in one micro-batch, as a pair of answers
-    must.
+    must; not together with `share_prefixes`.
     """
 
     max_tokens: int | None = None
@@ -43,7 +43,7 @@ def split_micro_batches(batch: Batch, micro: MicroBatching) -> list[list[int]]:
     if micro.plan is not None:
         return [list(part) for part in micro.plan]
     if micro.share_prefixes or micro.keep_groups:
-        return split_by_groups(batch, micro)
+        return split_with_groups(batch, micro)
     return split_lengths(batch.lengths.tolist(), micro)
 
 
@@ -82,8 +82,12 @@ def _check_longest(longest: int, max_tokens: int, what: str = "a sequence") -> N
         )
 
 
-def split_by_groups(batch: Batch, micro: MicroBatching) -> list[list[int]]:
-    """Like `split_micro_batches`, but the sequences of a group stay together, and a shared prompt counts once."""
+def split_with_groups(batch: Batch, micro: MicroBatching) -> list[list[int]]:
+    """`split_micro_batches` with `keep_groups`, or with `share_prefixes`.
+
+    Kept groups are never split. Sequences that share a prompt are together where the limits allow it, and the prompt
+    counts once in each part.
+    """
     max_tokens, max_members = micro.max_tokens, micro.max_sequences or max(batch.num_sequences, 1)
     if max_tokens is None and micro.share_prefixes:
         order = [i for group in prompt_groups(batch) for i in group]

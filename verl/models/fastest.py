@@ -46,7 +46,7 @@ def fastest(name: str, ways: Ways) -> str:
         return next(iter(ways))
     key = " | ".join((machine(), name))
     machine_file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "fastest.json"
-    with _locked(machine_file):
+    with _locked_if_possible(machine_file):
         known = [_read(file).get(key) for file in (_run_file, machine_file) if file is not None]
         choice, is_certain = next((way for way in known if way in ways), None), True
         if choice is None:
@@ -112,7 +112,7 @@ def processor() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _locked_if_possible(file: Path) -> Iterator[None]:
     """Processes take turns; without a lock where the folder cannot be written."""
     with contextlib.ExitStack() as stack:
         try:

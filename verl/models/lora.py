@@ -56,7 +56,7 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
     path = settings.lora_adapter_path
     folder = None if path is None else expand_home(path, "model.lora_adapter_path")
     _check_names(model, settings)
-    config = _new_lora_config(model, settings) if folder is None else _saved_lora_config(folder, settings)
+    config = _new_lora_config(model, settings) if folder is None else _lora_config_of_folder(folder, settings.lora_rank)
     _check_adapters_fit(model, config)
     wide_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -76,7 +76,7 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide_dtype)
     if folder is not None and not structure_only:
-        _read_adapters(model, folder)
+        _load_adapters(model, folder)
 
 
 def _new_lora_config(model: nn.Module, settings: HFModelConfig) -> "peft.LoraConfig":
@@ -154,8 +154,11 @@ def _names_as_they_are(model: Any) -> Iterator[None]:
         model.config = config
 
 
-def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfig":
-    """The settings in a folder of adapters, without dropout: an update needs the log-probs of the sampling policy."""
+def _lora_config_of_folder(folder: Path, lora_rank: int) -> "peft.LoraConfig":
+    """The settings in a folder of adapters, whose rank is `lora_rank` (0: any); alpha and layers are the folder's.
+
+    Dropout is off: an update needs the log-probs of the sampling policy.
+    """
     import peft
 
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
@@ -175,9 +178,9 @@ def _saved_lora_config(folder: Path, settings: HFModelConfig) -> "peft.LoraConfi
     if unsupported:
         what = ", ".join(f"{name}={value}" for name, value in unsupported.items())
         raise ConfigError(f"model.lora_adapter_path={folder} has {what}; only plain LoRA of linear layers is trained")
-    if settings.lora_rank not in (0, config.r):
+    if lora_rank not in (0, config.r):
         raise ConfigError(
-            f"model.lora_rank={settings.lora_rank}, but the adapters in {folder} have rank {config.r}; leave lora_rank "
+            f"model.lora_rank={lora_rank}, but the adapters in {folder} have rank {config.r}; leave lora_rank "
             f"out or set it to {config.r}"
         )
     config.modules_to_save, config.lora_dropout, config.inference_mode = None, 0.0, False
@@ -225,7 +228,7 @@ def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
                 )
 
 
-def _read_adapters(model: nn.Module, folder: Path) -> None:
+def _load_adapters(model: nn.Module, folder: Path) -> None:
     saved = load_file(folder / ADAPTER_WEIGHTS)
     trained = {adapter_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     wrong = [f"{name} is not in the model" for name in sorted(saved.keys() - trained.keys())]

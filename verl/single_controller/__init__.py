@@ -1,5 +1,5 @@
 """Import path of the dispatch decorators, which do not exist here. A file, since a left-over folder would import."""
 
-from verl.utils.import_paths import refuse
+from verl.utils.import_paths import refuse_import
 
-refuse(__name__)
+refuse_import(__name__)

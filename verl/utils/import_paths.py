@@ -92,7 +92,7 @@ def replacement(name: str) -> str:
     return ""
 
 
-def refuse(name: str) -> NoReturn:
+def refuse_import(name: str) -> NoReturn:
     """ImportError that says what to use instead of `name`, or which modules are near it."""
     import pkgutil
 
@@ -116,7 +116,7 @@ def refuse_missing_names(module: str) -> Callable[[str], Any]:
         submodules = [found.name for found in iter_modules(vars(sys.modules[module]).get("__path__", []))]
         if name.startswith("__") or name in submodules:  # Python goes on to import the submodule
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        refuse(f"{module}.{name}")
+        refuse_import(f"{module}.{name}")
 
     return missing
 
@@ -129,7 +129,7 @@ class MissingPathFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         del path, target
         if fullname.startswith("verl."):
-            refuse(fullname)
+            refuse_import(fullname)
         return None
 
 

@@ -43,9 +43,9 @@ class Certificate:
 
     def verdict(self) -> str:
         """One line per model."""
-        return "\n".join(self._verdict(role) for role in dict.fromkeys(row.role for row in self.rows))
+        return "\n".join(self._verdict_of_role(role) for role in dict.fromkeys(row.role for row in self.rows))
 
-    def _verdict(self, role: str) -> str:
+    def _verdict_of_role(self, role: str) -> str:
         rows = [row for row in self.rows if row.role == role]
         dimensions = self.failed_dimensions(role)
         if not dimensions:

@@ -165,14 +165,15 @@ def optimal_token_baseline(
     groups: Sequence[int],
     log_p: Numbers,
     squares: Numbers,
-    count_sampled: bool,
+    align_by_sampled: bool,
     importance: Numbers | None = None,
-    sampled: Masks | None = None,
+    sampled_masks: Masks | None = None,
 ) -> Numbers:
-    """A token's moment is how many tokens after the first sampled one it stands; `count_sampled`: sampled tokens.
+    """Advantages: the reward to go less the weighted mean of that of aligned tokens in the group.
 
-    `importance`: weights of the losses, which make the gradient of a token as many times larger. `sampled`: the mask
-    with the tokens that rollout correction has rejected.
+    Tokens are aligned that stand as many tokens after their first sampled one; with `align_by_sampled` only sampled
+    tokens are counted. `importance`: weights of the losses, which make the gradient of a token as many times larger.
+    `sampled_masks`: `masks` with the tokens that rollout correction has rejected.
     """
     to_go = [rewards_to_go(r, m, 1.0) for r, m in zip(rewards, masks, strict=True)]
     energy = [
@@ -182,10 +183,10 @@ def optimal_token_baseline(
         energy = [[e * w * w for e, w in zip(*row, strict=True)] for row in zip(energy, importance, strict=True)]
     out = [[0.0] * len(mask) for mask in masks]
 
-    def moment(i: int, t: int) -> int:
-        row = (sampled or masks)[i]
+    def aligned_position(i: int, t: int) -> int:
+        row = (sampled_masks or masks)[i]
         first = list(row).index(True)
-        return sum(row[first:t]) if count_sampled else t - first
+        return sum(row[first:t]) if align_by_sampled else t - first
 
     def weight(i: int, t: int) -> float:
         return math.fsum(energy[i][s] for s in range(t + 1) if masks[i][s])
@@ -196,7 +197,7 @@ def optimal_token_baseline(
                 (j, s)
                 for j in members(groups, i)
                 for s in range(len(masks[j]))
-                if masks[j][s] and moment(j, s) == moment(i, t)
+                if masks[j][s] and aligned_position(j, s) == aligned_position(i, t)
             ]
             total = math.fsum(weight(j, s) for j, s in peers)
             product = math.fsum(to_go[j][s] * weight(j, s) for j, s in peers)

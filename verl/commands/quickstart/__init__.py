@@ -1,5 +1,5 @@
 """An end-to-end check on this machine: train a small model on arithmetic with GRPO."""
 
-from verl.commands.quickstart.stages import main
+from verl.commands.quickstart.command import main
 
 __all__ = ["main"]

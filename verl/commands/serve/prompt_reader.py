@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.commands.serve.request_body import MAX_ANSWERS, RequestError
 from verl.data.chat import Message, PromptTemplate, read_messages
-from verl.data.control_marks import control_marks, encode_hidden, hide_marks, show_marks
+from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_marks, show_marks
 
 _PIECE_CHARACTERS = 1 << 16  # tokenised at once while the length is not known to fit
 _CUT_TOKENS = 16  # tokens that a cut between two pieces may add
@@ -59,7 +59,7 @@ class PromptReader:
                 "tools",
             )
         self._check_length(show_marks(text, hidden), "messages")
-        return encode_hidden(text, hidden, lambda piece: template.encode([piece])[0])
+        return encode_with_hidden_marks(text, hidden, lambda piece: template.encode([piece])[0])
 
     def read_prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """A text, a list of texts, token ids, or a list of those."""

@@ -6,6 +6,7 @@ L the longest sequence, D hidden.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,14 @@ class Targets:
     token_indices: Tensor  # (M,) in the batch
     hidden_rows: Tensor  # (M,) row of the hidden states that predicts each
     group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
+
+
+class MicroBatchLoss(NamedTuple):
+    """The loss of a micro-batch (0-d, attached to the graph), and what is kept of its tokens, detached."""
+
+    loss_sum: Tensor
+    outputs: dict[str, Tensor]  # (T,)
+    token_metrics: dict[str, Tensor]  # (T,), zero outside loss_mask
 
 
 @dataclass(frozen=True)

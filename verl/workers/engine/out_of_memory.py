@@ -87,7 +87,7 @@ class TokenLimit:
     def attempts(self, batch: Batch, micro: MicroBatching, undo: Callable[[], None]) -> Iterator["Attempt"]:
         """Attempts until one fits on every rank; `undo` reverts one that did not fit."""
         while True:
-            attempt = Attempt(self.apply_limit(batch, micro), alone=self.rank_mesh.world_size == 1)
+            attempt = Attempt(self.plan_within_limit(batch, micro), alone=self.rank_mesh.world_size == 1)
             yield attempt
             oom = attempt.oom
             allowed = self.rank_mesh.min_over_ranks(NO_LIMIT if oom is None else oom.allowed, self.device)
@@ -98,10 +98,11 @@ class TokenLimit:
             setting = micro.limit_key if allowed >= max(batch.lengths.tolist(), default=0) else ""
             self._lower_limit(allowed, oom, setting)
 
-    def apply_limit(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
+    def plan_within_limit(self, batch: Batch, micro: MicroBatching) -> MicroBatching:
         """`micro`, or a new plan for this shard if micro-batches of `micro` could exceed the limit.
 
         A sequence longer than the limit is a micro-batch of its own, and so are the sequences of a kept group.
+        All ranks call it: they agree on the number of micro-batches.
         """
         if self.tokens is None or (micro.max_tokens is not None and micro.max_tokens <= self.tokens):
             return micro

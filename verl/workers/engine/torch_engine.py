@@ -41,6 +41,7 @@ from verl.workers.engine.micro_batch_forward import (
     AT_IDS,
     TOP_OUTPUTS,
     MicroBatch,
+    MicroBatchLoss,
     head_input,
     micro_batches,
     new_column,
@@ -204,10 +205,10 @@ class TorchEngine(BaseEngine):
     ) -> None:
         """Forward and backward of a micro-batch: a function, so that after an error nothing holds its activations."""
         with self.training_forward():
-            loss_sum, columns, token_metrics = self.weights.run(partial(self._loss, micro_batch, loss, temperature))
-        self.weights.backward(loss_sum)
-        metric_sums.add(loss_sum, token_metrics, micro_batch)
-        write_outputs(out, columns, micro_batch)
+            result = self.weights.run(partial(self._forward_loss, micro_batch, loss, temperature))
+        self.weights.backward(result.loss_sum)
+        metric_sums.add(result.loss_sum, result.token_metrics, micro_batch)
+        write_outputs(out, result.outputs, micro_batch)
 
     def _undo_attempt(self, had_gradient: bool) -> None:
         if had_gradient:
@@ -244,36 +245,35 @@ class TorchEngine(BaseEngine):
         outputs = token_logprobs(*rows, head, "entropy" in names, "sum_pi_squared" in names, ids)
         return inputs.scatter_to_columns(outputs)
 
-    def _loss(
-        self, micro_batch: MicroBatch, loss: TokenLoss, temperature: float
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """(0-d loss attached to the graph, outputs (T,), token metrics (T,)); metrics are 0 outside loss_mask."""
+    def _forward_loss(self, micro_batch: MicroBatch, loss: TokenLoss, temperature: float) -> MicroBatchLoss:
+        """The forward pass and the loss of a micro-batch; of a dummy a loss of 0, without outputs."""
         batch = micro_batch.batch
         if micro_batch.is_dummy:
             values = self._outputs(micro_batch, loss.outputs, temperature).values()
-            return torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {}
+            return MicroBatchLoss(torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {})
         names = {*loss.columns, *loss.optional_columns, "loss_weights"}
         columns = {name: batch.token_column(name) for name in names if name in batch}
         if loss.per_token and not self.has_value_head and self.head_settings.mode != "eager":
-            return self._loss_one_pass(micro_batch, loss, columns, temperature)
+            return self._forward_loss_one_pass(micro_batch, loss, columns, temperature)
         outputs = self._outputs(micro_batch, loss.outputs, temperature)
         losses, metrics = loss(outputs, columns, batch.cu_seqlens)
         mask = batch["loss_mask"]
-        return (
+        return MicroBatchLoss(
             losses.masked_fill(~mask, 0.0).sum(),
             {name: value.detach() for name, value in outputs.items()},
             {name: value.detach().masked_fill(~mask, 0.0) for name, value in metrics.items()},
         )
 
-    def _loss_one_pass(
+    def _forward_loss_one_pass(
         self, micro_batch: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    ) -> MicroBatchLoss:
         inputs = head_input(self._backbone, micro_batch, self.packed)
         head = self._output_head(temperature)
         loss_sum, outputs, metrics = token_loss_one_pass(
             *inputs.rows, head, loss, inputs.select(columns), "entropy" in loss.outputs
         )
-        return inputs.sum_over_group(loss_sum), inputs.scatter_to_columns(outputs), inputs.scatter_to_columns(metrics)
+        columns_of = inputs.scatter_to_columns
+        return MicroBatchLoss(inputs.sum_over_group(loss_sum), columns_of(outputs), columns_of(metrics))
 
     @property
     def _backbone(self) -> nn.Module:

@@ -126,7 +126,7 @@ class NativeCore:
         removed = self.queue.remove(request_id)
         rows = self.table.rows if self.table is not None else []
         aborted = [i for i, row in enumerate(rows) if request_id is None or row.state.request.request_id == request_id]
-        finished = self._finish_rows([(i, "aborted") for i in aborted])
+        finished = self._take_completed_requests([(i, "aborted") for i in aborted])
         for state in removed:
             version = (state.submitted_version, self.version)
             for number in range(state.started, state.request.sampling.n):
@@ -296,7 +296,7 @@ class NativeCore:
         if steps.stop_texts:
             running = (row for row in range(rows.start, rows.stop) if reasons.get(row) != "stop")
             reasons |= {row: "stop" for row in running if self._hits_stop_text(row)}
-        return self._finish_rows(sorted(reasons.items()))
+        return self._take_completed_requests(sorted(reasons.items()))
 
     def _raise_not_finite(self, row: int) -> None:
         raise WorkerError(
@@ -316,8 +316,8 @@ class NativeCore:
         ].tolist()
         return completes_stop_text(params, num_tokens, ids, self.decode_text)
 
-    def _finish_rows(self, ended: list[tuple[int, str]]) -> list[RequestState]:
-        """Turn ended rows into completions and compact the table; returns the requests that are now complete."""
+    def _take_completed_requests(self, ended: list[tuple[int, str]]) -> list[RequestState]:
+        """Turn ended rows into completions and compact the table; returns the requests whose every sample has ended."""
         if not ended:
             return []
         table, finished = self.table, []
