@@ -194,6 +194,10 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(folder, overrid
     [
         ((f"{TEACHER}.teacher_model.model_path=null",), "needs a teacher"),
         ((f"+{TEACHER}.b.model_path=x",), "key is not set"),
+        (
+            (f"+{TEACHER}.b.model_path=x", f"+{TEACHER}.b.key=m", f"{TEACHER}.teacher_model.key=m"),
+            "key=m belongs to several",
+        ),
         ((f"+{TEACHER}.teacher_model.modelpath=x",), "is no key of a teacher"),
     ],
 )

@@ -1,12 +1,14 @@
 """What a teacher takes from the settings of its student, and what not."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.engine_cases import save_tiny_model, tiny_qwen3
 from verl.config import load_config
 from verl.config.distillation import Teacher
 from verl.utils.errors import ConfigError
-from verl.workers.teacher import check_topk, same_vocabulary, teacher_model
+from verl.workers.teacher import build_teacher_worker, check_topk, same_vocabulary, teacher_model
 
 TEACHER = Teacher("big", "teachers/big", None, None)
 MODEL = "actor_rollout_ref.model"
@@ -40,6 +42,16 @@ def test_the_smaller_vocabulary_bounds_topk(tmp_path):
         check_topk(load_config([keys[0], f"{keys[1]}=40"]), teacher)
         with pytest.raises(ConfigError, match=r"topk=41 is more than the 40 tokens"):
             check_topk(load_config([keys[0], f"{keys[1]}=41"]), teacher)
+
+
+def test_the_most_likely_tokens_are_ids_of_the_policy(tmp_path: Path):
+    student, padded = (
+        save_tiny_model(tmp_path / name, tiny_qwen3(vocab_size=size)) for name, size in (("s", 40), ("t", 64))
+    )
+    keys = [f"{MODEL}.path={student}", "distillation.enabled=True", "distillation.distillation_loss.topk=7"]
+    config = load_config([*keys, f"distillation.teacher_models.teacher_model.model_path={padded}"])
+    top = build_teacher_worker(config, "teacher_model").engine.top
+    assert (top.k, top.num_ids) == (7, 40)
 
 
 def test_every_token_has_the_same_id_in_both_tokenizers():
