@@ -2,7 +2,7 @@
 stopped, recipe by recipe; then draws docs/algorithms.md. A result stays when other code changes, with its commit;
 `--again NAME` forgets those of a recipe, for a change of what it computes.
 
-    make soak PART=algorithms                    # three seeds, five for some: about three hours on two cores
+    make soak PART=algorithms                    # three seeds, five for some: about two and a half hours on two cores
     python -m scripts.soak.algorithms --recipes grpo gspo --seeds 1 --steps 60 --folder /tmp/soak
 """
 
@@ -19,7 +19,7 @@ from verl.observe.trackers import read_metrics
 from verl.utils.external_code import load_module
 
 cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "soak")
-STEPS, SEEDS, MORE_SEEDS = 240, 3, 5
+STEPS, SEEDS, MORE_SEEDS = 150, 3, 5
 WITH_MORE_SEEDS = ("grpo", "ppo", "dapo", "gspo", "rloo")
 VALIDATION, SAMPLED = "val-core/quickstart/addition/acc/mean@1", "reward/acc/mean"
 CURVES = {"accuracy": SAMPLED, "kl": "actor/ppo_kl", "entropy": "actor/entropy", "length": "response_length/mean"}
