@@ -8,6 +8,7 @@ stopped, recipe by recipe; then draws docs/algorithms.md. A result stays when ot
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,8 +71,9 @@ def run_case(name: str, seed: int, steps: int, folder: Path, progress: Progress)
     case = case_name(name, seed)
     metrics = folder / "metrics" / cpu.VARIABLES["PROJECT_NAME"] / f"{name}.jsonl"
     log = folder / "logs" / f"{name}.txt"
-    extra = ["trainer.logger=[console,file]", "trainer.resume_mode=disable", "trainer.on_existing=rename"]
-    metrics.unlink(missing_ok=True)
+    extra = ["trainer.logger=[console,file]", "trainer.resume_mode=disable"]
+    metrics.unlink(missing_ok=True)  # of a run that was stopped
+    shutil.rmtree(folder / "runs" / name, ignore_errors=True)
     log.parent.mkdir(exist_ok=True)
     begin = time.monotonic()
     with log.open("w") as output:
