@@ -17,7 +17,7 @@ from scripts.soak.algorithms import read_points
 from scripts.soak.progress import RESULTS, ROOT
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.losses import POLICY_LOSSES
-from verl.algorithms.policy_filtration import filtered, filtration_probabilities
+from verl.algorithms.policy_filtration import filtration_probabilities, resample_by_score
 from verl.utils.external_code import load_module
 from verl.utils.registry import Registry
 
@@ -82,9 +82,8 @@ def entries(title: str, items: dict[str, Any]) -> str:
 def filtration() -> str:
     """What `algorithm.use_pf_ppo` does."""
     keys = "`algorithm.use_pf_ppo`, `algorithm.pf_ppo.reweight_method`, `algorithm.pf_ppo.weight_pow`"
-    return (
-        f"## Policy filtration\n\n- **PF-PPO**: {one_line(filtered)} {one_line(filtration_probabilities)} Keys: {keys}."
-    )
+    text = f"{one_line(resample_by_score)} {one_line(filtration_probabilities)}"
+    return f"## Policy filtration\n\n- **PF-PPO**: {text} Keys: {keys}."
 
 
 def recipes() -> str:

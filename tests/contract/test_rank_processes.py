@@ -142,7 +142,7 @@ def test_an_answer_that_comes_while_the_group_is_being_given_up_stands():
     assert answer.result() == 0
     answer.done = lambda: False  # type: ignore[method-assign]  # as it was a moment ago
     group._calls[99] = _Call("rank", {0: answer})
-    group._fail_group(WorkerError(0, "rank", "lost"))
+    group._fail_and_kill(WorkerError(0, "rank", "lost"))
     group._processes[0].join(60)
     assert answer.result() == 0 and group._processes[0].exitcode == -signal.SIGKILL
 

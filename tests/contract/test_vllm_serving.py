@@ -55,11 +55,11 @@ def test_a_file_is_answered_as_the_native_engine_answers_it(folder: Path, server
 def open_server(folder: Path, *extra: str) -> Any:
     from verl.commands.serve.server import OpenAIServer
     from verl.models.load import load_tokenizer
-    from verl.trainer.ppo.rollout_setup import build_inference_engine
+    from verl.trainer.ppo.rollout_setup import build_standalone_engine
 
     config = load_config(overrides(folder, *extra))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    return OpenAIServer(build_inference_engine(config, tokenizer), tokenizer, "small", 80)
+    return OpenAIServer(build_standalone_engine(config, tokenizer), tokenizer, "small", 80)
 
 
 def test_the_official_client_reads_an_answer_while_vllm_decodes_it(folder: Path):

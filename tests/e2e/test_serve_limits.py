@@ -26,7 +26,7 @@ from verl.commands.serve.request_body import RequestError
 from verl.commands.serve.server import OpenAIServer, ServerLimits
 from verl.config import load_config
 from verl.models.load import load_tokenizer
-from verl.trainer.ppo.rollout_setup import build_inference_engine
+from verl.trainer.ppo.rollout_setup import build_standalone_engine
 
 ARR = "actor_rollout_ref"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -37,7 +37,7 @@ def server(tmp_path: Path) -> OpenAIServer:
     jobs.prepare(tmp_path)
     config = load_config([f"{ARR}.model.path={tmp_path / 'model'}", f"{ARR}.rollout.dtype=float32"])
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    engine = build_inference_engine(config, tokenizer)
+    engine = build_standalone_engine(config, tokenizer)
     engine.eos_token_ids = ()
     limits = ServerLimits("sesame", max_concurrent=2, max_body_bytes=1 << 20, client_timeout_s=0.5)
     return OpenAIServer(engine, tokenizer, "small", 400, limits=limits)

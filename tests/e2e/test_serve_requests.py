@@ -17,7 +17,7 @@ from verl.commands.serve.request_body import CHAT_FIELDS, FIELDS, NEUTRAL, Reque
 from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
 from verl.models.load import load_tokenizer
-from verl.trainer.ppo.rollout_setup import build_inference_engine
+from verl.trainer.ppo.rollout_setup import build_standalone_engine
 from verl.utils.errors import DataError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, TokenCallback
 
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> OpenAIServer:
     jobs.prepare(folder)
     config = load_config([f"{ARR}.model.path={folder / 'model'}", f"{ARR}.rollout.dtype=float32"])
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    engine = build_inference_engine(config, tokenizer)
+    engine = build_standalone_engine(config, tokenizer)
     engine.eos_token_ids = ()  # a random model would end anywhere
     return OpenAIServer(engine, tokenizer, "small", 40)
 

@@ -29,7 +29,7 @@ from verl.config import load_config
 from verl.data.data_files import FileRows
 from verl.data.prompts import train_prompts
 from verl.models.load import load_tokenizer
-from verl.trainer.ppo.rollout_setup import build_inference_engine, training_sampling
+from verl.trainer.ppo.rollout_setup import build_standalone_engine, training_sampling
 from verl.utils.errors import DataError, WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -257,7 +257,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
 def address(folder: Path) -> Iterator[str]:
     config = load_config(generation(folder))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    server = OpenAIServer(build_inference_engine(config, tokenizer), tokenizer, "small", 16)
+    server = OpenAIServer(build_standalone_engine(config, tokenizer), tokenizer, "small", 16)
     with serving(server) as address:
         yield address
 
@@ -377,7 +377,7 @@ def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
     config = load_config(generation(folder, *rollout))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     sampling = training_sampling(config.actor_rollout_ref.rollout)
-    server = OpenAIServer(build_inference_engine(config, tokenizer), tokenizer, "small", 72, sampling)
+    server = OpenAIServer(build_standalone_engine(config, tokenizer), tokenizer, "small", 72, sampling)
     first = server.read_request({}, [1, 2])
     assert first.sampling == replace(sampling, n=1, max_tokens=64) and first.sampling.temperature == 0
     assert server.read_request({}, [1] * 20).sampling.max_tokens == 52  # what is left
@@ -390,7 +390,7 @@ def test_what_a_request_does_not_say_is_as_the_configuration_says(folder: Path):
 def test_our_client_of_openai_servers_gets_ids_and_logprobs_from_ours(folder: Path, address: str):
     config = load_config(generation(folder, f"{ARR}.rollout.name=tgi", f"{ARR}.rollout.server.url={address[:-3]}"))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    client = build_inference_engine(config, tokenizer)
+    client = build_standalone_engine(config, tokenizer)
     request = GenerationRequest(0, tokenizer("12+13=")["input_ids"], SamplingParams(n=3, max_tokens=8, ignore_eos=True))
     completions = asyncio.run(client.generate(request))
     assert [len(c.token_ids) for c in completions] == [8] * 3

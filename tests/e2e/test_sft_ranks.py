@@ -273,7 +273,7 @@ def test_ctrl_c_is_the_end_of_a_run_not_a_traceback(tmp_path: Path, monkeypatch:
         raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
 
     monkeypatch.setattr("torch.distributed.run.main", interrupted)
-    assert rank_launch.start_ranks(2, SFTConfig.module, [], tmp_path) == 130
+    assert rank_launch.run_torchrun(2, SFTConfig.module, [], tmp_path) == 130
 
 
 def test_ranks_started_here_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -281,7 +281,7 @@ def test_ranks_started_here_share_the_cores(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("torch.distributed.run.main", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
     monkeypatch.setattr(rank_launch, "num_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    rank_launch.start_ranks(3, SFTConfig.module, [], tmp_path)
+    rank_launch.run_torchrun(3, SFTConfig.module, [], tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    rank_launch.start_ranks(3, SFTConfig.module, [], tmp_path)
+    rank_launch.run_torchrun(3, SFTConfig.module, [], tmp_path)
     assert seen == ["5", "7"]

@@ -14,7 +14,7 @@ from tests.e2e.serving import serving
 from verl.commands.serve.server import OpenAIServer
 from verl.config import load_config
 from verl.models.load import load_tokenizer
-from verl.trainer.ppo.rollout_setup import build_inference_engine
+from verl.trainer.ppo.rollout_setup import build_standalone_engine
 from verl.workers.rollout.native_core import NativeCore
 
 ARR = "actor_rollout_ref"
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> OpenAIServer:
         "data.max_prompt_length=16", "data.max_response_length=64", f"{ARR}.rollout.calculate_log_probs=True",
     ])  # fmt: skip
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    engine = build_inference_engine(config, tokenizer)
+    engine = build_standalone_engine(config, tokenizer)
     engine.eos_token_ids = ()  # a random model would end anywhere
     return OpenAIServer(engine, tokenizer, "small", 80)
 

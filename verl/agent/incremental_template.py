@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl.data.chat import Message
-from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_marks
+from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_tool_marks
 from verl.utils.errors import ConfigError
 
 PLACEHOLDER = "\u2063answer\u2063"  # invisible separators, so that no conversation contains it
@@ -39,7 +39,7 @@ class IncrementalTemplate:
 
     def initial_tokens(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the prompt, with the generation prompt at the end."""
-        shown, hidden = hide_marks(messages, self.marks)
+        shown, hidden = hide_tool_marks(messages, self.marks)
         return encode_with_hidden_marks(self.render(shown, True), hidden, self.tokenize)
 
     def appended_tokens(self, messages: Sequence[Message], answer_ids: Sequence[int] = ()) -> list[int]:
@@ -48,7 +48,7 @@ class IncrementalTemplate:
         `answer_ids`: the sampled answer; if its end-of-turn token is missing, that token is added first.
         """
         end = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.missing_end_token(answer_ids)]
-        shown, hidden = hide_marks(messages, self.marks)
+        shown, hidden = hide_tool_marks(messages, self.marks)
         return encode_with_hidden_marks("".join(end) + self.appended_text(shown), hidden, self.tokenize)
 
     def missing_end_token(self, answer_ids: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -124,23 +124,30 @@ def sampled_logprobs(
             position += 1
             continue
         span = list(ids[position:end])
-        index, start, size = _match_answer(span, unused, anywhere=position == 0 or not mask[position - 1])
-        if not size:
+        match = _match_answer(span, unused, anywhere=position == 0 or not mask[position - 1])
+        if not match.size:
             raise DataError(
                 f"an agent loop marks response tokens {position} to {end - 1} as sampled, but the policy did not "
                 f"sample them: {span[:8]} …; keep `token_ids` of generate() as they are (text that is tokenised again "
                 "gives other ids), and mark everything else with 0 in response_mask "
                 "(docs/own_environment.md)"
             )
-        answer = unused.pop(index)
-        logprobs[position : position + size] = (answer.log_probs or [0.0] * len(answer.token_ids))[start : start + size]
+        answer = unused.pop(match.answer)
+        answer_logprobs = answer.log_probs or [0.0] * len(answer.token_ids)
+        logprobs[position : position + match.size] = answer_logprobs[match.start : match.start + match.size]
         used.append(answer)
-        position += size
+        position += match.size
     return logprobs, used
 
 
-def _match_answer(span: list[int], answers: "Sequence[TokenOutput]", anywhere: bool) -> tuple[int, int, int]:
-    """Index of an answer, the offset in it where `span` starts, and the number of equal tokens from there."""
+class _Match(NamedTuple):
+    answer: int  # index of the answer
+    start: int  # offset in it where the span begins
+    size: int  # equal tokens from there; 0: there is no match
+
+
+def _match_answer(span: list[int], answers: "Sequence[TokenOutput]", anywhere: bool) -> _Match:
+    """Where `span` begins in an answer: at the start of one, or else, with `anywhere`, inside one."""
 
     def overlap(number: int, start: int = 0) -> int:
         candidate = answers[number].token_ids[start : start + len(span)]
@@ -148,9 +155,9 @@ def _match_answer(span: list[int], answers: "Sequence[TokenOutput]", anywhere: b
 
     best = max(range(len(answers)), key=overlap, default=-1)  # ties: the first one
     if best >= 0 and overlap(best):
-        return best, 0, overlap(best)
+        return _Match(best, 0, overlap(best))
     places = ((n, i) for n, a in enumerate(answers) for i, token in enumerate(a.token_ids) if token == span[0])
-    return next(((n, i, overlap(n, i)) for n, i in places if anywhere and overlap(n, i)), (0, 0, 0))
+    return next((_Match(n, i, overlap(n, i)) for n, i in places if anywhere and overlap(n, i)), _Match(0, 0, 0))
 
 
 class LLMServerClient:

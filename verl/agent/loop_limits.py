@@ -59,19 +59,20 @@ def checked_outputs(result: Any, server: LLMServerClient) -> list[AgentLoopOutpu
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise DataError(f"it returned {result!r:.200}, not AgentLoopOutput")
     for output in outputs:
-        _check_output(output, server)
+        _check_and_normalize(output, server)
     return outputs
 
 
-def _check_output(output: AgentLoopOutput, server: LLMServerClient) -> None:
+def _check_and_normalize(output: AgentLoopOutput, server: LLMServerClient) -> None:
+    """DataError for what cannot be trained on; the columns of `output` become lists of Python numbers in place."""
     output.prompt_ids = server.check_tokens(output.prompt_ids, "prompt_ids")
     if not output.prompt_ids:
         raise DataError("prompt_ids is empty; a conversation starts with at least one token that was not sampled")
     output.response_ids = server.check_tokens(output.response_ids, "response_ids")
     size, limit = len(output.response_ids), server.max_sequence_length
-    output.response_mask = [int(v) for v in _items(output.response_mask, "response_mask", size, (0, 1))]
+    output.response_mask = [int(v) for v in _response_values(output.response_mask, "response_mask", size, (0, 1))]
     if output.response_logprobs is not None and len(output.response_logprobs):
-        values = _items(output.response_logprobs, "response_logprobs", size)
+        values = _response_values(output.response_logprobs, "response_logprobs", size)
         output.response_logprobs = [_logprob(v, i) for i, v in enumerate(values)]
     if len(output.prompt_ids) + size > limit:
         raise DataError(
@@ -95,7 +96,7 @@ def _check_output(output: AgentLoopOutput, server: LLMServerClient) -> None:
         raise DataError(f"num_turns={output.num_turns!r:.80} must be a whole number from 0")
 
 
-def _items(values: Any, name: str, size: int, allowed: Collection[Any] = ()) -> list[Any]:
+def _response_values(values: Any, name: str, size: int, allowed: Collection[Any] = ()) -> list[Any]:
     """`values` as a list of `size` items, each among `allowed` unless that is empty."""
     try:
         items = values.tolist() if hasattr(values, "tolist") else list(values)

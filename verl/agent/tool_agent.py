@@ -75,10 +75,7 @@ class ToolAgentLoop(AgentLoopBase):
             response_logprobs=data.response_logprobs,
             num_turns=1 + data.assistant_turns + data.user_turns,
             metrics=data.metrics,
-            extra_fields={
-                "tool_rewards": data.tool_rewards,
-                "stop_reason": data.stop_reason,
-            },
+            extra_fields={"tool_rewards": data.tool_rewards, "stop_reason": data.stop_reason},
         )
 
     def build_prompt(self, data: AgentData, row: Any) -> None:

@@ -202,16 +202,16 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     return tools
 
 
-def read_yaml(path: str, key: str) -> Any:
-    """Content of the YAML file `path`, which is the value of config key `key`."""
+def read_yaml(path: str, config_key: str) -> Any:
+    """Content of the YAML file `path`, which is the value of `config_key`; its errors name both."""
     try:
-        loader = BoundedYAMLLoader(expand_home(path, key).read_text(encoding="utf-8"))
-        loader.name = f"{key}={path}"
+        loader = BoundedYAMLLoader(expand_home(path, config_key).read_text(encoding="utf-8"))
+        loader.name = f"{config_key}={path}"
         return loader.get_single_data()
     except OSError as error:
-        raise ConfigError(f"{key}={path}: {error.strerror}; give a YAML file") from error
+        raise ConfigError(f"{config_key}={path}: {error.strerror}; give a YAML file") from error
     except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
-        raise ConfigError(f"{key}={path} is not YAML: {error}") from error
+        raise ConfigError(f"{config_key}={path} is not YAML: {error}") from error
 
 
 def _tools_from_yaml(path: str) -> list[BaseTool]:
@@ -260,7 +260,7 @@ async def call_tool(
     tool = tools[name]
     seconds = float(tool.config.get("timeout", DEFAULT_TIMEOUT))
     try:
-        result, failure = await _within(seconds, _execute(tool, create_kwargs, parameters, agent_data))
+        result, failure = await _within(seconds, _create_execute_release(tool, create_kwargs, parameters, agent_data))
         if failure is not None:
             raise failure
         response, reward, metrics = result
@@ -280,7 +280,7 @@ class _TooSlowError(Exception):
     """A tool call took longer than its limit."""
 
 
-async def _execute(
+async def _create_execute_release(
     tool: BaseTool, create_kwargs: dict[str, Any], parameters: dict[str, Any], agent_data: Any
 ) -> tuple[Any, BaseException | None]:
     """(what the tool returned, None), or (None, what it raised): in a task of its own SystemExit would end the run."""

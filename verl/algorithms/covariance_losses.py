@@ -20,12 +20,12 @@ def token_covariances(batch: Batch) -> Tensor:
     return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
 
 
-def smallest(values: Tensor, draws: Tensor, count: int, mask: Tensor) -> Tensor:
-    """(T,) bool: the `count` smallest finite ones of the values (M,) of the sampled tokens; ties by `draws` (M,)."""
-    by_draw = draws.argsort()
-    order = by_draw[values[by_draw].sort(stable=True).indices[:count]]
-    chosen_M = torch.zeros(len(values), dtype=torch.bool, device=mask.device)
-    chosen_M[order[values[order].isfinite()]] = True
+def mark_smallest(values_M: Tensor, draws_M: Tensor, count: int, mask: Tensor) -> Tensor:
+    """(T,) bool: True on the `count` smallest finite values of the sampled tokens (`mask`); ties by `draws_M`."""
+    by_draw = draws_M.argsort()
+    order = by_draw[values_M[by_draw].sort(stable=True).indices[:count]]
+    chosen_M = torch.zeros(len(values_M), dtype=torch.bool, device=mask.device)
+    chosen_M[order[values_M[order].isfinite()]] = True
     out = torch.zeros_like(mask)
     out[mask] = chosen_M
     return out
@@ -55,7 +55,7 @@ def choose_for_clip_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Ten
     _, is_clipped = _clipped(current, old, batch["advantages"], config)
     inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub) & ~is_clipped[mask]
     count = _count(settings.clip_cov_ratio, len(covariance))
-    return smallest(torch.where(inside, 0.0, torch.inf), draws[mask], count, mask)
+    return mark_smallest(torch.where(inside, 0.0, torch.inf), draws[mask], count, mask)
 
 
 def check_clip_cov(config: ActorConfig) -> None:
@@ -84,7 +84,7 @@ def clip_cov(
 def choose_for_kl_cov(batch: Batch, config: ActorConfig, draws: Tensor) -> Tensor:
     """(T,) the `kl_cov_ratio` of all tokens (at least one, unless it is 0) with the largest covariance."""
     covariance, mask = token_covariances(batch), batch["loss_mask"]
-    return smallest(-covariance, draws[mask], _count(config.policy_loss.kl_cov_ratio, len(covariance)), mask)
+    return mark_smallest(-covariance, draws[mask], _count(config.policy_loss.kl_cov_ratio, len(covariance)), mask)
 
 
 @register_policy_loss("kl_cov", choose_tokens=choose_for_kl_cov)

@@ -41,7 +41,7 @@ def draw(probabilities_N: Tensor, draws: Tensor) -> Tensor:
     return torch.searchsorted(ends / ends[-1], draws.to(ends.device), right=True)
 
 
-def filtered(batch: Batch, config: PFPPOConfig, draws_N: Tensor) -> tuple[Batch, Metrics]:
+def resample_by_score(batch: Batch, config: PFPPOConfig, draws_N: Tensor) -> tuple[Batch, Metrics]:
     """As many sequences as before, drawn with replacement by weights from their scores; the update is of those.
 
     For gae, with a reward model that is surest of its best and its worst answers. Advantages are computed before, over

@@ -5,6 +5,8 @@ trained policy less log p of the rollout, at most ±20 nats. Weights: arXiv 1611
 rejection of whole answers: docs/rollout_correction.md.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -52,15 +54,17 @@ def correct(batch: Batch, logprobs: Tensor, config: RolloutCorrectionConfig) -> 
     return (batch if weights is None else batch.with_columns(rollout_is_weights=weights.to(logprobs.dtype))), metrics
 
 
-def accepted_tokens(batch: Batch, log_ratio: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor]:
-    """(T,) which tokens the rule accepts; and its estimates, one per sampled token, or per sequence with any.
+class Acceptance(NamedTuple):
+    accepted: Tensor  # (T,) bool
+    estimates: Tensor  # that the rule compares with its limits: one per sampled token, or per sequence with any
 
-    A rule for sequences accepts or rejects all tokens of one.
-    """
+
+def accepted_tokens(batch: Batch, log_ratio: Tensor, rule: RejectionRule) -> Acceptance:
+    """Which tokens the rule accepts; a rule for sequences accepts or rejects all tokens of one."""
     mask = batch["loss_mask"]
     estimate = {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": log_ratio.expm1() - log_ratio}[rule.estimator]
     if rule.unit == "token":
-        return (estimate >= rule.low) & (estimate <= rule.high), estimate[mask]
+        return Acceptance((estimate >= rule.low) & (estimate <= rule.high), estimate[mask])
     sequence, count = batch.sequence_ids().to(mask.device), batch.sum_per_sequence(mask.double())
     if rule.unit == "seq_max":
         start = log_ratio.new_full((batch.num_sequences,), -torch.inf)
@@ -68,7 +72,7 @@ def accepted_tokens(batch: Batch, log_ratio: Tensor, rule: RejectionRule) -> tup
     else:
         values = batch.sum_per_sequence(estimate.masked_fill(~mask, 0.0))
         values = values / count.clamp(min=1) if rule.unit == "seq_mean" else values
-    return ((values >= rule.low) & (values <= rule.high))[sequence], values[count > 0]
+    return Acceptance(((values >= rule.low) & (values <= rule.high))[sequence], values[count > 0])
 
 
 def importance_weights(

@@ -66,7 +66,7 @@ def optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[Tenso
     logits. Where one answer alone is that long its baseline is 0. For groups of several answers whose gradient is
     noisy, as late in long runs; it costs another pass of the head. Source: arXiv 2602.07078.
     """
-    return _otb(batch, batch.position_ids().to(batch["loss_mask"].device))
+    return _subtract_baselines(batch, batch.position_ids().to(batch["loss_mask"].device))
 
 
 @register_advantage("tir_optimal_token_baseline", columns=("old_logprobs",), outputs=("sum_pi_squared",))
@@ -74,10 +74,10 @@ def tir_optimal_token_baseline(batch: Batch, config: AlgorithmConfig) -> tuple[T
     """As `optimal_token_baseline`, but answers are compared after the same number of *sampled* tokens, however long the
     tool results between them are. For answers of several turns. Same source.
     """
-    return _otb(batch, batch.sampled_mask().long().cumsum(0))
+    return _subtract_baselines(batch, batch.sampled_mask().long().cumsum(0))
 
 
-def _otb(batch: Batch, clock: Tensor) -> tuple[Tensor, Tensor]:
+def _subtract_baselines(batch: Batch, clock: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and returns; `clock` (T,) rises from token to token, and is counted from the first sampled one.
 
     Where the losses have importance weights, the gradient of a token is as many times larger, and W has their squares.

@@ -53,8 +53,8 @@ class ReturnScale:
         raw = column.double() * self.deviation + self.mean
         return torch.where(batch["loss_mask"], raw, 0.0).to(column.dtype)
 
-    def targets(self, batch: Batch) -> Batch:
-        """The batch with `values` as they were predicted, and `returns` on the scale that includes them."""
+    def update_and_normalize(self, batch: Batch) -> Batch:
+        """The batch with `values` as they were predicted, and `returns`, which are counted first, on the new scale."""
         predicted = self.normalize(batch.require("values", "Critic.values"), batch)
         self.observe(batch)
         return batch.with_columns(values=predicted, returns=self.normalize(batch["returns"], batch))

@@ -57,8 +57,8 @@ def answer(words: list[str]) -> int:
 
 def generate(config: RunConfig) -> Path:
     """Answer the prompts of data.train_files; returns the file written."""
-    from verl.trainer.ppo.preparation import find_model_to_answer
-    from verl.trainer.ppo.rollout_setup import build_inference_engine, training_sampling
+    from verl.trainer.ppo.preparation import find_tokenizer_to_generate
+    from verl.trainer.ppo.rollout_setup import build_standalone_engine, training_sampling
     from verl.trainer.preflight import Findings
 
     if not config.data.output_path:
@@ -67,7 +67,7 @@ def generate(config: RunConfig) -> Path:
     if output.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"data.output_path={output} must end in .parquet or .jsonl")
     found = Findings()
-    tokenizer = find_model_to_answer(config, found)
+    tokenizer = find_tokenizer_to_generate(config, found)
     found.refuse()
     agent_runner = AgentRunner(config, tokenizer)
     prompts = train_prompts(config.data, tokenizer, agent_runner.tool_prompt_tokens)
@@ -77,7 +77,7 @@ def generate(config: RunConfig) -> Path:
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     journal = output.with_name(output.name + ".parts")
     answers = read_journal(journal, run_fingerprint(config, prompts, sampling))
-    engine = build_inference_engine(config, tokenizer)
+    engine = build_standalone_engine(config, tokenizer)
     for key in unread_keys(config):
         print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     try:

@@ -49,7 +49,7 @@ class TurnTokenizer:
             if sequence_segments and prompt.startswith(rendered):
                 sequence_segments[-1] += [(prompt[len(rendered) :], False), answer]
             elif sequence_segments and self._append_only:
-                sequence_segments[-1] += [(_appended_text(template, messages[:i]), False), answer]
+                sequence_segments[-1] += [(_text_after_last_answer(template, messages[:i]), False), answer]
             else:
                 sequence_segments.append([(prompt, False), answer])
             rendered = with_answer
@@ -140,8 +140,8 @@ def _render(template: PromptTemplate, messages: list[Message], add_generation_pr
         raise ValueError(f"the chat template cannot render the first {len(messages)} messages: {error}") from error
 
 
-def _appended_text(template: PromptTemplate, messages: list[Message]) -> str:
-    """The text that the messages after the last assistant turn add, including the generation prompt."""
+def _text_after_last_answer(template: PromptTemplate, messages: list[Message]) -> str:
+    """The text that the messages after the last assistant turn add, then the generation prompt."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     initial_messages = messages[:first]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,10 +119,10 @@ def _balanced_steps(lengths: list[int], costs: np.ndarray, ranks: int, micro: Mi
                 continue
             steps = [step for step in steps if any(step)] or steps[:1]
             swaps = _Swaps(steps, np.asarray(lengths), costs, limits)
-            worst_ratio, total_cost = swaps.run()
-            if worst_ratio <= MAX_IMBALANCE:
+            balance = swaps.improve()
+            if balance.worst_ratio <= MAX_IMBALANCE:
                 return swaps.steps()
-            candidates.append((round(worst_ratio, 3), total_cost, swaps.steps()))
+            candidates.append((round(balance.worst_ratio, 3), balance.total_cost, swaps.steps()))
             last = min(last, count + _EXTRA_STEPS)
         count += 1
     return min(candidates, key=lambda plan: plan[:2])[2]
@@ -216,6 +217,11 @@ def _assign_to_cheapest(
     return parts, remaining
 
 
+class _Balance(NamedTuple):
+    worst_ratio: float  # highest ratio of the most expensive part to the mean part, of all steps
+    total_cost: float  # sum of the most expensive parts of all steps
+
+
 class _Swaps:
     """Moves a sequence to another part, or swaps two, while that makes the most uneven step more even.
 
@@ -244,8 +250,8 @@ class _Swaps:
         """(K, R) cost of each part."""
         return np.bincount(self.part_of, self.costs, self.shape[0] * self.shape[1]).reshape(self.shape)
 
-    def run(self) -> tuple[float, float]:
-        """Improve until no swap helps; (highest ratio of a step, sum of the most expensive parts of all steps)."""
+    def improve(self) -> _Balance:
+        """Swap until no swap helps."""
         finished: set[int] = set()
         searches = _CROSS_STEP_SEARCHES + self.shape[0]
         for _ in range(_MAX_SWAPS * self.shape[0]):
@@ -253,12 +259,12 @@ class _Swaps:
             step = max(set(range(len(ratios))) - finished, key=ratios.__getitem__, default=-1)
             if step < 0 or ratios[step] <= 1 + _TOLERANCE:
                 break
-            changed = self._swap(step, [step])
+            changed = self._make_best_swap(step, [step])
             if not changed and ratios[step] > MAX_IMBALANCE - _CROSS_STEP_MARGIN and searches > 0:
                 searches -= 1
-                changed = self._swap(step, range(len(ratios)))
+                changed = self._make_best_swap(step, range(len(ratios)))
             finished = finished - changed if changed else finished | {step}
-        return float(self.ratios().max()), float(self.part_costs().max(1).sum())
+        return _Balance(float(self.ratios().max()), float(self.part_costs().max(1).sum()))
 
     def ratios(self) -> np.ndarray:
         """(K,) most expensive part over the mean part."""
@@ -266,7 +272,7 @@ class _Swaps:
         means = part_costs.mean(1)
         return np.divide(part_costs.max(1), means, out=np.ones_like(means), where=means > 0)
 
-    def _swap(self, step: int, others: Sequence[int]) -> set[int]:
+    def _make_best_swap(self, step: int, others: Sequence[int]) -> set[int]:
         """Make the best swap between `step` and `others`; the steps that changed, empty if no swap helps."""
         ranks, part_costs = self.shape[1], self.part_costs()
         a = np.flatnonzero(self.part_of // ranks == step)

@@ -21,8 +21,8 @@ def control_marks(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
 
 
-def hide_marks(messages: Sequence[Message], marks: re.Pattern[str] | None) -> tuple[list[Message], dict[str, str]]:
-    """The messages with stand-ins for the marks in text from outside, and the mark of each stand-in."""
+def hide_tool_marks(messages: Sequence[Message], marks: re.Pattern[str] | None) -> tuple[list[Message], dict[str, str]]:
+    """The messages with stand-ins for the marks in texts of `OUTSIDE_ROLES`, and the mark of each stand-in."""
     hidden: dict[str, str] = {}
 
     def replace(match: re.Match[str]) -> str:

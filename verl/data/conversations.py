@@ -66,7 +66,7 @@ class ConversationDataset:
         count = len(self._rows) if max_samples < 0 else min(max_samples, len(self._rows))
         self._items: list[tuple[int, list[tuple[np.ndarray, np.ndarray]]]] = []
         for start in range(0, count, _CHUNK):
-            self._read(range(start, min(start + _CHUNK, count)))
+            self._add_rows(range(start, min(start + _CHUNK, count)))
         if not self._items:
             why = "raise data.max_length" if count else f"raise data.*_max_samples (now {max_samples})"
             raise DataError(f"{self._rows.file_names()}: no row is left; {why}")
@@ -81,7 +81,7 @@ class ConversationDataset:
         row, sequences = self._items[position]
         return [_trajectory(ids, mask, row) for ids, mask in sequences]
 
-    def _read(self, indices: Sequence[int]) -> None:
+    def _add_rows(self, indices: Sequence[int]) -> None:
         """Tokenise the rows at `indices` and keep those with tokens to train on."""
         sequence_segments: list[list[TextSegment]] = []
         spans: list[tuple[int, list[MaskedTokens] | slice]] = []
@@ -95,7 +95,7 @@ class ConversationDataset:
         encoded = self._turns.encode(sequence_segments)
         for index, span in spans:
             tokens = encoded[span] if isinstance(span, slice) else span
-            sequences = self._with_row_location(index, self._truncate_sequences, tokens)
+            sequences = self._with_row_location(index, self._trainable_sequences, tokens)
             if sequences:
                 self._items.append((index, sequences))
 
@@ -113,7 +113,7 @@ class ConversationDataset:
             return self._turns.segment_conversation(messages, template)
         return self._turns.encode_without_template(messages, template)
 
-    def _truncate_sequences(self, sequences: "list[MaskedTokens | ValueError]") -> list[tuple[np.ndarray, np.ndarray]]:
+    def _trainable_sequences(self, sequences: "list[MaskedTokens | ValueError]") -> list[tuple[np.ndarray, np.ndarray]]:
         """The sequences of a row, cut to data.max_length; those without a trained token are left out."""
         self.num_split += len(sequences) > 1
         kept = []

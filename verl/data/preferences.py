@@ -81,8 +81,8 @@ class ScoredPairs:
         return replace(answer, tokens=tokens, loss_mask=mask, rollout_logprobs=torch.zeros(length + 1))
 
 
-def conversation_with(answer: str, row: Mapping[str, Any]) -> list[Message]:
-    """The prompt of a preference row, and one of its answers ("chosen" or "rejected") as the last message.
+def conversation_with(answer_name: str, row: Mapping[str, Any]) -> list[Message]:
+    """The prompt of a preference row, and its answer `answer_name` ("chosen" or "rejected") as the last message.
 
     A column of an answer is a string, the answer as messages, or a whole conversation that ends with it; `prompt` may
     be missing in the last case. ValueError if the answers have different prompts, or one is empty.
@@ -96,7 +96,7 @@ def conversation_with(answer: str, row: Mapping[str, Any]) -> list[Message]:
         raise ValueError("the answers have different prompts; all messages but the last must be those of 'prompt'")
     if found[0][-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant message; an answer follows a user or a tool")
-    return [*found[0], answers[ANSWERS.index(answer)]]
+    return [*found[0], answers[ANSWERS.index(answer_name)]]
 
 
 def _read_answer(row: Mapping[str, Any], name: str) -> tuple[list[Message], Message]:

@@ -170,7 +170,7 @@ class PromptDataset:
         )
 
     def _find_overlong(self, selected: np.ndarray) -> dict[int, int]:
-        """{row number: token count} of the selected rows over the limit; checks every selected row."""
+        """{row number: token count} of selected rows over the limit; checks all selected rows, fills data_sources."""
         limit, overlong = self._config.max_prompt_length, {}
         selected_set, pending = set(selected.tolist()), []
         for index, raw in enumerate(_with_progress(self._rows, len(self._rows), "reading prompts")):

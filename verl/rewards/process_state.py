@@ -35,6 +35,7 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> "ProcessState":
+        """The state of this process, with duplicates of its file descriptors 1 and 2, which `close` closes."""
         return cls(
             os.getcwd(),
             torch.get_default_dtype(),

@@ -30,13 +30,13 @@ class DriverLoop:
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of `coroutine`; an exception has its own traceback. After one, nothing goes on by itself."""
         try:
-            self._take()
+            self._take_back()
         except BaseException:
             coroutine.close()  # it never began
             raise
         result = self._runner.run(coroutine)
         if self._started:
-            self._give()
+            self._hand_over()
         return result
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
@@ -45,20 +45,21 @@ class DriverLoop:
         self._started.add(future)
         future.add_done_callback(self._started.discard)
         if not self._is_away:
-            self._give()
+            self._hand_over()
         return future
 
     def close(self) -> None:
         """Cancel what still runs and wait until it has ended; then end the thread and the loop."""
         try:
-            self._take()
+            self._take_back()
         finally:
             if self._thread is not None:
                 self._turns.put(False)
                 self._thread.join()
             self._runner.close()
 
-    def _give(self) -> None:
+    def _hand_over(self) -> None:
+        """Let the thread run the loop."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._take_turns, name=self.name, daemon=True)
             self._thread.start()
@@ -66,7 +67,7 @@ class DriverLoop:
         self._returned.clear()
         self._turns.put(True)
 
-    def _take(self) -> None:
+    def _take_back(self) -> None:
         """Wait until the thread has left the loop; raises what ended its turn."""
         if self._is_away:
             loop = self._runner.get_loop()

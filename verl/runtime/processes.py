@@ -150,7 +150,7 @@ class ProcessGroup(WorkerGroup):
             error = self._failure or call.first_error
             assert error is not None
             if stuck:
-                self._fail_group(error)
+                self._fail_and_kill(error)
             raise error
         return [future.result() for future in futures]
 
@@ -216,7 +216,7 @@ class ProcessGroup(WorkerGroup):
         reason = f"its process {describe_exit(process.exitcode)}"
         if tail := self._stderr_tails[rank].decode(errors="replace").strip():
             reason += f"\nthe last lines of its stderr:\n{tail}"
-        self._fail_group(WorkerError(rank, running[0] if running else "between calls", reason))
+        self._fail_and_kill(WorkerError(rank, running[0] if running else "between calls", reason))
 
     def _fail_calls_of(self, rank: int, reason: str) -> None:
         """Fail the calls that `rank` has not answered, which other threads may wait for."""
@@ -225,7 +225,7 @@ class ProcessGroup(WorkerGroup):
         for number in waiting:
             self._resolve(rank, number, False, reason)
 
-    def _fail_group(self, error: WorkerError) -> None:
+    def _fail_and_kill(self, error: WorkerError) -> None:
         """Fail every call in flight with `error`, and kill every process."""
         with self._lock:
             if self._failure is not None:

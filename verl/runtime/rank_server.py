@@ -121,6 +121,7 @@ class _CallServer:
             self.reply(number, True, result)
 
     def reply(self, number: int, succeeded: bool, value: Any) -> None:
+        """Send the result or error text of call `number`; ends this process where the driver is gone."""
         try:
             data = serialize((number, succeeded, value))
         except Exception:  # a result of an unsupported type fails the call

@@ -14,7 +14,7 @@ from verl.observe.tracker_checks import check_trackers
 from verl.plugin.loading import GROUP, MODULES_VARIABLE
 from verl.plugin.platform.platform_manager import check_device_name
 from verl.rewards.managers import find_reward_manager
-from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 from verl.utils.external_code import check_user_object
 from verl.utils.suggest import did_you_mean
@@ -42,7 +42,7 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
     if isinstance(config, RunConfig):
         arr, reward = config.actor_rollout_ref, config.reward.custom_reward_function
         with mistakes:
-            check_engine_is_installed(arr)
+            check_rollout_engine_is_installed(arr)
         check_model_place(arr.model, arr.actor.strategy, mistakes)
         if uses_critic(config):
             check_model_place(config.critic.model, config.critic.strategy, mistakes)

@@ -9,7 +9,7 @@ from verl.utils.errors import ConfigError
 from verl.workers.rollout.registry import find_rollout_engine
 
 
-def check_engine_is_installed(arr: ActorRolloutRefConfig) -> None:
+def check_rollout_engine_is_installed(arr: ActorRolloutRefConfig) -> None:
     """ConfigError where `rollout.name` is unknown, or its library or server program is not on this machine."""
     where, rollout = "actor_rollout_ref.rollout", arr.rollout
     name, engine = rollout.name, find_rollout_engine(rollout.name, arr.model.external_lib)

@@ -45,7 +45,7 @@ def report_when_ended(rank: int) -> Iterator[None]:
             faulthandler.unregister(signal.SIGTERM)
 
 
-def end_after_loss(error: Exception, rank: int, root: Path) -> None:
+def end_if_rank_lost(error: Exception, rank: int, root: Path) -> None:
     """End this process with status 1 if `error` says that another rank is gone; return otherwise.
 
     The traceback goes to the launcher's folder, which then says what happened. Under a user's own torchrun it goes to
@@ -77,12 +77,15 @@ def _tell_torchrun(line: str) -> None:
             Path(path).write_text(json.dumps(content))
 
 
-def say_which_was_lost(exit_codes: dict[int, int], folder: Path, root: Path) -> str | None:
-    """The line about the first rank in `exit_codes` that a signal ended, and keep all reports; None without one."""
+def report_lost_rank(exit_codes: dict[int, int], reports_folder: Path, root: Path) -> str | None:
+    """The line about the first rank in `exit_codes` that a signal ended; None without one.
+
+    The reports of all ranks are then kept in a file in `root`.
+    """
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
     if not killed:
         return None
-    reports = {file.name: text for file in sorted(folder.glob("*.txt")) if (text := file.read_text())}
+    reports = {file.name: text for file in sorted(reports_folder.glob("*.txt")) if (text := file.read_text())}
     calls = [call for text in reports.values() if (call := _call_in(text)) != "unknown"]
     root.mkdir(parents=True, exist_ok=True)
     file = root / FILE_NAME

@@ -48,7 +48,7 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
             from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
 
             run = build_run(config, progress, said)
-            for line in run.facts():
+            for line in run.header_lines():
                 announce(line)
             stack.enter_context(run.tracking)
             try:

@@ -180,7 +180,7 @@ def count_parameters(folder: Path) -> int:
     return total
 
 
-def check_room(folder: str, trained: list[TrainedModel], keep: int | None, found: Findings) -> None:
+def check_disk_room(folder: str, trained: list[TrainedModel], keep: int | None, found: Findings) -> None:
     """Whether a checkpoint of the `trained` fits on the disk of `folder`; a doubt where `keep` of them may not."""
     place = Path(folder).expanduser().absolute()
     place = next(parent for parent in (place, *place.parents) if parent.is_dir())

@@ -12,7 +12,7 @@ from verl.config import SFTConfig
 from verl.plugin.platform import choose_platform
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo, num_cores
-from verl.trainer.lost_ranks import REPORTS, say_which_was_lost
+from verl.trainer.lost_ranks import REPORTS, report_lost_rank
 from verl.trainer.preflight import check_devices_asked_for
 from verl.utils.errors import ConfigError
 
@@ -57,7 +57,7 @@ def _check_against_torchrun(config: SFTConfig, rank: RankInfo) -> None:
             )
 
 
-def start_ranks(count: int, module: str, arguments: Sequence[str], root: Path) -> int:
+def run_torchrun(count: int, module: str, arguments: Sequence[str], root: Path) -> int:
     """Run torchrun here with `count` ranks of the program `module` on this machine; returns the exit code.
 
     0: done; 1: a rank failed and printed why, or was lost, which is said here; 128 + N: stopped by signal N. Where the
@@ -82,7 +82,7 @@ def start_ranks(count: int, module: str, arguments: Sequence[str], root: Path) -
             codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
             if code := next((code for code in codes.values() if code in INTERRUPTED), 0):
                 return code
-            if line := say_which_was_lost(codes, Path(folder), root):
+            if line := report_lost_rank(codes, Path(folder), root):
                 print(f"error: {line}", file=sys.stderr)
             return 1
         except SignalException as error:  # the ranks received it too, and have saved

@@ -30,7 +30,8 @@ def find_resume(config: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) 
     """The checkpoint folder to continue from, or None to start afresh (`trainer.resume_mode`).
 
     All files of `roles` (sub-folders; "." is the folder itself) that a resumed run reads are compared with their
-    digests. `auto` skips damaged checkpoints with a warning; `resume_path` refuses one.
+    digests. `auto` skips damaged checkpoints with a warning; `resume_path` refuses one. Under torchrun every rank calls
+    it: rank 0 looks, and the others get its answer.
     """
     mode = config.resume_mode
     if mode == "disable":
@@ -80,7 +81,10 @@ def _newest_intact_step_on_all_ranks(root: Path, roles: Sequence[str]) -> int:
 
 
 def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:
-    """The newest intact step, at most the one in LATEST_STEP_FILE; NO_CHECKPOINT without any checkpoint."""
+    """The newest intact step, at most the one in LATEST_STEP_FILE; NO_CHECKPOINT without any checkpoint.
+
+    What a killed save has left in `root` is deleted.
+    """
     remove_leftovers(root, ("global_step_", LATEST_STEP_FILE))
     steps = complete_steps(root)
     latest = root / LATEST_STEP_FILE

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.config import RunConfig, SFTConfig
 from verl.config.run_name import C, has_dated_name, has_own_folder, with_trainer_values
@@ -63,7 +63,7 @@ def claimed_run(config: C) -> Iterator[tuple[C, RunPlace]]:
             place = RunPlace(f"new; {named.trainer.experiment_name} holds another run")
         values = _chosen_values(config, taken)
         say_place(Path(taken.trainer.default_local_dir) / LATEST_STEP_FILE, taken.trainer.experiment_name)
-        yield taken, replace(_describe(taken, held, place), values=values)
+        yield taken, replace(_set_aside_and_describe(taken, held, place), values=values)
 
 
 def settle_name(config: C) -> tuple[C, RunPlace]:
@@ -175,11 +175,11 @@ def _lock_first_fit(config: C, stack: ExitStack) -> tuple[C, Holdings]:
             if is_new and _is_taken(candidate):  # meanwhile
                 continue
             held = look(candidate)
-            conflict, may_resume = find_conflict(candidate, held)
-            if conflict and not (may_resume and policy == "resume"):
+            conflict = find_conflict(candidate, held)
+            if conflict and not (conflict.may_resume and policy == "resume"):
                 if policy == "rename" and not is_new:
                     continue
-                raise ConfigError(f"{conflict}. {_ways_out(candidate, may_resume)}")
+                raise ConfigError(f"{conflict.reason}. {_ways_out(candidate, conflict.may_resume)}")
             stack.push(lock.pop_all())
             return _with_free_dumps(candidate) if not held.has_steps else candidate, held
     raise AssertionError("there are endless candidates")
@@ -193,27 +193,34 @@ def _is_taken(config: AnyConfig) -> bool:
     return used or (root / RUN_FILE).exists() or bool(complete_steps(root))
 
 
-def find_conflict(config: AnyConfig, held: Holdings) -> tuple[str, bool]:
-    """(why the run must not write there, whether it could go on with those steps instead); "" where it may."""
+class Conflict(NamedTuple):
+    reason: str  # why the run must not write there
+    may_resume: bool  # whether it could go on with those steps instead
+
+
+def find_conflict(config: AnyConfig, held: Holdings) -> Conflict | None:
+    """What keeps the run from writing to its places, given what they hold; None where nothing does."""
     settings, metrics = config.trainer, metrics_of(config)
     validates_only = settings.get("val_only", False)
     root, steps = Path(settings.default_local_dir), f"steps up to {max(held.checkpoint, held.logged) or 'unknown'}"
     if not held.has_steps:
-        return "", True
+        return None
     if held.record is None and not held.checkpoint:
-        return f"{metrics if held.logged else root} already holds {steps} of a run that is not in {root}", False
+        return Conflict(
+            f"{metrics if held.logged else root} already holds {steps} of a run that is not in {root}", False
+        )
     if held.record and (changes := results_change(find_changes(held.record.config, config))):
         shown = ", ".join(map(str, changes[:_NUM_SHOWN])) + (", ..." if len(changes) > _NUM_SHOWN else "")
-        return f"{root} already holds {steps} of another configuration ({shown})", held.checkpoint > 0
+        return Conflict(f"{root} already holds {steps} of another configuration ({shown})", held.checkpoint > 0)
     theirs = held.record.metrics if held.record else None
     if held.logged and metrics and theirs and theirs.is_file() and not theirs.samefile(metrics):
-        return f"{metrics} already holds {steps} of another run: {root} logs to {theirs}", False
+        return Conflict(f"{metrics} already holds {steps} of another run: {root} logs to {theirs}", False)
     if settings.resume_mode == "disable" and not validates_only:
-        return f"{root} already holds {steps}, which trainer.resume_mode=disable would overwrite", False
+        return Conflict(f"{root} already holds {steps}, which trainer.resume_mode=disable would overwrite", False)
     start = _start(config)
     if start and start.parent.absolute() != root.absolute():
-        return f"{root} already holds {steps}, which those after {start} would overwrite", False
-    return "", True
+        return Conflict(f"{root} already holds {steps}, which those after {start} would overwrite", False)
+    return None
 
 
 def _ways_out(config: AnyConfig, may_resume: bool) -> str:
@@ -241,7 +248,7 @@ def _chosen_values(config: AnyConfig, taken: AnyConfig) -> dict[str, Any]:
     return {n: taken.trainer.get(n) for n in names if taken.trainer.get(n) != config.trainer.get(n)}
 
 
-def _describe(config: AnyConfig, held: Holdings, place: RunPlace) -> RunPlace:
+def _set_aside_and_describe(config: AnyConfig, held: Holdings, place: RunPlace) -> RunPlace:
     """What the header says; the records of a run that must start over are set aside first."""
     if not held.has_steps:
         return place
@@ -255,11 +262,11 @@ def _describe(config: AnyConfig, held: Holdings, place: RunPlace) -> RunPlace:
         return RunPlace(f"continues from {start}", tuple(lines))
     if held.checkpoint:
         return RunPlace(f"continues after step {held.checkpoint}", tuple(lines))
-    kept = set_aside(config)
+    kept = set_aside_records(config)
     return RunPlace("starts over, as it had saved nothing", (f"its earlier records are kept: {kept}",))
 
 
-def set_aside(config: AnyConfig) -> str:
+def set_aside_records(config: AnyConfig) -> str:
     """Rename what an earlier start of this run has logged and recorded; returns the new names."""
     root, metrics = Path(config.trainer.default_local_dir), metrics_of(config)
     folders = [root / LEDGER, root / VALIDATION_SAMPLES]

@@ -135,7 +135,7 @@ class SFTTrainer:
                 self.note(f"warning: {key} was set, but nothing reads it in this run")
         return metrics
 
-    def facts(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         """What is known once everything is loaded: devices, rows, steps."""
         ranks = self.collectives.world_size
         held_out = f"{len(self.validation_set):,} held out" if self.validation_set else "no validation"

@@ -12,8 +12,8 @@ from verl.trainer.objectives import objective_of
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
+    check_disk_room,
     check_logging,
-    check_room,
     find_device,
     find_files,
     find_tokenizer,
@@ -50,7 +50,7 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
         find_files("data.val_files", config.data.val_files, found)
     tokenizer = find_tokenizer("model.path", config.model, length, "data.max_length", found)
     trained = [TrainedModel(config.model, config.training_engine, config.checkpoint)]
-    check_room(settings.default_local_dir, trained, settings.max_ckpt_to_keep, found)
+    check_disk_room(settings.default_local_dir, trained, settings.max_ckpt_to_keep, found)
     return tokenizer
 
 

@@ -44,27 +44,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(argv, HELP, partial(train, SFTConfig, "sft_trainer"))
 
 
-def train(root: type[SFTConfig], preset: str, arguments: list[str]) -> int:
-    """Train on the rows of a configuration of class `root`, as one rank or by starting several; the exit code."""
+def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> int:
+    """Train on the rows of a configuration of `config_class`, as one rank or by starting several; the exit code."""
     parent = os.getppid()  # read before the slow imports, during which the parent may end
     with BeforeFirstStep():
-        config = load_config(arguments, config_name=preset, root=root)
+        config = load_config(arguments, config_name=preset, root=config_class)
         if "WORLD_SIZE" not in os.environ:
             say(f"verl {__version__}: {config.task} of {config.model.path}")
         said = say_early_mistakes(config, say) if os.environ.get("RANK", "0") == "0" else []
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
-    from verl.trainer.lost_ranks import end_after_loss
-    from verl.trainer.rank_launch import start_ranks
+    from verl.trainer.lost_ranks import end_if_rank_lost
+    from verl.trainer.rank_launch import run_torchrun
 
     is_one_of_many = False
     try:
         with BeforeFirstStep():
-            if count := num_ranks(config, said):
+            if count := check_and_count_ranks(config, said):
                 config, place = named_for_ranks(config)
                 name = f"trainer.experiment_name={config.trainer.experiment_name}"
                 say(f"starting {count} ranks; {place.state}")
-                return start_ranks(count, config.module, [*arguments, name], Path(config.trainer.default_local_dir))
+                return run_torchrun(count, config.module, [*arguments, name], Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
             run_sft(config, said=said)
@@ -80,14 +80,14 @@ def train(root: type[SFTConfig], preset: str, arguments: list[str]) -> int:
         raise
     except Exception as error:
         if is_one_of_many:
-            end_after_loss(error, RankInfo.from_environment().rank, Path(config.trainer.default_local_dir))
+            end_if_rank_lost(error, RankInfo.from_environment().rank, Path(config.trainer.default_local_dir))
         raise
     if is_one_of_many:
         end_rank()
     return 0
 
 
-def num_ranks(config: SFTConfig, said: Sequence[VerlError] = ()) -> int:
+def check_and_count_ranks(config: SFTConfig, said: Sequence[VerlError] = ()) -> int:
     """How many ranks must be started, 0 for none; before they are, ConfigError with all that keeps them from work.
 
     It leaves out what was `said` before.
@@ -119,10 +119,10 @@ def run_sft(
                 announce(line)
         progress = stack.enter_context(Progress() if is_first else Progress.silent())
         progress.stage("loading libraries")
-        trainer = _build(config, values, progress, said)
+        trainer = _join_and_build(config, values, progress, said)
         stack.enter_context(trainer.tracking)
         if is_first:
-            for line in trainer.facts():
+            for line in trainer.header_lines():
                 announce(line)
         try:
             return trainer.fit()
@@ -134,8 +134,10 @@ def run_sft(
                     announce(line)
 
 
-def _build(config: SFTConfig, values: dict[str, Any], progress: Progress, said: Sequence[VerlError]) -> "SFTTrainer":
-    """The trainer on this rank; the first rank's `values` of `trainer` hold on all."""
+def _join_and_build(
+    config: SFTConfig, values: dict[str, Any], progress: Progress, said: Sequence[VerlError]
+) -> "SFTTrainer":
+    """The trainer on this rank, which joins the others; the first rank's `values` of `trainer` hold on all."""
     from verl.plugin.platform import choose_platform
     from verl.runtime.collectives import Collectives
     from verl.runtime.rank import RankInfo

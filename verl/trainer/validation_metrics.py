@@ -96,7 +96,7 @@ def _prompt_metrics(values_PN: np.ndarray, voters: list[list[Any]] | None) -> di
         return out
     out[f"std@{num_answers}"] = values_PN.std(axis=1)
     for size in subset_sizes(num_answers):
-        for name, (mean, std) in _extremes(values_PN, size).items():
+        for name, (mean, std) in _best_and_worst(values_PN, size).items():
             out[f"{name}@{size}/mean"], out[f"{name}@{size}/std"] = mean, std
         if voters is not None:
             mean, std = _majority(values_PN, voters, size)
@@ -116,7 +116,7 @@ def _draws(num_answers: int, size: int) -> np.ndarray:
     return np.random.RandomState(SEED).randint(0, num_answers, size=(NUM_DRAWS, size))
 
 
-def _extremes(values_PN: np.ndarray, size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _best_and_worst(values_PN: np.ndarray, size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """best and worst of n: mean and standard deviation over the draws, (P,) each."""
     draws_nB = _draws(values_PN.shape[1], size).T
     means, stds = np.empty((2, len(values_PN))), np.empty((2, len(values_PN)))
@@ -136,7 +136,7 @@ def _extremes(values_PN: np.ndarray, size: int) -> dict[str, tuple[np.ndarray, n
 
 def _majority(values_PN: np.ndarray, voters: list[list[Any]], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Majority value of n drawn answers: that of the first with the most frequent pred (ties: drawn first)."""
-    multiplicity_BN, order_BN = _multiplicity(values_PN.shape[1], size)
+    multiplicity_BN, order_BN = _draw_counts_and_order(values_PN.shape[1], size)
     means, stds = values_PN[:, 0].copy(), np.zeros(len(values_PN))
     for prompt in np.flatnonzero((values_PN != values_PN[:, :1]).any(axis=1)):  # elsewhere all values are equal
         texts_N = np.array([str(pred) for pred in voters[prompt]])
@@ -148,7 +148,7 @@ def _majority(values_PN: np.ndarray, voters: list[list[Any]], size: int) -> tupl
 
 
 @cache
-def _multiplicity(num_answers: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw_counts_and_order(num_answers: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """How often each draw contains each answer, and minus its first position (-inf: not drawn), (B, N) each."""
     draws_Bn = _draws(num_answers, size)
     multiplicity = np.zeros((NUM_DRAWS, num_answers), dtype=np.float32)

@@ -44,7 +44,7 @@ class Critic:
         """Run all optimiser steps on one batch; return metrics."""
         critic, metrics = self.config.critic, Metrics()
         if self.scale is not None:
-            batch = self.scale.targets(batch)
+            batch = self.scale.update_and_normalize(batch)
             metrics.mean("return_scale/mean", self.scale.mean, 1)
             metrics.mean("return_scale/deviation", self.scale.deviation, 1)
         self.dispatcher.begin_update(batch.num_sequences * critic.ppo_epochs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.algorithm_cases import random_batch
-from verl.algorithms.policy_filtration import draw, filtered, filtration_probabilities
+from verl.algorithms.policy_filtration import draw, filtration_probabilities, resample_by_score
 from verl.commands.certify import formulas
 from verl.config import load_config
 from verl.config.algorithm import PFPPOConfig
@@ -48,7 +48,7 @@ def test_even_draws_choose_each_sequence_as_often_as_its_probability(method, pow
 def test_hashed_draws_choose_each_sequence_as_often_as_expected():
     batch, counts, steps = scored(SCORES[0]).with_columns(group_ids=torch.arange(6)), torch.zeros(6), 400
     for step in range(steps):
-        trained, _ = filtered(batch, settings("pow"), sequence_draws(7, step, 6))
+        trained, _ = resample_by_score(batch, settings("pow"), sequence_draws(7, step, 6))
         counts += torch.bincount(trained["group_ids"], minlength=6)
     probability = torch.tensor(formulas.policy_filtration(SCORES[0], "pow", 2.0))
     deviation = (6 * steps * probability * (1 - probability)).sqrt()
@@ -66,7 +66,7 @@ def test_a_draw_depends_on_seed_step_and_sequence_and_on_nothing_else():
 
 def test_whole_sequences_are_repeated_and_the_metrics_say_how_many_are_left():
     batch = scored(SCORES[0])
-    trained, metrics = filtered(batch, settings("max_min"), torch.tensor([0.0, 0.2, 0.4, 0.6, 0.7, 0.999]))
+    trained, metrics = resample_by_score(batch, settings("max_min"), torch.tensor([0.0, 0.2, 0.4, 0.6, 0.7, 0.999]))
     assert trained["rewards"].tolist() == [2.0, 2.0, 2.0, 2.0, -3.0, -3.0]  # numbers 3, 3, 4, 4, 5, 5
     expected = batch.select([3, 3, 4, 4, 5, 5])
     assert all(torch.equal(trained[name], expected[name]) for name in ("tokens", "loss_mask", "group_ids", "rewards"))
@@ -77,7 +77,7 @@ def test_whole_sequences_are_repeated_and_the_metrics_say_how_many_are_left():
 def test_mini_batches_are_as_many_and_as_large_as_without_it():
     groups = torch.tensor([4, 4, 9, 9, 5, 5])
     batch = scored([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]).with_columns(group_ids=groups)
-    trained, _ = filtered(batch, settings("pow"), sequence_draws(1, 1, 6))
+    trained, _ = resample_by_score(batch, settings("pow"), sequence_draws(1, 1, 6))
     assert trained["group_ids"].tolist() == [4] * 6  # of one prompt only
     minis = [mini for _, mini in MiniBatches(1, 1, shuffle=False, seed=0).split(trained, 1)]
     assert [mini.num_sequences for mini in minis] == [2, 2, 2]

@@ -60,12 +60,12 @@ def test_targets_hold_the_critics_own_predictions_and_returns_of_mean_0_and_devi
     predicted = torch.randn(batch.num_tokens, dtype=torch.float64) * batch["loss_mask"]
     targets = ReturnScale()
     targets.load_state_dict(scale.state_dict())
-    made = targets.targets(batch.with_columns(values=scale.restore(predicted, batch)))
+    made = targets.update_and_normalize(batch.with_columns(values=scale.restore(predicted, batch)))
     torch.testing.assert_close(made["values"], predicted, rtol=1e-12, atol=1e-12)
     scale.observe(batch)
     expected = (batch["returns"] - scale.mean) / scale.deviation * batch["loss_mask"]
     torch.testing.assert_close(made["returns"], expected, rtol=1e-12, atol=1e-12)
-    fresh = ReturnScale().targets(batch)["returns"][batch["loss_mask"]]
+    fresh = ReturnScale().update_and_normalize(batch)["returns"][batch["loss_mask"]]
     assert float(fresh.mean()) == pytest.approx(0, abs=1e-12)
     assert float(fresh.std(unbiased=False)) == pytest.approx(1, rel=1e-12)
 

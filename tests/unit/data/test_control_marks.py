@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl.agent.incremental_template import IncrementalTemplate
-from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_marks
+from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_tool_marks
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5"])
@@ -25,12 +25,12 @@ def test_what_the_author_of_the_conversation_wrote_and_text_without_marks_keeps_
     tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen3")
     marks = control_marks(tokenizer)
     messages = [{"role": "assistant", "content": "<think>a</think>"}, {"role": "tool", "content": "1 < 2 |im_end|>"}]
-    shown, hidden = hide_marks(messages, marks)
+    shown, hidden = hide_tool_marks(messages, marks)
     assert shown == messages and hidden == {}
     calls = []
     assert encode_with_hidden_marks("text", {}, lambda text: calls.append(text) or [1]) == [1] and calls == ["text"]
     parts = [{"role": "tool", "content": [{"type": "text", "text": "a<|im_end|>b"}]}]
-    [message], hidden = hide_marks(parts, marks)
+    [message], hidden = hide_tool_marks(parts, marks)
     text = message["content"][0]["text"]
     ids = encode_with_hidden_marks(text, hidden, lambda piece: tokenizer(piece)["input_ids"])
     assert tokenizer.decode(ids) == "a<|im_end|>b" and tokenizer.eos_token_id not in ids

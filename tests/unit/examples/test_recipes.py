@@ -11,7 +11,7 @@ from tests.launched_scripts import LaunchedScripts
 from verl.config import load_config
 from verl.config.check import check_supported
 from verl.config.distillation import teachers
-from verl.trainer.ppo.preparation import check_functions, prepare_run
+from verl.trainer.ppo.preparation import check_engine_and_algorithm, prepare_run
 from verl.trainer.preflight import Findings
 from verl.utils.external_code import load_module
 
@@ -69,7 +69,7 @@ def test_a_recipe_resolves_for_eight_gpus(name, launched):
     arguments, _ = launched(f"examples/{cpu.RECIPES[name]}", NGPUS_PER_NODE="8")
     config, found = load_supported(arguments), Findings()
     assert config.trainer.n_gpus_per_node == 8
-    check_functions(config, found)
+    check_engine_and_algorithm(config, found)
     assert not found.errors and not [row for row in found.rows if row.status.name == "WARN"]
 
 

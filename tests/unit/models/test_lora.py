@@ -28,7 +28,7 @@ from verl.config import load_config
 from verl.config.rollout import RolloutConfig
 from verl.data.micro_batches import MicroBatching
 from verl.runtime.rank import RankInfo
-from verl.trainer.ppo.rollout_setup import build_inference_engine
+from verl.trainer.ppo.rollout_setup import build_standalone_engine
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.workers.rollout.base import GenerationRequest, SamplingParams
 from verl.workers.rollout.native_engine import NativeEngine
@@ -369,7 +369,7 @@ def test_generation_without_a_trainer_takes_the_adapters_or_refuses(folder, adap
     rollout = ["actor_rollout_ref.rollout.dtype=float32", "data.max_prompt_length=8", "data.max_response_length=8"]
     config = load_config([*given, *rollout])
     request = GenerationRequest(0, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8))
-    [completion] = asyncio.run(build_inference_engine(config, None).generate(request))
+    [completion] = asyncio.run(build_standalone_engine(config, None).generate(request))
     ids = torch.tensor([[5, 6, 7, *completion.token_ids]])
     merged = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="plain_test").eval()
     merged.load_state_dict(dict(started(folder, adapters, dtype="fp32").export_weights()), strict=False)
@@ -378,4 +378,4 @@ def test_generation_without_a_trainer_takes_the_adapters_or_refuses(folder, adap
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected[:, 0], rtol=0, atol=1e-4)
     without_vllm = "name=vllm needs vllm, which is not installed"  # looked at first
     with pytest.raises(ConfigError, match=f"only rollout.name=native takes adapters, and vllm would|{without_vllm}"):
-        build_inference_engine(load_config([*given, "actor_rollout_ref.rollout.name=vllm"]), None)
+        build_standalone_engine(load_config([*given, "actor_rollout_ref.rollout.name=vllm"]), None)

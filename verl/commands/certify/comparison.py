@@ -36,7 +36,7 @@ from verl.models.lora import add_adapters, wants_lora
 from verl.models.registry import check_prefix_sharing, runs_packed
 from verl.observe.progress import Progress
 from verl.plugin.platform import choose_platform
-from verl.trainer.ppo.preparation import check_functions
+from verl.trainer.ppo.preparation import check_engine_and_algorithm
 from verl.trainer.preflight import Findings, check_weights_are_there, find_device
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import import_external
@@ -259,7 +259,7 @@ def check_configuration(config: RunConfig, tiny: bool) -> None:
     find_device(config.trainer.device, found)
     models = [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]
     if all(found.check("external_lib", partial(import_external, model.external_lib)) for model in models):
-        check_functions(config, found)
+        check_engine_and_algorithm(config, found)
     for model in models:
         if model.path and not tiny:
             found.check("model", partial(check_weights_are_there, model))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from verl.config import RunConfig, load_config
 from verl.config.load import unread_keys
 from verl.trainer.early_checks import check_model_place
-from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 from verl.utils.paths import model_name
 from verl.utils.process_end import end_process
@@ -78,7 +78,7 @@ def run(overrides: list[str], options: argparse.Namespace) -> int:
         config = load_config(overrides)
         arr = config.actor_rollout_ref
         with mistakes:
-            check_engine_is_installed(arr)
+            check_rollout_engine_is_installed(arr)
         if arr.model.path:
             check_model_place(arr.model, arr.actor.strategy, mistakes)
         else:
@@ -149,7 +149,7 @@ def build_server(config: RunConfig, options: argparse.Namespace) -> "OpenAIServe
     """The server of a configuration, with its engine started."""
     from verl.commands.serve.server import OpenAIServer, ServerLimits
     from verl.models.load import load_tokenizer
-    from verl.trainer.ppo.rollout_setup import build_inference_engine, training_sampling
+    from verl.trainer.ppo.rollout_setup import build_standalone_engine, training_sampling
 
     rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -158,7 +158,7 @@ def build_server(config: RunConfig, options: argparse.Namespace) -> "OpenAIServe
     api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = ServerLimits(api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout)
     server = OpenAIServer(
-        build_inference_engine(config, tokenizer),
+        build_standalone_engine(config, tokenizer),
         tokenizer,
         options.name or model_name(Path(str(path))),
         max_length,

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.commands.serve.request_body import MAX_ANSWERS, RequestError
 from verl.data.chat import Message, PromptTemplate, read_messages
-from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_marks, show_marks
+from verl.data.control_marks import control_marks, encode_with_hidden_marks, hide_tool_marks, show_marks
 
 _PIECE_CHARACTERS = 1 << 16  # tokenised at once while the length is not known to fit
 _CUT_TOKENS = 16  # tokens that a cut between two pieces may add
@@ -41,7 +41,7 @@ class PromptReader:
                 "chat_template_kwargs",
             )
         try:
-            messages, hidden = hide_marks([_as_text(m) for m in read_messages(body["messages"])], self.marks)
+            messages, hidden = hide_tool_marks([_as_text(m) for m in read_messages(body["messages"])], self.marks)
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
         self._check_characters(sum(len(m.get("content") or "") for m in messages), "messages")

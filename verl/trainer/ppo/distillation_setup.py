@@ -35,7 +35,7 @@ def check_distillation_loss(config: RunConfig, found: Findings) -> None:
         )
 
 
-def find_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings) -> None:
+def check_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings) -> None:
     """Folder, tokenizer and vocabulary of every teacher."""
     use_topk = DISTILLATION_LOSSES.get(config.distillation.distillation_loss.loss_mode).use_topk
     for teacher in teachers(config.distillation):

@@ -19,8 +19,8 @@ WHOLE_REWARD = ("seq_reward", "seq_final_reward")  # metrics that are what is tr
 class GroupPlan(Protocol):
     """Names prompts to be answered, and picks groups. Groups are numbered in the order of their prompts, from 0."""
 
-    def due(self) -> Sequence[Prompt]:
-        """Prompts that are to be sent now, each once."""
+    def take_due(self) -> Sequence[Prompt]:
+        """Prompts to send now; each is given out once."""
 
     def add(self, number: int, group: Group) -> None:
         """Take note of a group whose answers are scored. They come in any order."""
@@ -51,7 +51,7 @@ class FixedPrompts:
         self.consumed = len(self._due)
         self.picked = range(self.consumed)
 
-    def due(self) -> Sequence[Prompt]:
+    def take_due(self) -> Sequence[Prompt]:
         due, self._due = self._due, []
         return due
 
@@ -103,7 +103,7 @@ class GroupFilter:
         self.consumed = self.num_sent = self.num_batches = 0
         self.verdicts: dict[int, Verdict] = {}
 
-    def due(self) -> list[Prompt]:
+    def take_due(self) -> list[Prompt]:
         """Whole generation batches while there is room for them and groups are missing; VerlError at a limit."""
         out: list[Prompt] = []
         while self._is_room():
@@ -111,7 +111,7 @@ class GroupFilter:
             prompts = self.draw(self.batch_size) if not limit or self.num_batches < limit else []
             if not prompts:
                 if self._in_flight == 0:
-                    raise VerlError(self._too_few())
+                    raise VerlError(self._too_few_text())
                 break
             out += prompts
             self.num_sent, self.num_batches = self.num_sent + len(prompts), self.num_batches + 1
@@ -156,7 +156,7 @@ class GroupFilter:
         }
         return out | {f"training/filter_groups/{name}": float(count) for name, count in counts.items()}
 
-    def _too_few(self) -> str:
+    def _too_few_text(self) -> str:
         metric, limit = self.rules.metric, self.rules.max_gen_batches
         counts = {name.rpartition("/")[2]: int(value) for name, value in self.metrics().items()}
         no_reward = sum(verdict.reason == "failed" for verdict in self.verdicts.values())

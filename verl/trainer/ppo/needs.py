@@ -15,7 +15,7 @@ def needs_baselines(config: RunConfig) -> bool:
     return "reward_baselines" in get_advantage(config.algorithm.adv_estimator).columns_for(config.algorithm)
 
 
-def check_needs(config: RunConfig) -> None:
+def check_columns_are_filled(config: RunConfig) -> None:
     """ConfigError, before the first step, for a column that no stage of this run fills."""
     algorithm, loss_mode = config.algorithm, trained_actor(config).policy_loss.loss_mode
     correction = algorithm.rollout_correction
@@ -42,7 +42,7 @@ def check_needs(config: RunConfig) -> None:
                 raise ConfigError(f"{who} needs the column {name!r}, which this run does not fill; set {switch}")
 
 
-def check_weights_are_used(config: RunConfig) -> None:
+def check_importance_weights_are_used(config: RunConfig) -> None:
     """ConfigError for a padded loss that does not multiply by the importance weights that the run computes."""
     actor = trained_actor(config)
     correction, loss = config.algorithm.rollout_correction, get_policy_loss(actor.policy_loss.loss_mode).function
@@ -53,7 +53,7 @@ def check_weights_are_used(config: RunConfig) -> None:
         )
 
 
-def forced_loss(config: RunConfig) -> str | None:
+def forced_loss_notice(config: RunConfig) -> str | None:
     """One line where bypass mode trains with another loss, or without the weights, that the configuration asks for."""
     correction, asked = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if not correction.bypass_mode:
@@ -69,7 +69,7 @@ def forced_loss(config: RunConfig) -> str | None:
     return None
 
 
-def forced_aggregation(config: RunConfig) -> str | None:
+def forced_aggregation_notice(config: RunConfig) -> str | None:
     """One line where the policy loss is defined with another aggregation than `loss_agg_mode` asks for."""
     actor, key = trained_actor(config), "actor_rollout_ref.actor.loss_agg_mode"
     forced = get_policy_loss(actor.policy_loss.loss_mode).aggregation

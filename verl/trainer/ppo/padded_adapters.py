@@ -190,6 +190,7 @@ class AggLossCapture:
         self.leaves: list[Tensor] = []
 
     def record(self, loss_mat: Tensor, loss_mask: Tensor, mode: str) -> Tensor:
+        """Keep the losses (N, W); a leaf scalar with the value of their weighted mean, or of a trial."""
         if mode != self.mode:
             raise ConfigError(
                 f"it asks agg_loss for {mode!r} while actor.loss_agg_mode={self.mode}; set the key to {mode}"

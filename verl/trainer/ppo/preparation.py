@@ -21,16 +21,21 @@ from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
 from verl.runtime.pools import describe_pools
 from verl.trainer.early_checks import early_mistakes, files_read
-from verl.trainer.engine_installed import check_engine_is_installed
-from verl.trainer.ppo.distillation_setup import assign_teachers, check_distillation_loss, find_teachers
-from verl.trainer.ppo.needs import check_needs, check_weights_are_used, forced_aggregation, forced_loss
+from verl.trainer.engine_installed import check_rollout_engine_is_installed
+from verl.trainer.ppo.distillation_setup import assign_teachers, check_distillation_loss, check_teachers
+from verl.trainer.ppo.needs import (
+    check_columns_are_filled,
+    check_importance_weights_are_used,
+    forced_aggregation_notice,
+    forced_loss_notice,
+)
 from verl.trainer.ppo.placement import place_roles
 from verl.trainer.ppo.rollout_setup import check_rollout_engine
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
+    check_disk_room,
     check_logging,
-    check_room,
     find_device,
     find_files,
     find_tokenizer,
@@ -61,14 +66,17 @@ class Preparation:
 
 
 def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
-    """The preparation of a run; None where `found` holds a refusal. Each check runs whose needs are met."""
+    """The preparation of a run; None where `found` holds a refusal. Each check runs whose needs are met.
+
+    It also seeds the driver's random generators.
+    """
     arr, data = config.actor_rollout_ref, config.data
     found.check("features", lambda: check_supported(config), "every configured feature is supported")
     found.missing(early_mistakes(config))
     _check_machine(config, found)
     seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
-        check_functions(config, found)
+        check_engine_and_algorithm(config, found)
     found.check("rollout", lambda: check_rollout_engine(arr), arr.rollout.name)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
@@ -82,17 +90,17 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     prompts, validation = _read_rows(config, runner, files, found)
     teacher_of_row = None
     if config.distillation.enabled and not found.errors:
-        find_teachers(config, tokenizer, found)
+        check_teachers(config, tokenizer, found)
         if prompts is not None:
             teacher_of_row = found.run("rows of teachers", lambda: assign_teachers(config, prompts), _teachers_text)
-    _check_room(config, found)
+    _check_disk_room(config, found)
     if found.errors or reward is None or prompts is None:
         return None
     return Preparation(runner, prompts, validation, reward, teacher_of_row)
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:
-    """Devices, folders and trackers."""
+    """Devices, trackers, and the folders of dumps, which are made."""
     settings = config.trainer
     found.check("processes", _check_started_once, "one process, which starts its ranks")
     if find_device(settings.device, found) is not None:
@@ -116,19 +124,19 @@ def _check_started_once() -> None:
         )
 
 
-def check_functions(config: RunConfig, found: Findings) -> None:
-    """What is chosen by name, after external_lib, which may register it."""
+def check_engine_and_algorithm(config: RunConfig, found: Findings) -> None:
+    """Training engine, advantage estimator and losses, after external_lib, which may register them."""
     actor = trained_actor(config)
     found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor))
     name = config.algorithm.adv_estimator
     found.check("advantage estimator", lambda: check_advantage(config.algorithm), name)
     loss = actor.policy_loss.loss_mode
     if found.check("policy loss", lambda: get_policy_loss(loss).check(actor), loss):
-        found.check("columns", lambda: check_needs(config))
-        found.check("importance weights", lambda: check_weights_are_used(config))
-        if notice := forced_loss(config):
+        found.check("columns", lambda: check_columns_are_filled(config))
+        found.check("importance weights", lambda: check_importance_weights_are_used(config))
+        if notice := forced_loss_notice(config):
             found.warn("rollout correction", notice)
-        if notice := forced_aggregation(config):
+        if notice := forced_aggregation_notice(config):
             found.warn("loss_agg_mode", notice)
     if config.distillation.enabled:
         check_distillation_loss(config, found)
@@ -156,11 +164,11 @@ def _read_rows(
         validation = found.run("validation rows", lambda: validation_prompts(data, runner.tokenizer, count), _rows_text)
     for rows in (prompts, validation):
         if rows is not None and config.reward.custom_reward_function.path is None:
-            _look_up_scorers(config, runner, rows, found)
+            _check_scorers(config, runner, rows, found)
     return prompts, validation
 
 
-def _look_up_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset, found: Findings) -> None:
+def _check_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset, found: Findings) -> None:
     """A refusal for each `data_source` that has no scorer; a doubt where a loop or manager of the user may score."""
     reward = config.reward
     scores_here = runner.loop_name(None) in (single_turn.NAME, TOOL_AGENT) and not runner.configured_loops
@@ -187,20 +195,20 @@ def _rows_text(rows: PromptDataset) -> str:
     return rows.summary.line()
 
 
-def _check_room(config: RunConfig, found: Findings) -> None:
+def _check_disk_room(config: RunConfig, found: Findings) -> None:
     arr, settings = config.actor_rollout_ref, config.trainer
     trained = [TrainedModel(arr.model, arr.actor.engine, arr.actor.checkpoint)]
     if uses_critic(config):
         trained.append(TrainedModel(config.critic.model, config.critic.engine, config.critic.checkpoint))
     if settings.save_freq is None or settings.save_freq > 0:
-        check_room(settings.default_local_dir, trained, settings.max_actor_ckpt_to_keep, found)
+        check_disk_room(settings.default_local_dir, trained, settings.max_actor_ckpt_to_keep, found)
 
 
-def find_model_to_answer(config: RunConfig, found: Findings) -> Any:
+def find_tokenizer_to_generate(config: RunConfig, found: Findings) -> Any:
     """The tokenizer of a command that samples without training; `found` says whether engine and model are there."""
     arr, data = config.actor_rollout_ref, config.data
     found.check("external_lib", lambda: import_external(arr.model.external_lib))
-    engine_is_there = found.check("rollout", lambda: check_engine_is_installed(arr), arr.rollout.name)
+    engine_is_there = found.check("rollout", lambda: check_rollout_engine_is_installed(arr), arr.rollout.name)
     if engine_is_there and find_rollout_engine(arr.rollout.name).weights is Weights.REMOTE:  # the tokenizer is here
         return found.run("tokenizer", lambda: load_tokenizer(arr.model), lambda t: f"{len(t)} tokens")
     longest = data.max_prompt_length + data.max_response_length

@@ -15,7 +15,7 @@ from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config, model_folder
 from verl.models.lora import add_adapters
 from verl.plugin.platform import get_platform
-from verl.trainer.engine_installed import check_engine_is_installed
+from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -34,7 +34,7 @@ from verl.workers.rollout.registry import (
 )
 
 
-def build_training_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine of `rollout.name`, which takes the actor's weights; one that only generates is refused."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     registered = find_rollout_engine(rollout.name, model.external_lib)
@@ -45,10 +45,10 @@ def build_training_engine(config: RunConfig, actor: Actor, tokenizer: PreTrained
     return registered.build(copied_inputs(rollout, model.path or "", tokenizer))
 
 
-def build_inference_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine without a trainer, on the weights of `model.path`: generation, serving, evaluation."""
     rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    check_engine_is_installed(config.actor_rollout_ref)
+    check_rollout_engine_is_installed(config.actor_rollout_ref)
     registered = find_rollout_engine(rollout.name, settings.external_lib)
     if registered.weights is Weights.IN_PLACE:
         dtype = rollout_dtype(rollout.dtype) or torch.float32
@@ -86,7 +86,7 @@ def check_rollout_engine(arr: ActorRolloutRefConfig) -> None:
             f"actor_rollout_ref.rollout.checkpoint_engine.backend={rollout.checkpoint_engine.backend} has nothing to "
             f"carry: rollout.name={rollout.name} samples where the trainer is; leave it at naive"
         )
-    check_engine_is_installed(arr)
+    check_rollout_engine_is_installed(arr)
 
 
 def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:

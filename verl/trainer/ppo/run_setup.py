@@ -17,7 +17,7 @@ from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.placement import place_roles, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.rollout_setup import (
-    build_training_engine,
+    build_rollout_engine,
     build_weight_sync,
     training_sampling,
     validation_sampling,
@@ -122,7 +122,7 @@ def build_engine_and_weight_sync(
     if group.local_worker is None and registered.weights is Weights.IN_PLACE:
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)
-    engine = build_training_engine(config, actor, tokenizer)
+    engine = build_rollout_engine(config, actor, tokenizer)
     return engine, build_weight_sync(config, actor, engine)
 
 

@@ -14,7 +14,7 @@ import torch
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.kl import apply_kl_in_reward, get_kl_controller
 from verl.algorithms.losses import aggregation_mode
-from verl.algorithms.policy_filtration import filtered
+from verl.algorithms.policy_filtration import resample_by_score
 from verl.algorithms.rollout_correction import correct
 from verl.config import RunConfig
 from verl.config.check import trained_actor
@@ -88,7 +88,7 @@ class PPOTrainer:
         batch = self.evaluate(self.pack(rollouts), timer)
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
-            trained = self.filter(batch, metrics)
+            trained = self.resample(batch, metrics)
         batch, update_metrics = self.update(batch, trained, timer)
         metrics.merge(update_metrics)
         self.global_step += 1
@@ -132,16 +132,16 @@ class PPOTrainer:
         The first two are left out where the update computes the same values.
         """
         algorithm, more = self.config.algorithm, outputs_asked_for(self.config)
-        bypassed, filters = algorithm.rollout_correction.bypass_mode, algorithm.use_pf_ppo
+        bypassed, resamples = algorithm.rollout_correction.bypass_mode, algorithm.use_pf_ppo
         if bypassed:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
-        if more or filters or not (bypassed or self.old_logprobs_are_redundant(batch)):
+        if more or resamples or not (bypassed or self.old_logprobs_are_redundant(batch)):
             with timer("old_log_prob"):
                 outputs = self.actor.logprobs_and_entropy(batch, more)
             batch = batch.with_columns(entropy=outputs["entropy"])
             if not bypassed:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
-            elif filters:  # the update does not see every sequence
+            elif resamples:  # the update does not see every sequence
                 batch = batch.with_columns(current_logprobs=outputs["logprobs"])
             if "sum_pi_squared" in outputs:
                 batch = batch.with_columns(sum_pi_squared=outputs["sum_pi_squared"])
@@ -177,14 +177,14 @@ class PPOTrainer:
             raise DataError(all_rejected(correction, self.global_step + 1))
         return batch, metrics
 
-    def filter(self, batch: Batch, metrics: Metrics) -> Batch:
+    def resample(self, batch: Batch, metrics: Metrics) -> Batch:
         """The sequences to train on: `batch`, drawn again with algorithm.use_pf_ppo; adds how many are different."""
         if not self.config.algorithm.use_pf_ppo:
             return batch
         seed = self.config.actor_rollout_ref.actor.data_loader_seed
         draws = sequence_draws(seed, self.global_step, batch.num_sequences)
-        trained, filter_metrics = filtered(batch, self.config.algorithm.pf_ppo, draws)
-        metrics.merge(filter_metrics)
+        trained, resample_metrics = resample_by_score(batch, self.config.algorithm.pf_ppo, draws)
+        metrics.merge(resample_metrics)
         return trained
 
     def update(self, batch: Batch, trained: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
@@ -232,7 +232,7 @@ class PPOTrainer:
         return update_gives_old_logprobs(self.config) and warm and on_policy and not self.actor.has_dropout
 
     def step_metrics(self, batch: Batch, trained: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
-        """Every metric of the step except timings."""
+        """Every metric of the step except timings; VerlError where a loss is not finite."""
         config, actor = self.config, trained_actor(self.config)
         out = metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))

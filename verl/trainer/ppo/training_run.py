@@ -110,7 +110,7 @@ class TrainingRun:
         self.advice_given: set[str] = set()
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
-        self.num_prompts = 0  # to train on; for facts()
+        self.num_prompts = 0  # to train on; for header_lines
 
     @property
     def complete(self) -> bool:
@@ -202,7 +202,7 @@ class TrainingRun:
                 dump_rollout_batch(self.config.trainer.rollout_data_dir, record.step, record.rollouts)
 
     def validate(self) -> dict[str, float]:
-        """Sample the held-out prompts with the published weights and score them."""
+        """Sample the held-out prompts with the published weights and score them; logs, prints and dumps answers."""
         assert self.validation is not None
         self.is_validating = True
         metrics, rollouts = self.trainer.wait_for(self.validation.run())
@@ -232,7 +232,7 @@ class TrainingRun:
         """Show how far a pass of a model over the batch is."""
         self.progress.count(f"{done:,} of {of:,} sequences")
 
-    def facts(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         """What is known once everything is loaded: devices, rows, steps."""
         data = self.config.data
         held_out = f"{len(self.validation.prompts):,} held out" if self.validation else "no validation"

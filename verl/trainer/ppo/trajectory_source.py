@@ -118,7 +118,8 @@ class _Collection:
         self.any_aborted = False
 
     async def run(self) -> RolloutBatch:
-        engine, first = self.collector.engine, self._due()
+        """Wake the engine, answer and score what the plan asks for; with `free_cache` let the engine sleep again."""
+        engine, first = self.collector.engine, self._take_due()
         await engine.wake()
         stats_before = await engine.stats()
         watcher = asyncio.create_task(self._watch_tokens(stats_before))
@@ -138,9 +139,9 @@ class _Collection:
             await engine.sleep()
         return self._result()
 
-    def _due(self) -> Sequence[tuple[PromptRow, int]]:
+    def _take_due(self) -> Sequence[tuple[PromptRow, int]]:
         """The prompts to send now, which are counted."""
-        prompts = self.plan.due()
+        prompts = self.plan.take_due()
         self.counts.total += self.sampling.n * len(prompts)
         if prompts:
             self.collector.on_answers(self.counts)
@@ -153,6 +154,7 @@ class _Collection:
             self.generating[number] = self.tasks.create_task(self._answer_prompt(number, row, request_id))
 
     async def _answer_prompt(self, number: int, row: PromptRow, request_id: int) -> None:
+        """Answer and score one prompt; then send the prompts that come to be due, or abort those in flight."""
         async with asyncio.TaskGroup() as pair:
             baseline = pair.create_task(self._greedy_score(row, -1 - request_id)) if self.with_baselines else None
             trajectories = await self._answers(row, request_id, self.sampling)
@@ -169,7 +171,7 @@ class _Collection:
         if self.plan.complete:
             self._abort_surplus()
         else:
-            self._send(self._due())
+            self._send(self._take_due())
 
     async def _answers(self, row: PromptRow, request_id: int, sampling: SamplingParams) -> list[Trajectory]:
         trajectories = await self.collector.agent_runner.answer(row, request_id, sampling, self.collector.engine)
