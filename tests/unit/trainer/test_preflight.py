@@ -20,7 +20,7 @@ from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.ppo.run_setup import build_run
 from verl.trainer.preflight import Findings, TrainedModel
 from verl.trainer.rank_launch import num_ranks_to_start
-from verl.trainer.sft_trainer import num_ranks
+from verl.trainer.sft_trainer import check_and_count_ranks
 
 ARR = jobs.ARR
 Disk = namedtuple("Disk", "total used free")
@@ -143,7 +143,7 @@ def test_fine_tuning_says_everything_before_its_ranks(job: Path):
     words = [f"model.path={job}/nowhere", f"data.train_files={job}/none.jsonl", "trainer.device=cpu"]
     words += ["trainer.n_gpus_per_node=2", "trainer.logger=[consol]", "engine.strategy=fsdp3"]
     with pytest.raises(ConfigError) as raised:
-        num_ranks(load_config(words, "sft_trainer"))
+        check_and_count_ranks(load_config(words, "sft_trainer"))
     message = str(raised.value)
     assert message.startswith("4 things keep this run from starting:")
     assert all(text in message for text in ("nowhere is not a folder", "none.jsonl does not exist", "consol", "fsdp3"))
