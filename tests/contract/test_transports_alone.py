@@ -16,7 +16,7 @@ from verl.checkpoint_engine import broadcast, shared_memory
 from verl.checkpoint_engine.buckets import buckets
 from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config import load_config
-from verl.trainer.ppo.rollout_setup import build_weight_sync, check_rollout_engine
+from verl.trainer.ppo.rollout_setup import build_weight_sync, check_rollout_engine_can_train
 from verl.utils.errors import ConfigError, PluginError, TransportError
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
         TransportEndpoint().open(TransportSettings("file", 1, {}))
     nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: rollout.name=native samples where"):
-        check_rollout_engine(load_config([nccl]).actor_rollout_ref)
+        check_rollout_engine_can_train(load_config([nccl]).actor_rollout_ref)
     config = load_config([nccl, "actor_rollout_ref.rollout.name=vllm"])
     here = SimpleNamespace(group=SimpleNamespace(local_worker=nn.Identity()), model=None)
     with pytest.raises(ConfigError, match=r"backend=nccl has nothing to carry: with rollout.name=vllm"):

@@ -322,7 +322,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Token ids of the initial messages, then the generation prompt. `tools`: schemas instead of the run's."""
         refuse_media(images=images, videos=videos, audios=audios)
-        self._show_tools(tools)
+        self._replace_tools(tools)
         return self.incremental_template.initial_tokens(messages)
 
     async def ct_merge_assistant_token(
@@ -351,13 +351,13 @@ class AgentLoopBase(ABC):
         """(merge result, mask, log-probs) of the conversation with the turns that `updated_messages` has more than
         `previous_messages`, then the generation prompt."""
         refuse_media(**media)
-        self._show_tools(tools)
+        self._replace_tools(tools)
         template = self.incremental_template
         return merge_turns(
             template, previous_messages, updated_messages, runtime_token_ids, response_mask, response_logprobs
         )
 
-    def _show_tools(self, tools: Any) -> None:
+    def _replace_tools(self, tools: Any) -> None:
         if tools is not None:
             kwargs = self.incremental_template.template_kwargs
             schemas = [schema_dict(tool) for tool in tools]

@@ -75,7 +75,7 @@ def settle_name(config: C) -> tuple[C, RunPlace]:
         saved = record.config.get("trainer", {}).get("experiment_name") if record else None
         values = {"experiment_name": saved} if saved else _first_free_metrics(config)
         return with_trainer_values(config, values), RunPlace()
-    earlier = find_earlier(config)
+    earlier = find_earlier_run(config)
     if earlier is None or earlier.folder is None:
         return config, RunPlace()
     name = str(earlier.config["trainer"]["experiment_name"])
@@ -95,7 +95,7 @@ def named_for_ranks(config: C) -> tuple[C, RunPlace]:
     return named, place
 
 
-def find_earlier(config: AnyConfig) -> RunRecord | None:
+def find_earlier_run(config: AnyConfig) -> RunRecord | None:
     """The newest run beside this one that has the same configuration and a checkpoint."""
     root = Path(config.trainer.default_local_dir).parent
     files = sorted(root.glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -108,7 +108,7 @@ def find_earlier(config: AnyConfig) -> RunRecord | None:
     return None
 
 
-def look(config: AnyConfig) -> Holdings:
+def holdings_of(config: AnyConfig) -> Holdings:
     """What the folder and the metrics file of a run hold."""
     root, metrics = Path(config.trainer.default_local_dir), metrics_of(config)
     logged = [record["step"] for record in parse_metrics(metrics)[0]] if metrics and metrics.is_file() else []
@@ -174,7 +174,7 @@ def _lock_first_fit(config: C, stack: ExitStack) -> tuple[C, Holdings]:
         with lock:
             if is_new and _is_taken(candidate):  # meanwhile
                 continue
-            held = look(candidate)
+            held = holdings_of(candidate)
             conflict = find_conflict(candidate, held)
             if conflict and not (conflict.may_resume and policy == "resume"):
                 if policy == "rename" and not is_new:

@@ -44,7 +44,7 @@ def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
     return [
         first,
         *(f"  {line}" for line in place.lines),
-        f"task         {task(config)}, verl {__version__}",
+        f"task         {task_name(config)}, verl {__version__}",
         f"model        {describe_model(model_path(config))}",
         *(f"teacher      {describe_model(path)}" for path in teacher_paths(config)),
         f"metrics      {trackers}",
@@ -57,7 +57,7 @@ def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
     ]
 
 
-def task(config: AnyConfig) -> str:
+def task_name(config: AnyConfig) -> str:
     """What the run does, in the field's words."""
     if isinstance(config, SFTConfig):
         loss = f" ({config.loss.name})" if isinstance(config, PreferenceConfig) else ""

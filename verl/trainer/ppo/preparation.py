@@ -30,7 +30,7 @@ from verl.trainer.ppo.needs import (
     forced_loss_notice,
 )
 from verl.trainer.ppo.placement import place_roles
-from verl.trainer.ppo.rollout_setup import check_rollout_engine
+from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
 from verl.trainer.preflight import (
     Findings,
     TrainedModel,
@@ -77,7 +77,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
         check_engine_and_algorithm(config, found)
-    found.check("rollout", lambda: check_rollout_engine(arr), arr.rollout.name)
+    found.check("rollout", lambda: check_rollout_engine_can_train(arr), arr.rollout.name)
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
     files = _files_there(config, found)

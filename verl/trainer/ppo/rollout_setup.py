@@ -76,7 +76,7 @@ def copied_inputs(rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokeni
     return EngineInputs(rollout, tokenizer, eos, model_path=str(model_folder(path)))
 
 
-def check_rollout_engine(arr: ActorRolloutRefConfig) -> None:
+def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
     """ConfigError where the engine of `rollout.name` cannot train, or what it needs is not installed."""
     rollout, registered = arr.rollout, find_rollout_engine(arr.rollout.name, arr.model.external_lib)
     if not registered.can_train:
