@@ -12,7 +12,7 @@ from tests.e2e.jobs import ARR
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.errors import ConfigError, DataError
@@ -204,4 +204,4 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(folder, overrid
 def test_teachers_that_cannot_be_are_refused(folder, overrides, message):
     keys = ("distillation.enabled=True", teacher(folder, "one"), *overrides)
     with pytest.raises(ConfigError, match=message):
-        check_supported(load_config(jobs.overrides(folder, "refused", *SHORT, *keys)))
+        check_can_start(load_config(jobs.overrides(folder, "refused", *SHORT, *keys)))

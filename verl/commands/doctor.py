@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.config import RunConfig, load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.plugin.findings import Finding, Status
 from verl.plugin.installed import has_module, version_of
 from verl.plugin.loading import load_plugins
@@ -30,7 +30,7 @@ usage: verl doctor [--json] [--config-name NAME] [key=value ...]
                                              exit code 0 when this configuration can run here, 1 when it cannot
 """
 
-# Backends, features and sizes to probe: check_supported refuses those that this release lacks.
+# Backends, features and sizes to probe: check_can_start refuses those that this release lacks.
 ENGINES = ("fsdp", "fsdp2", "megatron", "veomni")
 ROLLOUTS = ("native", "vllm", "sglang")
 PROBE_MODEL = "actor_rollout_ref.model.path=."
@@ -133,7 +133,7 @@ def _refusal(name: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            check_supported(load_config([PROBE_MODEL, choice]))
+            check_can_start(load_config([PROBE_MODEL, choice]))
         if name in ENGINES:
             _engine(name)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from verl.agent.agent_runner import AgentRunner
 from verl.config import RunConfig, load_config
-from verl.config.load import unread_keys
+from verl.config.load import pop_unread_keys
 from verl.data.data_files import FileRows
 from verl.data.prompts import PromptDataset, train_prompts
 from verl.trainer.ppo.trajectory_source import first_failure
@@ -78,7 +78,7 @@ def generate(config: RunConfig) -> Path:
     journal = output.with_name(output.name + ".parts")
     answers = read_journal(journal, run_fingerprint(config, prompts, sampling))
     engine = build_standalone_engine(config, tokenizer)
-    for key in unread_keys(config):
+    for key in pop_unread_keys(config):
         print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     try:
         asyncio.run(answer_remaining(engine, agent_runner, prompts, sampling, journal, answers))

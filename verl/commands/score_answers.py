@@ -93,7 +93,7 @@ def read_and_check(config: EvalConfig, reward: RewardConfig) -> tuple[list[Rewar
                 find_scorer(source)
             except NoScorerError as error:
                 mistakes.add(DataError(f"{config.data.path}: {error}"))
-    mistakes.refuse("things keep these answers from being scored")
+    mistakes.raise_if_any("things keep these answers from being scored")
     assert answers is not None  # without a mistake
     return answers
 

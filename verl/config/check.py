@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.config import foreign_keys, schema
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS, ActorConfig
@@ -35,7 +35,7 @@ def check(config: Any, combinations: bool = True) -> None:
         with mistakes:
             check_value(path, path.rsplit(".", 1)[-1], value)
             wrong.discard(path)
-    mistakes.refuse(MISTAKES)
+    mistakes.raise_if_any(MISTAKES)
     if not combinations:
         return
     if isinstance(config, RunConfig):
@@ -52,10 +52,10 @@ def check(config: Any, combinations: bool = True) -> None:
                 rule(config)
     elif isinstance(config, SFTConfig):
         _check_sft(config)
-    mistakes.refuse(MISTAKES)
+    mistakes.raise_if_any(MISTAKES)
 
 
-def check_supported(config: Any) -> None:
+def check_can_start(config: Any) -> None:
     """ConfigError where a run cannot start: a feature still to come, no micro-batch size, no model, no tokenizer."""
     root: type = type(config)
     foreign = foreign_keys.load_foreign_keys(root)
@@ -139,10 +139,10 @@ def _check_batch_sizes(config: RunConfig) -> None:
             f"data.train_batch_size={data.train_batch_size} is not a multiple of data.gen_batch_size={together}"
             + more * (not replaces)
         )
-    check_ranks(config, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))
+    check_batch_divides(config, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))
 
 
-def check_ranks(config: RunConfig, devices: int) -> None:
+def check_batch_divides(config: RunConfig, devices: int) -> None:
     """ConfigError where `devices` devices cannot divide the sequences of a training step evenly."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     for old, target in getattr(config, "_undivided_totals", {}).items():
@@ -169,20 +169,31 @@ def check_ranks(config: RunConfig, devices: int) -> None:
                 )
 
 
-def _passes(config: RunConfig) -> Iterator[tuple[str, Any, str, str, str, int]]:
-    """Role, its section, its keys of batching, and the ranks that split each sequence, of every pass of a step."""
+class _Pass(NamedTuple):
+    """A pass over the batch in a step, and how it is cut into micro-batches."""
+
+    role: str
+    section: Any
+    dynamic_key: str
+    micro_batch_key: str
+    budget_key: str
+    ranks_per_sequence: int
+
+
+def _passes(config: RunConfig) -> Iterator[_Pass]:
+    """Every pass of a step."""
     arr, critic = config.actor_rollout_ref, config.critic
     sp_size = arr.actor.engine.ranks_per_sequence
-    yield "actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size
-    yield "actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size
+    yield _Pass("actor_rollout_ref.actor", arr.actor, *PPO_BATCHING_KEYS, sp_size)
+    yield _Pass("actor_rollout_ref.rollout", arr.rollout, *LOG_PROB_BATCHING_KEYS, sp_size)
     if uses_reference(config):
         ref_sp_size = sp_size if actor_is_reference(config) else arr.ref.engine.ranks_per_sequence
-        yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size
+        yield _Pass("actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, ref_sp_size)
     if config.distillation.enabled:  # a teacher runs like a reference
-        yield "actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence
+        yield _Pass("actor_rollout_ref.ref", arr.ref, *LOG_PROB_BATCHING_KEYS, arr.ref.engine.ranks_per_sequence)
     if uses_critic(config):
         for keys in (PPO_BATCHING_KEYS, FORWARD_BATCHING_KEYS):
-            yield "critic", critic, *keys, critic.engine.ranks_per_sequence
+            yield _Pass("critic", critic, *keys, critic.engine.ranks_per_sequence)
 
 
 def has_adapters(model: HFModelConfig) -> bool:
@@ -246,7 +257,7 @@ def _check_algorithm(config: RunConfig) -> None:
             f"{algorithm.adv_estimator}; set adv_estimator=gae, or use_pf_ppo=False"
         )
     _check_filter_groups(config)
-    _check_reward_parts(config)
+    _check_reward_weights(config)
     correction, where = algorithm.rollout_correction, "algorithm.rollout_correction"
     correction.rejection_rules()
     if actor.policy_loss.loss_mode == "bypass_mode" and not correction.bypass_mode:
@@ -282,7 +293,7 @@ def _check_filter_groups(config: RunConfig) -> None:
         )
 
 
-def _check_reward_parts(config: RunConfig) -> None:
+def _check_reward_weights(config: RunConfig) -> None:
     names, numbers = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if numbers is not None and len(numbers) != len(names or ()):
         raise ConfigError(

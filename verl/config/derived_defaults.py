@@ -23,7 +23,7 @@ def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
         return {}
     algorithm = str(values.get("algorithm.adv_estimator", "gae"))
     name = dated_name(values, {"gae": "ppo"}.get(algorithm, algorithm if algorithm.isidentifier() else "rl"))
-    return {**name, **_strategy(values), **_dynamic_batching(values), **_mini_batch(values), **_reward_parts(values)}
+    return {**name, **_strategy(values), **_dynamic_batching(values), **_mini_batch(values), **_reward_weights(values)}
 
 
 def _strategy(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -52,7 +52,7 @@ def _mini_batch(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     return {path: (batch, "derived: not more than data.train_batch_size")}
 
 
-def _reward_parts(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+def _reward_weights(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """`reward.weights` and the two keys of gdpo say the same; those that are not set follow from those that are."""
     names, numbers, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights", "reward.weights"
     by_name, keys, listed = values.get(weights) or {}, values.get(names), values.get(numbers)

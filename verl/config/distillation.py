@@ -102,7 +102,7 @@ def _teacher(where: str, name: str, given: Any) -> Teacher | None:
     return Teacher(name, str(path), None if key_ is None else str(key_), temperature)
 
 
-def server_settings(config: DistillationConfig) -> list[str]:
+def requested_server_keys(config: DistillationConfig) -> list[str]:
     """The keys of teachers in servers of their own that ask for something."""
     return [
         f"distillation.teacher_models.{name}.{part}"

@@ -101,13 +101,13 @@ def keys_with_word(word: str) -> list[str]:
     lines = []
     for command, root in ROOTS.items():
         mark = "" if root is RunConfig else f" ({command})"
-        for path, key in own_keys(root).items():
+        for path, key in keys_without_inherited(root).items():
             if "." not in word and word.lower() in f"{path} {key.doc}".lower():
                 lines.append(f"{path}{mark}: {key.doc}")
     return lines
 
 
-def own_keys(root: type) -> dict[str, schema.Key]:
+def keys_without_inherited(root: type) -> dict[str, schema.Key]:
     """The keys of a root class; of those that extend SFTConfig, the keys that differ from it."""
     shared = schema.keys(SFTConfig) if issubclass(root, SFTConfig) and root is not SFTConfig else {}
     return {
@@ -206,11 +206,11 @@ def print_config(arguments: Sequence[str]) -> int:
 
 def print_markdown(arguments: Sequence[str] = ()) -> int:
     """Print the reference page."""
-    print(markdown(), end="")
+    print(reference_page(), end="")
     return 0
 
 
-def markdown() -> str:
+def reference_page() -> str:
     """The text of docs/reference/config.md."""
     lines = [
         "# Configuration reference",
@@ -237,7 +237,7 @@ def markdown() -> str:
 
 
 def _section_lines(path: str, cls: type, root: type) -> list[str]:
-    keys = [key for key in own_keys(root).values() if key.path.rpartition(".")[0] == path]
+    keys = [key for key in keys_without_inherited(root).values() if key.path.rpartition(".")[0] == path]
     if not keys:
         return []
     doc = (cls.__doc__ or "").strip()

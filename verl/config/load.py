@@ -16,7 +16,7 @@ from verl.config.check import check
 from verl.config.evaluation import EvalConfig
 from verl.config.extra import EXTRA
 from verl.config.foreign_keys import key_in_extra
-from verl.config.no_effect import keys_without_effect
+from verl.config.no_effect import no_effect_warnings
 from verl.config.overrides import MAX_DEPTH, Override, parse_override
 from verl.config.own_keys import added_key_line, own_values
 from verl.config.preference import DPOConfig, RewardModelConfig
@@ -78,8 +78,8 @@ def load_config(
     with mistakes:
         config = builder.build(_resolve_with_omegaconf)
         check(config, combinations=not mistakes.errors)
-    mistakes.refuse(MISTAKES)
-    for text in (*builder.warnings, *keys_without_effect(config)):
+    mistakes.raise_if_any(MISTAKES)
+    for text in (*builder.warnings, *no_effect_warnings(config)):
         warnings.warn(text, ConfigWarning, stacklevel=2)
     record_reads(True)
     return config
@@ -96,8 +96,8 @@ def _put_override(builder: ConfigBuilder, override: Override) -> None:
     builder.put(target or override.path, override.value, origin, override.text)
 
 
-def unread_keys(config: Any) -> list[str]:
-    """Keys that were set but not read since load_config; also stops the recording, which costs a little per read.
+def pop_unread_keys(config: Any) -> list[str]:
+    """Keys that were set but not read since load_config. Ends the recording of reads, so it can be asked once.
 
     A key counts as read when a key that follows it was read.
     """
@@ -114,11 +114,7 @@ def unread_keys(config: Any) -> list[str]:
 
     checkpoint_keys = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
     parts = ("gdpo_reward_keys", "gdpo_reward_weights")  # become reward.weights
-    excepted = (
-        "model_engine",
-        *parts,
-        *checkpoint_keys,
-    )  # read before the recording, or only at the last training step
+    excepted = ("model_engine", *parts, *checkpoint_keys)  # read before the recording, or at the last step
     unread = [path for path in config._set if path.rpartition(".")[2] not in (*excepted, EXTRA) and not is_read(path)]
     own = [path for path in config._set if path.endswith("." + EXTRA)]
     return unread + [f"{path}.{name}" for path in own for name in own_values(config, path) if (path, name) not in reads]

@@ -6,7 +6,7 @@ from verl.config import foreign_keys, schema
 from verl.config.base import Section
 
 
-def keys_without_effect(config: Any) -> list[str]:
+def no_effect_warnings(config: Any) -> list[str]:
     """One sentence for each key that was set to a value that nothing reads yet."""
     root: type = type(config)
     texts = []

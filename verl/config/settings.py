@@ -29,7 +29,7 @@ class ConfigBuilder:
 
     def put(self, path: str, value: Any, origin: str, text: str | None = None, spelling: str = "") -> None:
         """Set one key, or every key of a section given as a dictionary."""
-        if self._is_hydra_group(path, value):
+        if self._accept_hydra_group(path, value):
             return
         rule = foreign_keys.check_key(path, self.root)
         owner = schema.owning_key(path, self.root)
@@ -67,8 +67,8 @@ class ConfigBuilder:
                 inner = inner.get(name, {})
             inner.pop(names[-1], None)
 
-    def _is_hydra_group(self, path: str, value: Any) -> bool:
-        """Whether `path=value` chooses a section's file, as in scripts written for Hydra; there is one file each."""
+    def _accept_hydra_group(self, path: str, value: Any) -> bool:
+        """Whether `path=value` chooses a section's file, as in scripts written for Hydra; a planned choice is noted."""
         only = _HYDRA_GROUPS.get(path)
         if only is None or path not in schema.sections(self.root) or not isinstance(value, str):
             return False
@@ -93,7 +93,7 @@ class ConfigBuilder:
         else:
             self.put(rule.target, value, f"{origin} through {path}", text, spelling=path)
 
-    def _refuse(self) -> None:
+    def _raise_refusals(self) -> None:
         """ConfigError for refused keys that ask for something."""
         defaults, flat = foreign_keys.load_foreign_keys(self.root).defaults, self._flat_values()
         mistakes = Mistakes()
@@ -110,7 +110,7 @@ class ConfigBuilder:
         for feature, settings in self._refusals.items():
             more = f" (and {len(settings) - 1} more)" if len(settings) > 1 else ""
             mistakes.add(ConfigError(foreign_keys.not_yet_supported_message(settings[0] + more, feature)))
-        mistakes.refuse(MISTAKES)
+        mistakes.raise_if_any(MISTAKES)
 
     def _foreign_value(self, path: str, value: Any, flat: dict[str, Any], steps: int = 0) -> Any:
         """The value of a key outside the schema, followed through references to other keys."""
@@ -144,11 +144,11 @@ class ConfigBuilder:
             self.values[path] = _merge(self.values.get(path) or _copy(key.default) or {}, value)
         else:
             value = value if has_interpolation(value) else schema.convert(value, key, text)
-            self._check_spellings(path, spelling, value)
+            self._record_spelling(path, spelling, value)
             self.values[path] = value
         self.origins[key.path] = origin
 
-    def _check_spellings(self, path: str, spelling: str, value: Any) -> None:
+    def _record_spelling(self, path: str, spelling: str, value: Any) -> None:
         if has_interpolation(value):
             return
         seen = self._spellings.setdefault(path, {})
@@ -180,7 +180,7 @@ class ConfigBuilder:
 
     def build(self, resolve: Resolver) -> Any:
         """The typed configuration; ConfigError for refused keys and values of the wrong type."""
-        self._refuse()
+        self._raise_refusals()
         if self._per_device:
             self._divide_per_device(self._flat_values())
         self._pack_shared_prompts()

@@ -4,14 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.observe.svg_curves import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    WIDTH,
+    GEOMETRY,
     Curve,
     Points,
     StackedTimes,
@@ -128,11 +124,7 @@ def write_page(
         prompts=answers_side_by_side(runs),
         configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],
         refresh_s=refresh_s,
-        width=WIDTH,
-        height=HEIGHT,
-        left=LEFT,
-        right=WIDTH - RIGHT,
-        bottom=HEIGHT - BOTTOM,
+        **GEOMETRY,
     )
     atomic_write_text(Path(path), page)
     return Path(path)
@@ -156,8 +148,13 @@ def headline_rank(name: str) -> int | None:
     return next(matches, None)
 
 
-def group_curves(runs: Sequence[Mapping[str, Points]]) -> tuple[list[Curve], dict[str, list[Curve]]]:
-    """(headline curves, all other curves by the first part of their name), the runs of one metric in one drawing."""
+class GroupedCurves(NamedTuple):
+    headline: list[Curve]
+    groups: dict[str, list[Curve]]  # all others, by the first part of their name
+
+
+def group_curves(runs: Sequence[Mapping[str, Points]]) -> GroupedCurves:
+    """The curves of a page, the runs of one metric in one drawing."""
     headline: list[tuple[int, Curve]] = []
     groups: dict[str, list[Curve]] = {}
     for name in sorted({name for points in runs for name in points}):
@@ -172,7 +169,8 @@ def group_curves(runs: Sequence[Mapping[str, Points]]) -> tuple[list[Curve], dic
             groups.setdefault(name.split("/")[0], []).append(curve)
         else:
             headline.append((rank, curve))
-    return [curve for _, curve in sorted(headline, key=lambda item: item[0])], dict(sorted(groups.items()))
+    ranked = [curve for _, curve in sorted(headline, key=lambda item: item[0])]
+    return GroupedCurves(ranked, dict(sorted(groups.items())))
 
 
 def stage_times(records: Sequence[Mapping[str, Any]]) -> StackedTimes | None:

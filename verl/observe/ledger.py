@@ -54,7 +54,7 @@ class Ledger:
         self._unsynced: list[Path] = []
 
     def append(self, step: int, batch: Batch, stop_reasons: Sequence[str] | None = None) -> Path:
-        """Record `batch` as step `step`, replacing an older file of the step; returns the file's path."""
+        """Record `batch` as step `step`, in place of an older file, and drop all but `keep_steps`; returns its path."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -2,32 +2,38 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 GIB = 1024**3
 
 
 def memory_metrics(max_allocated_bytes: int = 0, max_reserved_bytes: int = 0) -> dict[str, float]:
     """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and the peaks of the device if they are known."""
-    used, peak = host_memory_bytes()
-    out = {"perf/cpu_memory_used_gb": used / GIB, "perf/cpu_max_memory_used_gb": peak / GIB}
+    resident = resident_memory_bytes()
+    out = {"perf/cpu_memory_used_gb": resident.current / GIB, "perf/cpu_max_memory_used_gb": resident.peak / GIB}
     if max_reserved_bytes or max_allocated_bytes:
         out["perf/max_memory_allocated_gb"] = max_allocated_bytes / GIB
         out["perf/max_memory_reserved_gb"] = max_reserved_bytes / GIB
     return out
 
 
-def host_memory_bytes() -> tuple[int, int]:
-    """(current, peak) resident memory of this process, in bytes."""
+class ResidentMemory(NamedTuple):
+    current: int
+    peak: int
+
+
+def resident_memory_bytes() -> ResidentMemory:
+    """Memory of this process; on a system without /proc the peak stands for both."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
         if "VmRSS" in fields and "VmHWM" in fields:
-            return parse_kilobytes(fields["VmRSS"]), parse_kilobytes(fields["VmHWM"])
+            return ResidentMemory(parse_kilobytes(fields["VmRSS"]), parse_kilobytes(fields["VmHWM"]))
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if os.uname().sysname == "Darwin" else peak * 1024
-    return peak_bytes, peak_bytes
+    return ResidentMemory(peak_bytes, peak_bytes)
 
 
 def parse_kilobytes(text: str) -> int:

@@ -214,12 +214,9 @@ class RichLine:
 
         # rich redirects sys.stdout to print above the bar; a stdout that goes to a file must not be redirected
         self._console = console = Console(file=stream, soft_wrap=True)  # a long path stays whole, to be copied
+        columns, to_terminal = live_columns(console), sys.stdout.isatty()
         self._bar = RichProgress(
-            *live_columns(console),
-            console=console,
-            transient=True,
-            refresh_per_second=2,
-            redirect_stdout=sys.stdout.isatty(),
+            *columns, console=console, transient=True, refresh_per_second=2, redirect_stdout=to_terminal
         )
         self._task: Any = None
 

@@ -23,13 +23,7 @@ def dump_rollouts(
 
     `extras` maps a field name to one value per rollout; values that JSON cannot represent are written as strings.
     """
-    columns: dict[str, Sequence[Any]] = {
-        **(extras or {}),
-        "input": inputs,
-        "output": outputs,
-        "gts": ground_truths,
-        "score": scores,
-    }
+    columns = dict[str, Sequence[Any]](extras or {}, input=inputs, output=outputs, gts=ground_truths, score=scores)
     for name, column in columns.items():
         if len(column) != len(inputs):
             raise DataError(f"dump of step {step}: {name!r} has {len(column)} values for {len(inputs)} rollouts")
@@ -37,9 +31,8 @@ def dump_rollouts(
     lines = []
     for i in range(len(inputs)):
         row = {name: column[i] for name, column in columns.items()} | {"step": step}
-        lines.append(
-            json.dumps({name: row[name] for name in dict.fromkeys(order)}, ensure_ascii=False, default=json_default)
-        )
+        ordered = {name: row[name] for name in dict.fromkeys(order)}
+        lines.append(json.dumps(ordered, ensure_ascii=False, default=json_default))
     path = Path(folder) / f"{step}.jsonl"
     try:
         atomic_write_text(path, "".join(line + "\n" for line in lines))

@@ -26,7 +26,7 @@ class RunSummary:
 
     def add_earlier(self, metrics: Path | None) -> None:
         """Scores of the steps before a resume, as far as there is a metrics file that has them."""
-        for record in parse_metrics(metrics)[0] if metrics and metrics.is_file() else ():
+        for record in parse_metrics(metrics).records if metrics and metrics.is_file() else ():
             self._add_scores(record["step"], record["data"])
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:

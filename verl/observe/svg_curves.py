@@ -9,6 +9,7 @@ from verl.observe.trackers import format_number
 
 MAX_POINTS = 600  # per line; more would not be visible
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 200, 54, 14, 12, 26
+GEOMETRY = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "bottom": HEIGHT - BOTTOM}
 NOISE = 0.03  # an estimate of a KL may be below 0 by this share of its highest value
 Points = Sequence[tuple[float, float]]
 

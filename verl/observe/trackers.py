@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from verl.utils.paths import atomic_write_bytes
 
@@ -101,7 +101,7 @@ class FileBackend:
         self.path = path or metrics_path(run, os.environ)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._truncate_partial_line()
-        self._steps = {r["step"] for r in parse_metrics(self.path)[0]} if self.path.exists() else set()
+        self._steps = {r["step"] for r in parse_metrics(self.path).records} if self.path.exists() else set()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def log(self, data: dict[str, float], step: int) -> None:
@@ -121,13 +121,13 @@ class FileBackend:
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, so that a resumed run writes each step once."""
-        records, unreadable = read_metrics(self.path), parse_metrics(self.path)[1]
+        records, unreadable = read_metrics(self.path), parse_metrics(self.path).unreadable_lines
         if unreadable or any(record["step"] > step for record in records):
             self._rewrite([record for record in records if record["step"] <= step])
 
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         """Replace the file; one with lines that are no records is kept under another name."""
-        if parse_metrics(self.path)[1]:
+        if parse_metrics(self.path).unreadable_lines:
             atomic_write_bytes(self.path.with_name(f"{self.path.name}.unreadable"), self.path.read_bytes())
         atomic_write_bytes(self.path, b"".join(json_line(record) for record in records))
         os.close(self._fd)
@@ -303,8 +303,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """(records, numbers of the lines that are none) of a metrics file."""
+class MetricsFile(NamedTuple):
+    records: list[dict[str, Any]]
+    unreadable_lines: list[int]  # numbers of the lines that are no records, from 1
+
+
+def parse_metrics(path: Path) -> MetricsFile:
+    """What a metrics file holds, without a last line that has no end."""
     records, unreadable = [], []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
@@ -313,7 +318,7 @@ def parse_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
             records.append({**record, "step": int(record["step"]), "data": data})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             unreadable += [number] if line.strip() else []
-    return records, unreadable
+    return MetricsFile(records, unreadable)
 
 
 def json_line(record: dict[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError
-from verl.utils.process_end import end_without_teardown, exit_now
+from verl.utils.process_end import end_without_freeing_objects, exit_now
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # how long a rank waits for the others inside one collective
 
@@ -92,7 +92,7 @@ def end_rank(exit_code: int = 0) -> NoReturn:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    end_without_teardown(exit_code)
+    end_without_freeing_objects(exit_code)
 
 
 def process_group_backend() -> str:

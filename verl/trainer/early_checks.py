@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from verl.config import HFModelConfig, RunConfig, SFTConfig
 from verl.config.algorithm import ESTIMATORS, POLICY_LOSSES
-from verl.config.check import check_supported, trained_actor, uses_critic
+from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.engine import STRATEGIES
 from verl.models.model_place import existing_folder
 from verl.observe.tracker_checks import check_trackers
@@ -26,7 +26,7 @@ def say_early_mistakes(config: RunConfig | SFTConfig, say: Callable[[str], None]
     """`early_mistakes`, which `say` has been told; a later refusal leaves them out (`Findings(said=...)`)."""
     mistakes = early_mistakes(config)
     try:
-        mistakes.refuse(WHAT)
+        mistakes.raise_if_any(WHAT)
     except VerlError as error:
         say(f"error: {error}\nlooking for what else keeps this run from starting")
     return mistakes.errors
@@ -36,7 +36,7 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
     """What is missing on this machine of engines, model folders, data files, trackers and a reward; unknown names."""
     mistakes = Mistakes()
     with mistakes:
-        check_supported(config)
+        check_can_start(config)
     with mistakes:
         check_trackers(config.trainer.logger)
     if isinstance(config, RunConfig):

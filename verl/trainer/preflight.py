@@ -86,7 +86,7 @@ class Findings:
         for row in self.rows:
             if row.status is Status.WARN:
                 say(row.detail)
-        self.mistakes.refuse(WHAT, self.said)
+        self.mistakes.raise_if_any(WHAT, self.said)
 
 
 def find_device(device: str, found: Findings) -> PlatformBase | None:

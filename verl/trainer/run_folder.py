@@ -18,7 +18,7 @@ from verl.observe.tracking import metrics_path
 from verl.trainer.run_files import LATEST_STEP_FILE, LEDGER, complete_steps
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.folder_lock import FolderInUseError, one_run_in
-from verl.utils.process_end import say_place
+from verl.utils.process_end import set_resume_point
 
 AnyConfig = RunConfig | SFTConfig
 _DUMPS = ("rollout_data_dir", "validation_data_dir")
@@ -62,7 +62,7 @@ def claimed_run(config: C) -> Iterator[tuple[C, RunPlace]]:
         if taken.trainer.experiment_name != named.trainer.experiment_name and not has_dated_name(named):
             place = RunPlace(f"new; {named.trainer.experiment_name} holds another run")
         values = _chosen_values(config, taken)
-        say_place(Path(taken.trainer.default_local_dir) / LATEST_STEP_FILE, taken.trainer.experiment_name)
+        set_resume_point(Path(taken.trainer.default_local_dir) / LATEST_STEP_FILE, taken.trainer.experiment_name)
         yield taken, replace(_set_aside_and_describe(taken, held, place), values=values)
 
 
@@ -111,7 +111,7 @@ def find_earlier_run(config: AnyConfig) -> RunRecord | None:
 def holdings_of(config: AnyConfig) -> Holdings:
     """What the folder and the metrics file of a run hold."""
     root, metrics = Path(config.trainer.default_local_dir), metrics_of(config)
-    logged = [record["step"] for record in parse_metrics(metrics)[0]] if metrics and metrics.is_file() else []
+    logged = [record["step"] for record in parse_metrics(metrics).records] if metrics and metrics.is_file() else []
     in_ledger = any((root / LEDGER).glob("step_*.parquet"))
     return Holdings(_record_in(root), max(complete_steps(root), default=0), max(logged, default=0), in_ledger)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import SFTConfig
-from verl.config.load import unread_keys
+from verl.config.load import pop_unread_keys
 from verl.config.run_name import same_command
 from verl.data.balance import assign_shards
 from verl.data.batch import Batch
@@ -131,7 +131,7 @@ class SFTTrainer:
         progress.step(self.global_step, metrics)
         self.summary.add(self.global_step, metrics)
         if self.global_step == self.first_step:
-            for key in unread_keys(self.config):
+            for key in pop_unread_keys(self.config):
                 self.note(f"warning: {key} was set, but nothing reads it in this run")
         return metrics
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import SFTConfig
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.data.conversations import Conversations
 from verl.trainer.early_checks import early_mistakes
 from verl.trainer.objectives import objective_of
@@ -34,7 +34,7 @@ class SFTPreparation:
 def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | None:
     """The tokenizer, and what `found` says about everything but the rows, which each rank reads."""
     settings, strategy = config.trainer, config.engine.strategy
-    found.check("features", lambda: check_supported(config), "every configured feature is supported")
+    found.check("features", lambda: check_can_start(config), "every configured feature is supported")
     found.missing(early_mistakes(config))
     find_device(settings.device, found)
     check_logging(settings.logger, found)

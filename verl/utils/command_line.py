@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.utils.errors import VerlError
-from verl.utils.process_end import SaidEnd
+from verl.utils.process_end import EarlyEndReport
 
 
 def run_command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[str]], Any]) -> int:
@@ -22,7 +22,7 @@ def run_command(argv: Sequence[str] | None, help_text: str, run: Callable[[list[
         print(help_text)
         return 0
     try:
-        with SaidEnd():
+        with EarlyEndReport():
             code = run(arguments)
     except VerlError as error:
         print(f"{error.prefix}{error}", file=sys.stderr)

@@ -74,7 +74,7 @@ class NothingElse(ConfigError):
 
 
 class Mistakes:
-    """Errors of independent checks, raised together: `with mistakes: check()`, at the end `mistakes.refuse(...)`."""
+    """Errors of independent checks, raised together: `with mistakes: check()`, then `mistakes.raise_if_any(...)`."""
 
     def __init__(self) -> None:
         self.errors: list[VerlError] = []
@@ -94,8 +94,8 @@ class Mistakes:
             if str(one) not in map(str, self.errors):
                 self.errors.append(one)
 
-    def refuse(self, what: str, said: Sequence[VerlError] = ()) -> None:
-        """Raise the error, or SeveralErrors ("3 {what}: ..."); nothing if there is none. Those `said` are left out."""
+    def raise_if_any(self, what: str, said: Sequence[VerlError] = ()) -> None:
+        """Raise the error, or SeveralErrors ("3 {what}: ..."). Those `said` before are left out."""
         known = {_problem(error) for error in said}
         new = [error for error in self.errors if _problem(error) not in known]
         if self.errors and not new:

@@ -44,7 +44,7 @@ def load_module(path: str, key: str) -> ModuleType:
     if file is None:
         name = path.removeprefix("pkg://").removesuffix(".py").strip("/").replace("/", ".")
         return _import(name, f"{key}.path={path!r}")
-    return _run_file(file, path, key)
+    return _run_file_once(file, path, key)
 
 
 def user_file(path: str | None, key: str) -> Path | None:
@@ -138,7 +138,7 @@ def _import(name: str, setting: str) -> ModuleType:
     )
 
 
-def _run_file(file: Path, path: str, key: str) -> ModuleType:
+def _run_file_once(file: Path, path: str, key: str) -> ModuleType:
     # The path is part of the name, so that files of the same name stay apart and one file is loaded once.
     module_name = f"verl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if module_name in sys.modules:

@@ -32,14 +32,14 @@ FLUSH_FAILED = 120  # the status that Python gives where stdout cannot be writte
 ADVICE = "raise an exception there instead; "
 
 
-class SaidEnd:
+class EarlyEndReport:
     """While entered, an end of this process that does not leave the block is said on stderr, with a status not 0.
 
     Within another such block, and in a rank of torchrun (which says how its ranks end), no watching process starts.
     """
 
-    active: "ClassVar[SaidEnd | None]" = None
-    place = b""  # of the run, once it is known: see say_place
+    active: "ClassVar[EarlyEndReport | None]" = None
+    resume_point = b""  # of the run, once it is known: see set_resume_point
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -57,7 +57,7 @@ class SaidEnd:
         if "WORLD_SIZE" not in os.environ:
             self._start_watcher()
         os._exit = self._exit
-        SaidEnd.active = self
+        EarlyEndReport.active = self
 
     def _start_watcher(self) -> None:
         reader, self.pipe = os.pipe()
@@ -72,15 +72,15 @@ class SaidEnd:
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         text = f"error: os._exit({status}) ended the process before the run was over, called at {where}; {ADVICE}"
-        text += how_to_resume(self.place) + "\n"
+        text += how_to_resume(self.resume_point) + "\n"
         with contextlib.suppress(ValueError, OSError):
             sys.stdout.flush()
         with contextlib.suppress(OSError, TypeError):  # where it cannot be written, the watcher speaks
             os.write(self.stderr, text.encode())  # type: ignore[arg-type]
-            self._mark_said()
+            self._mark_reported()
         exit_now(status or 1)
 
-    def _mark_said(self) -> None:
+    def _mark_reported(self) -> None:
         if self.pipe is not None:
             with contextlib.suppress(OSError):  # the watcher was killed
                 os.write(self.pipe, OVER)
@@ -90,34 +90,34 @@ class SaidEnd:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self.outer_exit is not exit_now or os.getpid() != self.owner:
             return
-        os._exit, SaidEnd.active = exit_now, None
-        self._mark_said()
+        os._exit, EarlyEndReport.active = exit_now, None
+        self._mark_reported()
         if self.watcher is not None:
             self.watcher.wait()
         if self.stderr is not None:
             os.close(self.stderr)
 
 
-def watch(process: int) -> None:
+def report_early_end(process: int) -> None:
     """Wait for the end of the pipe at stdin; without OVER before it, say how `process` ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    place = b""
+    resume_point = b""
     while part := os.read(0, 65536):
-        place += part
-        if place.endswith(OVER):
+        resume_point += part
+        if resume_point.endswith(OVER):
             return
-    text = f"its process {process} {how_it_ended(process)}{how_to_resume(place)}"
+    text = f"its process {process} {how_it_ended(process)}{how_to_resume(resume_point)}"
     print(f"error: the run is not over, but {text}", file=sys.stderr)
 
 
-def say_place(latest: Path, name: str) -> None:
-    """What the command runs: `latest` will hold the step of its last checkpoint; for the advice about its end."""
-    if (end := SaidEnd.active) is not None and os.getpid() == end.owner and not end.place:
-        end.place = json.dumps([str(latest.absolute()), name]).encode()
+def set_resume_point(latest_step_file: Path, run_name: str) -> None:
+    """Where the run of this command can be resumed, for the advice about an early end; only the first call counts."""
+    if (end := EarlyEndReport.active) is not None and os.getpid() == end.owner and not end.resume_point:
+        end.resume_point = json.dumps([str(latest_step_file.absolute()), run_name]).encode()
         if end.pipe is not None:
             with contextlib.suppress(OSError):  # the watcher was killed
-                os.write(end.pipe, end.place)
+                os.write(end.pipe, end.resume_point)
 
 
 def end_process(status: int) -> NoReturn:
@@ -126,7 +126,7 @@ def end_process(status: int) -> NoReturn:
     Without the interpreter's teardown where torch is loaded, which it would free for seconds, object by object.
     """
     if "torch" in sys.modules and not sys.flags.interactive and not _is_run_by_code(sys._getframe(1)):
-        end_without_teardown(status)
+        end_without_freeing_objects(status)
     sys.exit(status)
 
 
@@ -138,11 +138,11 @@ def _is_run_by_code(frame: FrameType) -> bool:
     return outer is not None
 
 
-def end_without_teardown(status: int) -> NoReturn:
+def end_without_freeing_objects(status: int) -> NoReturn:
     """End the process after all that an interpreter does for others: threads end, exit hooks run, files are closed."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
-    closing = threading.Thread(target=close_files, daemon=True)
+    closing = threading.Thread(target=close_files_left_open, daemon=True)
     closing.start()
     closing.join(CLOSING_S)
     for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -153,7 +153,7 @@ def end_without_teardown(status: int) -> NoReturn:
     exit_now(status)
 
 
-def close_files() -> None:
+def close_files_left_open() -> None:
     """Close the files that are open for writing, as the interpreter does where user code leaves them to it."""
     streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
     kept = {id(stream) for stream in [*streams, *(getattr(stream, "buffer", None) for stream in streams)]}
@@ -170,11 +170,11 @@ def _depth(file: io.IOBase) -> int:
     return 0 if isinstance(file, io.TextIOBase) else 2 if type(file).__module__ == "_io" else 1
 
 
-def how_to_resume(place: bytes) -> str:
-    """What goes on from where, given the bytes of say_place; from no step where none was saved."""
-    if not place:
+def how_to_resume(resume_point: bytes) -> str:
+    """What goes on from where, given what set_resume_point wrote; from no step where none was saved."""
+    if not resume_point:
         return "the same command, under the name of the run, goes on from its last checkpoint if it has saved one"
-    latest, name = json.loads(place)
+    latest, name = json.loads(resume_point)
     try:
         step = int(Path(latest).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -201,4 +201,4 @@ def how_it_ended(process: int) -> str:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]))
+    report_early_end(int(sys.argv[1]))

@@ -15,7 +15,7 @@ from tests.unit.plugin.fake_devices import clean_platform_state  # noqa: F401
 from verl.commands import doctor
 from verl.commands import doctor as machine
 from verl.config import load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.plugin import loading
 from verl.plugin.findings import Status
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
@@ -68,7 +68,7 @@ def test_backends_are_good_exactly_where_the_configuration_check_lets_them_run(c
         if name in (*doctor.ENGINES, *doctor.ROLLOUTS):
             key = "actor.strategy" if name in doctor.ENGINES else "rollout.name"
             try:
-                check_supported(load_config(["actor_rollout_ref.model.path=.", f"actor_rollout_ref.{key}={name}"]))
+                check_can_start(load_config(["actor_rollout_ref.model.path=.", f"actor_rollout_ref.{key}={name}"]))
                 assert row["status"] == ("good" if of_vendor[name].status is Status.GOOD else "bad"), row
             except ConfigError:
                 assert row["status"] == "bad", row

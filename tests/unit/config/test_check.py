@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import ConfigError, RunConfig, load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 FILTER = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", f"{ROLLOUT}.n=4"]
@@ -117,12 +117,12 @@ def test_unused_parts_are_not_held_against_a_run():
 def test_a_feature_to_come_loads_and_is_refused_by_name_before_the_run(override, feature):
     config = load_config([override, "actor_rollout_ref.model.path=/m"])
     with pytest.raises(ConfigError, match=rf"is not supported yet: {feature} is still to come \(docs/"):
-        check_supported(config)
+        check_can_start(config)
 
 
 def test_what_will_never_come_is_refused_with_what_to_use():
     with pytest.raises(ConfigError, match=r"rollout\.name=trtllm is refused: .*native, vllm"):
-        check_supported(load_config([f"{ROLLOUT}.name=trtllm", "actor_rollout_ref.model.path=/m"]))
+        check_can_start(load_config([f"{ROLLOUT}.name=trtllm", "actor_rollout_ref.model.path=/m"]))
     for key in ("engine_kwargs.trtllm.x=1", "moe_tensor_parallel_size=2"):
         with pytest.raises(ConfigError, match=r"is refused: .*TensorRT-LLM will not"):
             load_config([f"+{ROLLOUT}.{key}"])
@@ -140,15 +140,15 @@ def test_what_will_never_come_is_refused_with_what_to_use():
 def test_a_run_needs_a_token_budget_or_a_micro_batch_size(flag, micro):
     config = load_config([f"{flag}=False", "actor_rollout_ref.model.path=/m"])
     with pytest.raises(ConfigError, match=f"{flag}=False needs {micro}; set it"):
-        check_supported(config)
+        check_can_start(config)
 
 
 def test_a_run_needs_a_model():
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path"):
-        check_supported(load_config())
-    check_supported(load_config(["actor_rollout_ref.model.path=/m"]))
+        check_can_start(load_config())
+    check_can_start(load_config(["actor_rollout_ref.model.path=/m"]))
     with pytest.raises(ConfigError, match=r"model\.path"):
-        check_supported(load_config(config_name="sft_trainer"))
+        check_can_start(load_config(config_name="sft_trainer"))
 
 
 def test_the_plain_defaults_pass_every_check_but_the_micro_batches():

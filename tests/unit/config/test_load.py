@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import import_or_skip
 from verl.config import ConfigError, ConfigWarning, RunConfig, SFTConfig, load_config
-from verl.config.check import check_ranks
-from verl.config.load import unread_keys
+from verl.config.check import check_batch_divides
+from verl.config.load import pop_unread_keys
 from verl.config.overrides import parse_override
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -222,10 +222,10 @@ def test_a_size_over_all_devices_is_shared_by_them():
 @pytest.mark.filterwarnings("ignore::verl.config.ConfigWarning")
 def test_a_size_over_all_devices_is_refused_once_more_are_found_than_it_was_shared_by():
     config = load_config([f"{ACTOR}.ppo_micro_batch_size=16"])
-    check_ranks(config, 1)
+    check_batch_divides(config, 1)
     with pytest.raises(ConfigError, match=r"ppo_micro_batch_size is shared by .* 8 were found; .*n_gpus_per_node=8"):
-        check_ranks(config, 8)
-    check_ranks(load_config([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=8"]), 8)
+        check_batch_divides(config, 8)
+    check_batch_divides(load_config([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=8"]), 8)
 
 
 def test_a_key_without_effect_warns_and_leaves_all_else_alone():
@@ -321,13 +321,13 @@ def test_keys_that_nothing_read_are_reported():
     config = load_config(["data.seed=1", "data.train_batch_size=8", f"{ACTOR}.ulysses_sequence_parallel_size=1"])
     assert config.data.seed == 1 and config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size == 1
     repr(config), dataclasses.asdict(config), dataclasses.replace(config.data)
-    assert unread_keys(config) == ["data.train_batch_size"]
+    assert pop_unread_keys(config) == ["data.train_batch_size"]
 
 
 def test_reading_a_replaced_section_counts_as_reading():
     config = load_config(["data.seed=1"])
     changed = dataclasses.replace(config.data, shuffle=False)
-    assert changed.seed == 1 and unread_keys(config) == []
+    assert changed.seed == 1 and pop_unread_keys(config) == []
 
 
 @pytest.mark.parametrize(

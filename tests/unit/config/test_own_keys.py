@@ -11,7 +11,7 @@ import torch
 from verl.algorithms.advantages import ADVANTAGES, check_advantage, compute_advantages
 from verl.algorithms.losses import POLICY_LOSSES, get_policy_loss
 from verl.config import ConfigError, ConfigWarning, load_config
-from verl.config.load import unread_keys
+from verl.config.load import pop_unread_keys
 from verl.data.batch import Batch
 from verl.trainer.ppo import core_algos
 
@@ -106,7 +106,7 @@ def test_keys_that_nothing_reads_are_named_one_by_one_also_after_a_copy_to_anoth
     )
     dataclasses.asdict(config)  # as run.json is written: no key is read by that
     compute_advantages(batch_of_one(), pickle.loads(pickle.dumps(config)).algorithm)
-    assert unread_keys(config) == ["algorithm.extra.unused", f"{LOSS}.extra.eta"]
+    assert pop_unread_keys(config) == ["algorithm.extra.unused", f"{LOSS}.extra.eta"]
 
 
 def test_a_dataclass_gives_types_and_defaults_and_refuses_the_rest():

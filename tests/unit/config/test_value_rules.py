@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.config.no_effect import value_at
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -94,9 +94,9 @@ def test_unusual_values_that_mean_something_load(overrides):
 def test_another_tokenizer_is_the_run_s_own_and_must_be_there(tmp_path):
     config = load_config([f"data.tokenizer={tmp_path}", f"{MODEL}.path=/m"])
     assert config.actor_rollout_ref.model.tokenizer_path == str(tmp_path)
-    check_supported(config)
+    check_can_start(config)
     with pytest.raises(ConfigError, match=r"data\.tokenizer=/nowhere/at/all is not a folder"):
-        check_supported(load_config(["data.tokenizer=/nowhere/at/all", f"{MODEL}.path=/m"]))
+        check_can_start(load_config(["data.tokenizer=/nowhere/at/all", f"{MODEL}.path=/m"]))
     with pytest.raises(ConfigError, match="name two tokenizers"):
         load_config([f"data.tokenizer={tmp_path}", f"{MODEL}.tokenizer_path=/other"])
 

@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 from tests.e2e import jobs
 from tests.launched_scripts import LaunchedScripts
 from verl.config import load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.config.distillation import teachers
 from verl.trainer.ppo.preparation import check_engine_and_algorithm, prepare_run
 from verl.trainer.preflight import Findings
@@ -54,7 +54,7 @@ def load(arguments):
 
 def load_supported(arguments):
     config = load(arguments)
-    check_supported(config)
+    check_can_start(config)
     return config
 
 

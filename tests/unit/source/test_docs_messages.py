@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from verl.commands.quickstart.small_model import make_tokenizer
 from verl.config import ConfigError, DataConfig, load_config
-from verl.config.check import check_supported
+from verl.config.check import check_can_start
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import train_prompts
 from verl.trainer.ppo import health
@@ -156,4 +156,4 @@ def test_what_the_page_calls_refused_is_refused():
     assert len(settings) > 8
     for setting in settings:
         with pytest.raises(ConfigError, match=r"still to come \(docs/coming_from_verl.md\)| is refused: "):
-            check_supported(load_config([setting, "actor_rollout_ref.model.path=/m"]))
+            check_can_start(load_config([setting, "actor_rollout_ref.model.path=/m"]))

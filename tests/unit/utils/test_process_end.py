@@ -64,9 +64,10 @@ def test_an_end_from_inside_is_said_once_and_is_no_success(code: str, status: in
 @pytest.mark.parametrize("saved", [True, False])
 def test_the_end_says_from_which_step_the_run_resumes(tmp_path: Path, end: str, saved: bool):
     code = (
-        f"from pathlib import Path; from verl.utils.process_end import say_place; p = Path({str(tmp_path)!r}) / 'l'; "
+        "from pathlib import Path; from verl.utils.process_end import set_resume_point; "
+        f"p = Path({str(tmp_path)!r}) / 'l'; "
     )
-    said = run(f"{code}say_place(p, 'k9'); {'p.write_text(str(5)); ' if saved else ''}{end}").stderr
+    said = run(f"{code}set_resume_point(p, 'k9'); {'p.write_text(str(5)); ' if saved else ''}{end}").stderr
     assert ("resumes from global_step_5, with trainer.experiment_name=k9" in said) == saved, said
     assert ("nothing was saved" in said) != saved and "Traceback" not in said
 

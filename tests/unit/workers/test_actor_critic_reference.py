@@ -11,7 +11,7 @@ from verl.commands.certify import formulas
 from verl.config import ActorConfig, FSDPEngineConfig, RolloutConfig, RunConfig, load_config
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS
 from verl.config.algorithm import PADDED_AGG_MODES
-from verl.config.load import unread_keys
+from verl.config.load import pop_unread_keys
 from verl.config.run_config import ActorRolloutRefConfig
 from verl.data.micro_batches import MicroBatching
 from verl.runtime.inline import InlineGroup
@@ -95,7 +95,7 @@ def test_the_limit_of_a_micro_batch_that_does_not_decide_counts_as_unread(dynami
     arr = config.actor_rollout_ref
     for section, keys in zip((arr.actor, arr.rollout, config.critic), roles.values(), strict=True):
         micro_batching(section, keys)
-    unread = [key for key in unread_keys(config) if key in asked]
+    unread = [key for key in pop_unread_keys(config) if key in asked]
     assert unread == [key for key in asked if key.endswith("micro_batch_size_per_gpu") == dynamic]
 
 

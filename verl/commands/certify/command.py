@@ -74,4 +74,4 @@ def check_early(config: RunConfig, tiny: bool) -> None:
     if config.data.train_files not in (default, os.path.expanduser(default)):  # without: random prompts
         with mistakes:
             check_files(config.data.train_files)
-    mistakes.refuse("things keep this configuration from being checked")
+    mistakes.raise_if_any("things keep this configuration from being checked")

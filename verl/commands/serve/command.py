@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import RunConfig, load_config
-from verl.config.load import unread_keys
+from verl.config.load import pop_unread_keys
 from verl.trainer.early_checks import check_model_place
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
@@ -83,7 +83,7 @@ def run(overrides: list[str], options: argparse.Namespace) -> int:
             check_model_place(arr.model, arr.actor.strategy, mistakes)
         else:
             mistakes.add(ConfigError("no model is named; give its folder: verl serve model=DIR"))
-    mistakes.refuse("things keep the server from starting")
+    mistakes.raise_if_any("things keep the server from starting")
     server = build_server(config, options)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("verl.commands.serve").setLevel(logging.INFO)
@@ -167,7 +167,7 @@ def build_server(config: RunConfig, options: argparse.Namespace) -> "OpenAIServe
         rollout.multi_turn.format,
         limits,
     )
-    for key in unread_keys(config):
+    for key in pop_unread_keys(config):
         print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
     return server
 

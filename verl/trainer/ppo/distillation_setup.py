@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.algorithms.distillation import DISTILLATION_LOSSES, check_distillation
 from verl.config import RunConfig
 from verl.config.check import trained_actor
-from verl.config.distillation import Teacher, server_settings, teachers
+from verl.config.distillation import Teacher, requested_server_keys, teachers
 from verl.data.prompts import PromptDataset
 from verl.models.load import load_tokenizer
 from verl.trainer.preflight import Findings, check_weights_are_there
@@ -27,7 +27,7 @@ def check_distillation_loss(config: RunConfig, found: Findings) -> None:
     )
     for text in doubts or ():
         found.warn("distillation loss", text)
-    if servers := server_settings(config.distillation):
+    if servers := requested_server_keys(config.distillation):
         found.warn(
             "teachers",
             f"{', '.join(servers)} has no effect: teachers run on the actor's devices, with the settings of "

@@ -3,7 +3,7 @@
 from functools import partial
 
 from verl.config import RunConfig
-from verl.config.check import check_ranks, uses_critic, uses_reference
+from verl.config.check import check_batch_divides, uses_critic, uses_reference
 from verl.config.distillation import teachers
 from verl.plugin.platform import get_platform
 from verl.runtime.group import Layout, WorkerGroup
@@ -31,7 +31,7 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     roles += [role_name(teacher.name) for teacher in teachers(config.distillation)]
     roles += [role for role in shared if role == "critic"]
     ranks = _count_actor_ranks(config, dict(apart.values()))
-    check_ranks(config, ranks)
+    check_batch_divides(config, ranks)
     pools = [Pool("actor", tuple(roles), ranks)]
     for role, (_, own) in apart.items():
         pools.append(Pool(role, (role,), own, first_device=sum(pool.num_ranks for pool in pools)))

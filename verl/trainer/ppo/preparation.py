@@ -13,7 +13,7 @@ from verl.agent.tool_agent import TOOL_AGENT
 from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
-from verl.config.check import check_supported, trained_actor, uses_critic
+from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
 from verl.rewards.base import NoScorerError, Reward
@@ -71,7 +71,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     It also seeds the driver's random generators.
     """
     arr, data = config.actor_rollout_ref, config.data
-    found.check("features", lambda: check_supported(config), "every configured feature is supported")
+    found.check("features", lambda: check_can_start(config), "every configured feature is supported")
     found.missing(early_mistakes(config))
     _check_machine(config, found)
     seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run

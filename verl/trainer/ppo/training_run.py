@@ -9,7 +9,7 @@ from typing import Any
 from verl.algorithms.losses import aggregation_mode
 from verl.config import RunConfig
 from verl.config.base import add_reads
-from verl.config.load import unread_keys
+from verl.config.load import pop_unread_keys
 from verl.config.run_name import same_command
 from verl.data.prompts import PromptDataset
 from verl.data.trajectory import Trajectory
@@ -282,7 +282,7 @@ class TrainingRun:
         """Name the keys that were set but that nothing has read in this mode, on any rank."""
         for reads in self.trainer.pools.broadcast("config_keys_read"):
             add_reads({(where, name) for where, name in reads})
-        for key in unread_keys(self.config):
+        for key in pop_unread_keys(self.config):
             self.note(f"warning: {key} was set, but nothing reads it in this run")
 
 
