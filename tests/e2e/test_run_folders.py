@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e import jobs, test_sft
 from verl.commands import generate_answers
-from verl.commands.score_answers import score_file
+from verl.commands.score_answers import print_scores
 from verl.config import load_config
 from verl.observe.progress import Progress
 from verl.trainer import main_ppo
@@ -136,7 +136,7 @@ def test_the_commands_that_evaluate_give_the_score_of_the_last_validation(
     generate, score_answers = (line.split(maxsplit=1)[1] for line in said if line.startswith("evaluate"))
     assert generate_answers.main(shlex.split(generate)[2:]) == 0
     capsys.readouterr()
-    assert score_file(load_config(shlex.split(score_answers)[2:], config_name="evaluation"))
+    assert print_scores(load_config(shlex.split(score_answers)[2:], config_name="evaluation"))
     (again,) = json.loads(capsys.readouterr().out.splitlines()[-1]).values()
     assert again == pytest.approx(score, rel=1e-9)
 

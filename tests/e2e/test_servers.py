@@ -153,8 +153,8 @@ def test_answers_of_another_run_are_not_continued(folder: Path, capsys: pytest.C
     prompts = train_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model))
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     journal = folder / "answers.parquet.parts"
-    generate_answers.read_journal(journal, {"prompts": "others"})
-    generate_answers.read_journal(
+    generate_answers.resume_journal(journal, {"prompts": "others"})
+    generate_answers.resume_journal(
         journal, run_fingerprint(config, prompts, sampling)
     )  # nothing was answered: nothing is lost
     journal.write_text(journal.read_text() + '{"prompt": 0, "responses": []}\n')
@@ -177,7 +177,7 @@ def test_figures_of_a_file_of_answers(tmp_path: Path, capsys: pytest.CaptureFixt
         "    return {'score': right, 'acc': right, 'pred': solution_str}\n"
     )
     given = [f"data.path={tmp_path / 'answers.jsonl'}", f"custom_reward_function.path={tmp_path / 'own.py'}"]
-    figures = score_answers.score_file(load_config(given, config_name="evaluation"))
+    figures = score_answers.print_scores(load_config(given, config_name="evaluation"))
     assert figures["accuracy/a"] == pytest.approx(3 / 8) and figures["accuracy/b"] == 1
     assert figures["pass@2/a"] == pytest.approx((5 / 6 + 3 / 6) / 2) and figures["pass@4/a"] == 1
     assert figures["maj@4/a"] == pytest.approx(0.5)
@@ -199,7 +199,7 @@ def evaluate_rows(folder: Path, *rows: dict[str, Any], key: str = "reward.custom
     (folder / "answers.jsonl").write_text("".join(json.dumps({**given, **row}) + "\n" for row in rows))
     (folder / "own.py").write_text(OWN)
     words = [f"data.path={folder / 'answers.jsonl'}", f"{key}.path={folder / 'own.py'}", "reward.on_error=count"]
-    return score_answers.score_file(load_config(words, config_name="evaluation"))
+    return score_answers.print_scores(load_config(words, config_name="evaluation"))
 
 
 def test_the_table_of_figures_cuts_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

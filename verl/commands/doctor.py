@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = examine_machine()
         platform = get_platform()
-        report.sections["backends"] = supported_backends(platform)
+        report.sections["backends"] = backend_findings(platform)
         if overrides:
             report.sections["this configuration"] = examine_config(overrides, platform)
     except VerlError as error:
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if refused else 0
 
 
-def supported_backends(platform: PlatformBase) -> list[Finding]:
+def backend_findings(platform: PlatformBase) -> list[Finding]:
     """The vendor's support table, limited to what this release supports; without a table, that alone."""
-    rows = backends(platform)
+    rows = vendor_backend_findings(platform)
     if not rows:
         rows = [Finding(name, Status.GOOD, "supported") for name in (*ENGINES, "native")]
         rows += [Finding(name, Status.NOTE, "not known for this device") for name in ROLLOUTS if name != "native"]
@@ -164,7 +164,7 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
     found = Findings()
     if isinstance(config, RunConfig):
         prepare_run(config, found)
-        rows += [*found.rows, *_rollout(config, platform)]
+        rows += [*found.rows, *_graph_capture_advice(config, platform)]
     else:
         found.run("ranks", lambda: num_ranks_to_start(config) or 1)
         prepare_sft(config, found)
@@ -172,8 +172,8 @@ def examine_config(overrides: Sequence[str], platform: PlatformBase) -> list[Fin
     return rows
 
 
-def _rollout(config: RunConfig, platform: PlatformBase) -> list[Finding]:
-    """Advice that depends on the device: CUDA graph capture on ROCm."""
+def _graph_capture_advice(config: RunConfig, platform: PlatformBase) -> list[Finding]:
+    """A warning where CUDA graphs can crash ROCm on several nodes."""
     from verl.workers.rollout.registry import find_rollout_engine
 
     arr, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
@@ -215,7 +215,7 @@ def examine_machine() -> Report:
     return Report(
         {
             "platform": [*_detection(platform), *_plugins()],
-            "versions": versions(platform),
+            "versions": version_findings(platform),
             "host": [*platform.findings(), _shared_memory(), sleep_mode(platform)],
         }
     )
@@ -247,7 +247,7 @@ def _plugins() -> list[Finding]:
     return [Finding(f"plug-in {p.name}", Status.GOOD, f"{p.target} ({p.source})") for p in load_plugins()]
 
 
-def versions(platform: PlatformBase) -> list[Finding]:
+def version_findings(platform: PlatformBase) -> list[Finding]:
     """Driver, runtime and libraries; a missing optional library is a note, a version outside our range a warning."""
     import torch
 
@@ -307,7 +307,7 @@ def sleep_mode(platform: PlatformBase) -> Finding:
     return Finding("sleep mode", Status.WARN, blocker, "actor_rollout_ref.rollout.free_cache_engine=False")
 
 
-def backends(platform: PlatformBase) -> list[Finding]:
+def vendor_backend_findings(platform: PlatformBase) -> list[Finding]:
     """The vendor's support table, with the packages that this machine lacks."""
     findings = []
     for support in platform.backend_support():

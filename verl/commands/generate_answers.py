@@ -42,13 +42,13 @@ MAX_CONCURRENT_PROMPTS = 1024  # prompts given to the engine at once
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every prompt is answered; 2: a mistake the message explains; 130: interrupted."""
-    return run_command(argv, HELP, answer)
+    return run_command(argv, HELP, run_generation)
 
 
-def answer(words: list[str]) -> int:
-    """The command, after its options."""
+def run_generation(overrides: list[str]) -> int:
+    """Answer all prompts and print where the answers are; returns the exit code."""
     try:
-        print(f"answers: {generate(load_config(words))}")
+        print(f"answers: {generate(load_config(overrides))}")
         return 0
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
@@ -76,7 +76,7 @@ def generate(config: RunConfig) -> Path:
         write_table(list(rows), io.BytesIO())  # fails before any prompt is answered if parquet cannot hold the rows
     sampling = training_sampling(config.actor_rollout_ref.rollout)
     journal = output.with_name(output.name + ".parts")
-    answers = read_journal(journal, run_fingerprint(config, prompts, sampling))
+    answers = resume_journal(journal, run_fingerprint(config, prompts, sampling))
     engine = build_standalone_engine(config, tokenizer)
     for key in pop_unread_keys(config):
         print(f"warning: {key} was set, but nothing reads it here", file=sys.stderr)
@@ -122,19 +122,20 @@ def run_fingerprint(config: RunConfig, prompts: PromptDataset, sampling: Samplin
     return normalised
 
 
-def read_journal(journal: Path, expected: dict[str, Any]) -> dict[int, list[str]]:
-    """The answers in `journal` by prompt position; drops an incomplete line. ConfigError if another run wrote it."""
+def resume_journal(journal: Path, fingerprint: dict[str, Any]) -> dict[int, list[str]]:
+    """The answers in `journal` by prompt position, ready to append to: an incomplete line is dropped, and a new file
+    begins with `fingerprint`. ConfigError if a run with another one wrote it."""
     header, *lines = journal.read_text(encoding="utf-8").split("\n") if journal.exists() else [""]
     complete_lines = lines[:-1]  # text after the last newline is an incomplete line
     if not complete_lines:
-        atomic_write_text(journal, json.dumps(expected) + "\n")
+        atomic_write_text(journal, json.dumps(fingerprint) + "\n")
         return {}
     saved = json.loads(header)
-    differs = [name for name in expected if saved.get(name) != expected[name]]
+    differs = [name for name in fingerprint if saved.get(name) != fingerprint[name]]
     if differs:
         raise ConfigError(
             f"{journal} holds answers of another run ({differs[0]} differs: {saved.get(differs[0])!r}, now "
-            f"{expected[differs[0]]!r}); remove it, or give another data.output_path"
+            f"{fingerprint[differs[0]]!r}); remove it, or give another data.output_path"
         )
     atomic_write_text(journal, "".join(line + "\n" for line in [header, *complete_lines]))
     return {entry["prompt"]: entry["responses"] for entry in map(json.loads, complete_lines)}

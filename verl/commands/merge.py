@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_export_damage(folder)
     model = _meta_model(folder / "huggingface", options.is_value_model, options.tie_word_embedding)
     if options.operation == "test":
-        count = compare(source, model, other)
+        count = check_same_tensors(source, model, other)
         print(f"{folder} and {options.test_hf_dir} hold the same {count} tensors")
         return 0
     target = target if options.target_dir else Path(model_name(folder))
-    written = merge(source, model, folder, target)
+    written = write_merged_model(source, model, folder, target)
     print(f"wrote and verified {written} tensors in {target}")
     if (target / ADAPTER).is_dir():
         print(f"they are the model without its adapters, which are in {target / ADAPTER}; peft merges them")
@@ -63,11 +63,11 @@ def report_export_damage(folder: Path) -> None:
         )
 
 
-def merge(source: ShardFolder, model: PreTrainedModel, folder: Path, target: Path) -> int:
+def write_merged_model(source: ShardFolder, model: PreTrainedModel, folder: Path, target: Path) -> int:
     """Write model, configuration, tokenizer and adapters to `target` atomically; returns the number of tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--target_dir {target} exists already; remove it or name another folder")
-    names = base_tensor_names(source, model)
+    names = saved_names_of_base_tensors(source, model)
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     plan = export.plan_export(model, {name: source.meta_tensors[full] for name, full in names.items()})
@@ -86,9 +86,9 @@ def merge(source: ShardFolder, model: PreTrainedModel, folder: Path, target: Pat
     return sum(len(file.tensors) for file in plan.files)
 
 
-def compare(source: ShardFolder, model: PreTrainedModel, other: Path) -> int:
-    """Number of tensors; CheckpointError naming the first that differs from those in folder `other`."""
-    names = base_tensor_names(source, model)
+def check_same_tensors(source: ShardFolder, model: PreTrainedModel, other: Path) -> int:
+    """CheckpointError naming the first tensor that differs from those in folder `other`; returns how many are equal."""
+    names = saved_names_of_base_tensors(source, model)
     plan = export.plan_export(model, {name: source.meta_tensors[full] for name, full in names.items()})
     files = {name: path for path in sorted(other.glob("*.safetensors")) for name in _names_in(path)}
     if not files:
@@ -112,8 +112,8 @@ def compare(source: ShardFolder, model: PreTrainedModel, other: Path) -> int:
     return len(wanted)
 
 
-def base_tensor_names(source: ShardFolder, model: PreTrainedModel) -> dict[str, str]:
-    """Model tensor name to source tensor name, without adapters, tied tensors once; CheckpointError on a mismatch."""
+def saved_names_of_base_tensors(source: ShardFolder, model: PreTrainedModel) -> dict[str, str]:
+    """Of every tensor of the model, tied ones once, its name in `source`; CheckpointError where they do not fit."""
     if source.meta_tensors and all(".lora_" in name for name in source.meta_tensors):
         raise CheckpointError(
             "the checkpoint holds LoRA adapters alone (checkpoint.save_lora_only=True), without the model they belong "

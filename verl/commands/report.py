@@ -50,7 +50,8 @@ def report(names: Sequence[str], out: Path | None, refresh_s: int) -> int:
         data = [read_run(record) for record in records]
         ended = all(last_step(run) >= record.total_steps for run, record in zip(data, records, strict=True))
         follow = refresh_s > 0 and not ended
-        write_page(path, " against ".join(run.name for run in data), data, (), facts(data, records), follow * refresh_s)
+        title, summary = " against ".join(run.name for run in data), summary_of_runs(data, records)
+        write_page(path, title, data, (), summary, follow * refresh_s)
         print(f"{path}: {', '.join(f'{run.name} step {last_step(run)}' for run in data)}", flush=True)
         if not follow:
             return 0
@@ -99,8 +100,8 @@ def health_lines(run: RunData) -> list[tuple[int, str]]:
     return [(int(record["step"]), line) for record in run.records for line in check.look(record["data"])]
 
 
-def facts(runs: Sequence[RunData], records: Sequence[RunRecord]) -> dict[str, Any]:
-    """The line of figures at the top, per run: step, and score or loss at the first and last step."""
+def summary_of_runs(runs: Sequence[RunData], records: Sequence[RunRecord]) -> dict[str, Any]:
+    """The line of figures at the top of the page, per run: step, and score or loss at the first and last step."""
     out: dict[str, Any] = {}
     for run, record in zip(runs, records, strict=True):
         label = f"{run.name}: " if len(runs) > 1 else ""

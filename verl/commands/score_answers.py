@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -39,25 +39,25 @@ RIGHT_ABOVE = 0.5  # without `acc`, a score above this counts as right
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: scored; 2: a mistake the message explains."""
-    return run_command(argv, HELP, lambda words: score_file(load_config(words, config_name="evaluation")))
+    return run_command(argv, HELP, lambda words: print_scores(load_config(words, config_name="evaluation")))
 
 
-def score_file(config: EvalConfig) -> dict[str, float]:
+def print_scores(config: EvalConfig) -> dict[str, float]:
     """Score the file and print the table; returns every metric by name."""
     reward, custom = config.reward, config.custom_reward_function
     if custom.path:
         function = replace(reward.custom_reward_function, path=custom.path, name=custom.name)
         reward = replace(reward, custom_reward_function=function)
-    inputs, prompt_indices, sources = read_and_check(config, reward)
-    scores = score_all(inputs, reward)
+    answers = read_scorable_answers(config, reward)
+    scores = score_all(answers.inputs, reward)
     figures: dict[str, float] = {}
     table = Table(Column("data source", overflow="fold"))  # a terminal breaks long names; nothing is cut
     for header in ("prompts", "answers", "figure", "value", "95 % interval"):
         table.add_column(header, no_wrap=True)
-    for source in dict.fromkeys(sources):
+    for source in dict.fromkeys(answers.sources):
         by_prompt: dict[int, list[Score]] = {}
-        for score, prompt_index in zip(scores, prompt_indices, strict=True):
-            if sources[prompt_index] == source:
+        for score, prompt_index in zip(scores, answers.prompt_indices, strict=True):
+            if answers.sources[prompt_index] == source:
                 by_prompt.setdefault(prompt_index, []).append(score)
         groups = list(by_prompt.values())
         for name, value, low, high in metrics(groups):
@@ -77,7 +77,15 @@ def score_file(config: EvalConfig) -> dict[str, float]:
     return figures
 
 
-def read_and_check(config: EvalConfig, reward: RewardConfig) -> tuple[list[RewardInput], list[int], list[str]]:
+class Answers(NamedTuple):
+    """The answers of a file: one input each, the row of each, and the data source of each row."""
+
+    inputs: list[RewardInput]
+    prompt_indices: list[int]
+    sources: list[str]
+
+
+def read_scorable_answers(config: EvalConfig, reward: RewardConfig) -> Answers:
     """`read_answers`; one error with all that keeps them from being scored, before heavy libraries are loaded."""
     mistakes, answers = Mistakes(), None
     function = reward.custom_reward_function.path
@@ -88,7 +96,7 @@ def read_and_check(config: EvalConfig, reward: RewardConfig) -> tuple[list[Rewar
             raise ConfigError("data.path is not set; give the file of answers: data.path=answers.parquet")
         answers = read_answers(config, FileRows(config.data.path))
     if answers is not None and function is None and reward.on_error == "stop":
-        for source in dict.fromkeys(answers[2]):
+        for source in dict.fromkeys(answers.sources):
             try:
                 find_scorer(source)
             except NoScorerError as error:
@@ -110,8 +118,8 @@ def score_all(inputs: list[RewardInput], reward: RewardConfig) -> list[Score]:
         return asyncio.run(scorer.score(inputs))
 
 
-def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput], list[int], list[str]]:
-    """One input per answer, the row of each, and the data source of each row."""
+def read_answers(config: EvalConfig, rows: FileRows) -> Answers:
+    """DataError names the first row that is not in the format."""
     data = config.data
     inputs, prompt_indices, sources = [], [], []
     for index in range(len(rows)):
@@ -142,11 +150,20 @@ def read_answers(config: EvalConfig, rows: FileRows) -> tuple[list[RewardInput],
                 )
             )
             prompt_indices.append(index)
-    return inputs, prompt_indices, sources
+    return Answers(inputs, prompt_indices, sources)
 
 
-def metrics(groups: list[list[Score]]) -> list[tuple[str, float, float, float]]:
-    """(name, value, bounds of the 95 % interval over prompts) from the scored answers of each prompt."""
+class Figure(NamedTuple):
+    """A mean over prompts, and the bounds of its 95 % interval."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+def metrics(groups: list[list[Score]]) -> list[Figure]:
+    """The figures of one data source, from the answers of each prompt; those without a score are left out."""
     groups = [scored for group in groups if (scored := [score for score in group if score.value is not None])]
     right = [[is_right(score) for score in group] for group in groups]
     out = [interval("mean score", [mean([s.value for s in group]) for group in groups])]
@@ -182,26 +199,26 @@ def majority(group: list[Score]) -> bool | None:
     return next(right for pred, right in votes if pred == winner)
 
 
-def interval(name: str, values: list[float]) -> tuple[str, float, float, float]:
+def interval(name: str, values: list[float]) -> Figure:
     """The mean and its normal 95 % interval; nan with fewer than two prompts."""
     center = mean(values)
     half = 1.96 * math.sqrt(variance(values) / len(values)) if len(values) > 1 else math.nan
-    return name, center, center - half, center + half
+    return Figure(name, center, center - half, center + half)
 
 
-def proportion(name: str, values: list[float]) -> tuple[str, float, float, float]:
+def proportion(name: str, values: list[float]) -> Figure:
     """The mean of values in [0, 1] and Wilson's 95 % interval, which has a width above 0 and stays in [0, 1].
 
     Uses the number of binary outcomes that would give the mean the same variance (Korn and Graubard, 1998).
     """
     center, n = mean(values), len(values)
     if n < 2:
-        return name, center, math.nan, math.nan
+        return Figure(name, center, math.nan, math.nan)
     spread = variance(values)
     z2_over_n = 1.96**2 / (n * max(center * (1 - center) / spread, 1.0) if spread else n)
     middle = (center + z2_over_n / 2) / (1 + z2_over_n)
     half = math.sqrt(z2_over_n * center * (1 - center) + z2_over_n**2 / 4) / (1 + z2_over_n)
-    return name, center, middle - half, middle + half
+    return Figure(name, center, middle - half, middle + half)
 
 
 def variance(values: list[float]) -> float:

@@ -63,7 +63,7 @@ def test_every_line_about_this_machine_is_true(capsys):
 
 def test_backends_are_good_exactly_where_the_configuration_check_lets_them_run(capsys):
     backends = report(capsys)[1]["backends"]
-    of_vendor = by_name(machine.backends(get_platform()))
+    of_vendor = by_name(machine.vendor_backend_findings(get_platform()))
     for name, row in backends.items():
         if name in (*doctor.ENGINES, *doctor.ROLLOUTS):
             key = "actor.strategy" if name in doctor.ENGINES else "rollout.name"
@@ -204,7 +204,7 @@ def test_ascend_checks(monkeypatch, tmp_path):
 
 def test_a_missing_package_of_a_promised_backend_is_named_with_what_to_type(monkeypatch):
     monkeypatch.setattr(machine, "has_module", lambda name: name not in ("vllm", "peft"))
-    rows = by_name(machine.backends(PlatformCUDA()))
+    rows = by_name(machine.vendor_backend_findings(PlatformCUDA()))
     assert rows["vllm"].status is Status.BAD and rows["vllm"].next_move == "pip install vllm"
     assert rows["sglang"].status is Status.GOOD
 

@@ -66,11 +66,7 @@ class Certificate:
         )
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "holds": self.holds,
-            "verdict": self.verdict(),
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-        }
+        return {"holds": self.holds, "verdict": self.verdict(), "rows": [dataclasses.asdict(row) for row in self.rows]}
 
 
 def print_table(certificate: Certificate) -> None:

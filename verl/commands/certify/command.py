@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--ranks {options.ranks}: at least 1")
     try:
         config = load_config(overrides)
-        check_early(config, options.tiny)
+        check_models_and_files(config, options.tiny)
         with Progress() as progress:
             progress.stage("loading libraries")
             from verl.commands.certify.certificate import print_table
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if certificate.holds else 1
 
 
-def check_early(config: RunConfig, tiny: bool) -> None:
+def check_models_and_files(config: RunConfig, tiny: bool) -> None:
     """One error with the models, data files and engines that are not there, before heavy libraries are loaded."""
     mistakes, arr = Mistakes(), config.actor_rollout_ref
     models = [(arr.model, arr.actor.strategy)]

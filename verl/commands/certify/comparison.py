@@ -14,18 +14,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.commands.certify import definition
-from verl.commands.certify.certificate import (
-    MAX_RATIO,
-    MAX_REPEAT_ERROR,
-    TOLERANCE,
-    Certificate,
-    CertificateRow,
-)
+from verl.commands.certify.certificate import MAX_RATIO, MAX_REPEAT_ERROR, TOLERANCE, Certificate, CertificateRow
 from verl.commands.certify.float64 import keep_float64
 from verl.commands.certify.random_batch import random_trajectories, with_loss_columns
 from verl.commands.certify.rank_gradients import RankGradients
 from verl.commands.certify.subject import Subject, build_engine, subjects, with_random_adapters, with_tiny_model
-from verl.commands.certify.variants import Variant, prefix_sharing_variants, rank_variants, variants
+from verl.commands.certify.variants import Variant, local_variants, prefix_sharing_variants, rank_variants
 from verl.config import AlgorithmConfig, RunConfig, SFTConfig
 from verl.config.check import trained_actor, uses_critic
 from verl.data.batch import Batch
@@ -58,7 +52,7 @@ def certify(
     if num_sequences < 4 or longest < 8:
         raise ConfigError(f"--sequences={num_sequences} --length={longest}: take 4 sequences of 8 tokens or more")
     if isinstance(config, RunConfig):
-        check_configuration(config, tiny)
+        check_certifiable(config, tiny)
     choose_platform(config.trainer.device)
     rows: list[CertificateRow] = []
     progress = progress or Progress.silent()
@@ -163,7 +157,7 @@ class GradientComparison:
 
     def rows(self) -> Iterator[CertificateRow]:
         """One row per variant."""
-        all_variants = variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
+        all_variants = local_variants(self.batch, self.subject.value_head, self.subject.micro, self.generator)
         packed = runs_packed(self.model_config, self.subject.model.use_remove_padding)
         all_variants += [] if lacks_prefix_sharing(self.model_config, packed) else prefix_sharing_variants(self.batch)
         if self.ranks is not None:
@@ -248,8 +242,8 @@ def norm(gradient: definition.Gradient) -> float:
     return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
 
 
-def check_configuration(config: RunConfig, tiny: bool) -> None:
-    """One error with all that keeps `config` from being checked: device, functions chosen by name, models."""
+def check_certifiable(config: RunConfig, tiny: bool) -> None:
+    """One error with all that keeps `config` from being certified: device, functions chosen by name, models."""
     if config.distillation.enabled:
         raise ConfigError(
             "verl certify has no teacher to check the distillation loss with; set distillation.enabled=False to check "

@@ -86,10 +86,8 @@ def gradient(
     loss.backward()
     total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters() if p.requires_grad}
     for i, part in enumerate(parts):
-        outputs, part_leaves = (
-            model_outputs(model, part, temperature),
-            leaves[i * sequences_per_forward : (i + 1) * sequences_per_forward],
-        )
+        outputs = model_outputs(model, part, temperature)
+        part_leaves = leaves[i * sequences_per_forward : (i + 1) * sequences_per_forward]
         terms = [
             (out[name] * by_output.to(out[name].dtype)).sum()
             for out, leaf in zip(outputs, part_leaves, strict=True)

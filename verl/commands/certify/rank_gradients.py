@@ -24,7 +24,7 @@ class RankWorker:
         self.engine = build_engine(self.subject)
 
     def gradient(self, shard_and_limits: tuple[Batch, MicroBatching]) -> dict[str, Tensor]:
-        """The gradient of the mini-batch by parameter name, on rank 0; empty on the others."""
+        """The gradient of the mini-batch by parameter name, on rank 0; empty on the others. Every rank calls it."""
         shard, micro = shard_and_limits
         out = {}
         with self.engine.train_mode():

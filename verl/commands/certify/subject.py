@@ -12,13 +12,7 @@ from verl.algorithms.likelihood import LikelihoodLoss
 from verl.algorithms.losses import ActorLoss, TokenLoss, aggregation_mode, make_value_loss
 from verl.commands.certify import definition
 from verl.commands.certify.float64 import keep_float64
-from verl.config import (
-    FSDPEngineConfig,
-    HFModelConfig,
-    PreferenceConfig,
-    RunConfig,
-    SFTConfig,
-)
+from verl.config import FSDPEngineConfig, HFModelConfig, PreferenceConfig, RunConfig, SFTConfig
 from verl.config.actor import PPO_BATCHING_KEYS, SFT_BATCHING_KEYS
 from verl.config.check import trained_actor
 from verl.config.engine import EngineConfig
@@ -96,7 +90,7 @@ def build_engine(subject: Subject) -> TorchEngine:
 
 
 def subjects(config: RunConfig | SFTConfig) -> list[Subject]:
-    """The policy and, if enabled, the critic; or the model of supervised fine-tuning."""
+    """The policy and, if enabled, the critic; or the model of fine-tuning. external_lib is imported before."""
     model = config.actor_rollout_ref.model if isinstance(config, RunConfig) else config.model
     import_external(model.external_lib)
     if isinstance(config, PreferenceConfig):
@@ -208,7 +202,7 @@ def with_random_adapters(subject: Subject, folder: Path, seed: int) -> Subject:
 
 
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same family with a few thousand parameters; keeps the kind of query grouping and the layer types."""
+    """`config` itself, changed to a few thousand parameters; keeps the kind of query grouping and the layer types."""
     queries_per_key = config.num_attention_heads // (
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     )

@@ -33,7 +33,9 @@ class Variant:
         return self.on_ranks, tuple(sorted(self.engine.items())), tuple(sorted(self.model.items()))
 
 
-def variants(batch: Batch, value_head: bool, configured: MicroBatching, generator: torch.Generator) -> list[Variant]:
+def local_variants(
+    batch: Batch, value_head: bool, configured: MicroBatching, generator: torch.Generator
+) -> list[Variant]:
     """The variants that need one process; the first is the whole mini-batch in one micro-batch."""
     n, longest = batch.num_sequences, int(batch.lengths.max())
     by_size = [MicroBatching(max_sequences=k) for k in (1, 2, max(3, n // 2 + 1))]
@@ -67,15 +69,8 @@ def variants(batch: Batch, value_head: bool, configured: MicroBatching, generato
         Variant("padding", "packed", budget, model={"use_remove_padding": True}),
         Variant("padding", "padded", budget, model={"use_remove_padding": False}),
     ]
-    return [
-        Variant(WHOLE_MINI_BATCH, "one micro-batch"),
-        *sizes,
-        *orders,
-        *accumulated,
-        *data_parallel,
-        *heads,
-        *layout,
-    ]
+    whole = Variant(WHOLE_MINI_BATCH, "one micro-batch")
+    return [whole, *sizes, *orders, *accumulated, *data_parallel, *heads, *layout]
 
 
 def prefix_sharing_variants(batch: Batch) -> list[Variant]:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = expand_home(options.out, "--out")
         return quickstart(out, options.seed, options.steps, options.overrides)
     except Interrupted as stop:
-        goes_on = stopped_after(out, options.seed, options.steps, options.overrides)
+        goes_on = resumable_step(out, options.seed, options.steps, options.overrides)
         then = "the same command goes on from there" if goes_on else "the same command begins anew"
         print(f"error: {str(stop).partition(';')[0]}; {then}", file=sys.stderr)
         return stop.exit_code
@@ -53,7 +53,7 @@ def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) ->
     start = time.perf_counter()
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
     split, warm = make_split(seed, stages.NUM_HELD_OUT, stages.NUM_WORKED), out / "warm"
-    step = stopped_after(out, seed, steps, overrides)
+    step = resumable_step(out, seed, steps, overrides)
     if not step:
         stages.remove_earlier_runs(out)
         write_split(split, out / "data")
@@ -72,7 +72,7 @@ def quickstart(out: Path, seed: int, steps: int | None, overrides: list[str]) ->
     return 0 if summary["after"] > summary["before"] else 1
 
 
-def stopped_after(out: Path, seed: int, steps: int | None, extra: list[str]) -> int:
+def resumable_step(out: Path, seed: int, steps: int | None, extra: list[str]) -> int:
     """The saved step of an unfinished GRPO run of the same settings; 0 where there is none to go on with."""
     from verl.observe.tracking import metrics_path
 

@@ -30,7 +30,7 @@ def report_result(
     records: list[dict[str, Any]],
     seconds: float,
 ) -> dict[str, float]:
-    """Draw the curve, print ten problems before and after, write report.html; returns both accuracies."""
+    """Print the curve and ten problems before and after; write RESULT and report.html. Returns both accuracies."""
     from verl.commands.quickstart.addition_task import compute_score
     from verl.observe.html_report import AnswerComparison, write_report
     from verl.observe.terminal_curve import draw_curve

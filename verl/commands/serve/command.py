@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [f"{aliases.get(k, k)}{eq}{v}" for k, eq, v in (o.partition("=") for o in options.overrides)]
     overrides = [f"actor_rollout_ref.{o}" if o.startswith("rollout.") else o for o in overrides]
     try:
-        return run(overrides, options)
+        return run_server(overrides, options)
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(overrides: list[str], options: argparse.Namespace) -> int:
+def run_server(overrides: list[str], options: argparse.Namespace) -> int:
+    """Check everything, then serve until interrupted."""
     mistakes = Mistakes()  # that can be seen before heavy libraries are loaded
     with mistakes:
         check_options(options)

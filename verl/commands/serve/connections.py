@@ -32,10 +32,10 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self.connections.add(self)
         self.since = asyncio.get_running_loop().time()
-        self._check()
+        self._abort_if_stalled()
         self.inner.connection_made(transport)
 
-    def _check(self) -> None:
+    def _abort_if_stalled(self) -> None:
         """End the connection if its client has not moved for the limit; looks again later."""
         loop = asyncio.get_running_loop()
         unread, now = self.transport.get_write_buffer_size(), loop.time()
@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
         if now - self.since >= self.limit_s:
             self.transport.abort()
         else:
-            self.timer = loop.call_later(self.limit_s / 4, self._check)
+            self.timer = loop.call_later(self.limit_s / 4, self._abort_if_stalled)
 
     def data_received(self, data: bytes) -> None:
         if not self.has_head:

@@ -76,10 +76,7 @@ BIAS = Kind(
     f"{MAX_LOGIT_BIAS}",
     _is_bias,
 )
-CHOICE = Kind(
-    '"auto", "none", "required" or {"type": "function", "function": {"name": NAME}}',
-    _is_choice,
-)
+CHOICE = Kind('"auto", "none", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
 FIELDS = {
     "model": TEXT, "n": whole(1, MAX_ANSWERS), "max_tokens": whole(1, _INT32), "min_tokens": whole(0, _INT32),
     "max_completion_tokens": whole(1, _INT32), "temperature": NUMBER, "top_p": NUMBER, "top_k": whole(-1, _INT32),

@@ -96,7 +96,7 @@ class OpenAIServer:
                 web.get("/v1/models/{id:.+}", self._model),
                 web.post("/v1/chat/completions", chat),
                 web.post("/v1/completions", completions),
-                web.post("/v1/responses", self._respond),
+                web.post("/v1/responses", self._create_response),
             ]
         )
         return app
@@ -176,7 +176,7 @@ class OpenAIServer:
                 return await self._send_stream(request, _chunk_events(self._chunks(job)), _event_of_error)
             return await self._send(job, job.reply)
 
-    async def _respond(self, request: web.Request) -> web.StreamResponse:
+    async def _create_response(self, request: web.Request) -> web.StreamResponse:
         with self._admitted():
             data = await read_limited(request, self.limits.client_timeout_s, self.limits.max_body_bytes)
             body = read_response_request(data)
