@@ -219,6 +219,11 @@ def test_answers_without_a_score_are_left_out_of_every_figure(tmp_path: Path, ca
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1]) == {"test_score/a": None}
 
 
+def test_as_many_answers_vote_for_every_prompt_as_the_figure_says(tmp_path: Path):
+    figures = evaluate_rows(tmp_path, {"responses": ["1", "1"]}, {"responses": ["2", "1", "1", "1"]})
+    assert figures["maj@2/a"] == 0.5  # of the first two answers, where the tie goes to the earlier one
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -171,7 +171,7 @@ def metrics(groups: list[list[Score]]) -> list[Figure]:
     answers = min(map(len, right), default=0)
     for k in (2**i for i in range(1, answers.bit_length()) if 2**i <= answers):
         out.append(proportion(f"pass@{k}", [pass_at(k, len(group), sum(group)) for group in right]))
-    votes = [majority(group) for group in groups]
+    votes = [majority(group[:answers]) for group in groups]
     if answers > 1 and all(vote is not None for vote in votes):
         out.append(proportion(f"maj@{answers}", [float(bool(vote)) for vote in votes]))
     return out
