@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--json" in arguments:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:
-        _print(report)
+        _print_report(report)
     refused = [f for f in report.sections.get("this configuration", []) if f.status is Status.BAD]
     return 1 if refused else 0
 
@@ -191,7 +191,7 @@ def _graph_capture_advice(config: RunConfig, platform: PlatformBase) -> list[Fin
     return rows
 
 
-def _print(report: Report) -> None:
+def _print_report(report: Report) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -214,14 +214,14 @@ def examine_machine() -> Report:
     platform = get_platform()
     return Report(
         {
-            "platform": [*_detection(platform), *_plugins()],
+            "platform": [*_platform_findings(platform), *_plugins()],
             "versions": version_findings(platform),
             "host": [*platform.findings(), _shared_memory(), sleep_mode(platform)],
         }
     )
 
 
-def _detection(platform: PlatformBase) -> list[Finding]:
+def _platform_findings(platform: PlatformBase) -> list[Finding]:
     chosen = os.environ.get("VERL_PLATFORM", "").strip()
     label = f"{platform.vendor_name}: device {platform.device_name}, backend {platform.communication_backend_name()}"
     if chosen:

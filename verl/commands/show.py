@@ -42,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         record = find_run(options.run)
         step = read_step(record, options.step)
-        chosen = choose(step.batch, options.worst, options.best, options.row)
-        show(step, chosen, load_run_tokenizer(record, options.tokenizer), options.color, open_data(record))
+        chosen = choose_sequences(step.batch, options.worst, options.best, options.row)
+        print_trajectories(
+            step, chosen, load_run_tokenizer(record, options.tokenizer), options.color, open_train_rows(record)
+        )
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,7 +63,7 @@ def read_step(record: RunRecord, step: int | None) -> LedgerStep:
     return read_ledger(folder, steps[-1] if step is None else step)
 
 
-def choose(batch: Batch, worst: int | None, best: int | None, row: int | None) -> list[int]:
+def choose_sequences(batch: Batch, worst: int | None, best: int | None, row: int | None) -> list[int]:
     """Sequence numbers: those of a data row, or the lowest or highest rewards, the most extreme one first."""
     if row is not None:
         rows = batch.require("rows", "the ledger").tolist()
@@ -93,7 +95,7 @@ def load_run_tokenizer(record: RunRecord, folder: Path | None) -> Any:
         return None
 
 
-def open_data(record: RunRecord) -> FileRows | None:
+def open_train_rows(record: RunRecord) -> FileRows | None:
     """The rows that the run trained on; None where they are not there any more, or a class of the user made them."""
     data = dict(record.config.get("data", {}))
     if not data.get("train_files") or dict(data.get("custom_cls") or {}).get("path"):
@@ -116,7 +118,9 @@ def expected_answer(data: FileRows | None, row: int, prompt: str) -> Any:
     return answer.get("ground_truth")
 
 
-def show(step: LedgerStep, chosen: Sequence[int], tokenizer: Any, color: str, data: FileRows | None) -> None:
+def print_trajectories(
+    step: LedgerStep, chosen: Sequence[int], tokenizer: Any, color: str, data: FileRows | None
+) -> None:
     """Print the trajectories: reward and why it ended, the expected answer, the prompt, and what followed it."""
     from rich.console import Console
 

@@ -90,7 +90,7 @@ class GradientComparison:
     ):
         self.subject, self.device, self.ranks = subject, platform_device(), ranks
         self.generator = torch.Generator().manual_seed(seed)
-        model = self.load(torch.float64)
+        model = self.load_model(torch.float64)
         trajectories = random_trajectories(
             num_sequences,
             min(config.actor_rollout_ref.rollout.n, 4) if isinstance(config, RunConfig) else 1,
@@ -121,9 +121,9 @@ class GradientComparison:
         self.dtype = Precision.of(subject.engine, self.device).compute
         self.plain_error = 0.0
         if self.dtype != torch.float64:
-            self.plain_error = self.relative_error(self.definition_gradient(self.load(self.dtype)))[0]
+            self.plain_error = self.relative_error(self.definition_gradient(self.load_model(self.dtype)))[0]
 
-    def load(self, dtype: torch.dtype) -> PreTrainedModel:
+    def load_model(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model without the engine, with naive attention."""
         settings = self.subject.model
         assert settings.path is not None

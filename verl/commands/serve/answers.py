@@ -49,7 +49,7 @@ class Job:
         content: dict[str, Any] = {"text": text}
         if self.chat:
             message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-            content = {"message": {**message, "tool_calls": write_calls(calls)} if calls else message}
+            content = {"message": {**message, "tool_calls": tool_call_objects(calls)} if calls else message}
         return {"index": index, **content, "finish_reason": finish_reason(completion, calls), **details}
 
     async def read_answer(self, completion: Completion) -> tuple[str, list[FunctionCall]]:
@@ -96,7 +96,7 @@ def _logprob(token: str, value: float) -> dict[str, Any]:
     return {"token": token, "logprob": value, "bytes": list(token.encode())}
 
 
-def write_calls(calls: Sequence[FunctionCall]) -> list[dict[str, Any]]:
+def tool_call_objects(calls: Sequence[FunctionCall]) -> list[dict[str, Any]]:
     """Tool calls in the protocol's form; each gets an id."""
     return [
         {
@@ -161,7 +161,7 @@ class ChoiceStream:
         rest = text[len(begun) :] if text.startswith(begun) else ""
         delta: dict[str, Any] = {"content": rest} if rest or not calls else {}
         if calls:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(write_calls(calls))]
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_call_objects(calls))]
         return self._chunk(delta, rest, finish_reason(completion, calls))
 
     def _chunk(self, delta: dict[str, Any], text: str, reason: str | None) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class OpenAIServer:
             job = await self._in_thread(self.read_job, data, chat)
             if job.body.get("stream"):
                 return await self._send_stream(request, _chunk_events(self._chunks(job)), _event_of_error)
-            return await self._send(job, job.reply)
+            return await self._send_whole(job, job.reply)
 
     async def _create_response(self, request: web.Request) -> web.StreamResponse:
         with self._admitted():
@@ -184,9 +184,9 @@ class OpenAIServer:
             writer = ResponseWriter(body, job)
             if job.body.get("stream"):
                 return await self._send_stream(request, writer.events(self._chunks(job)), writer.event_of_error)
-            return await self._send(job, writer.whole)
+            return await self._send_whole(job, writer.whole)
 
-    async def _send(
+    async def _send_whole(
         self, job: Job, write: Callable[[Sequence[Completion]], Coroutine[Any, Any, dict[str, Any]]]
     ) -> web.Response:
         answers = await _gather_or_cancel([self.engine.generate(r) for r in job.requests])
