@@ -148,7 +148,7 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
     os.environ["VERL_BENCHMARK_RELOADS"] = str(reloads_file)
     server = RemoteEngine(replace(CONFIG, server=ServerConfig(python=None)), folder / "model")
     del os.environ["VERL_BENCHMARK_RELOADS"]
-    server.ready()
+    server.wait_until_ready()
     for backend in BACKENDS:
         arguments = {"folder": str(folder / "shared")} if backend == "file" else {}
         settings = TransportSettings(backend, 1 << 30, arguments, "support.reload_clock")
@@ -207,7 +207,9 @@ def time_of_read_back(sync: CopySync, loop: DriverLoop) -> float:
 
         return call
 
-    with patch.multiple(WeightReader, compare=timed(WeightReader.compare), record=timed(WeightReader.record)):
+    with patch.multiple(
+        WeightReader, compare_and_reset=timed(WeightReader.compare_and_reset), record=timed(WeightReader.record)
+    ):
         loop.run(sync.engine.update_weights(sync.weights(), 0))
     return sum(spent)
 

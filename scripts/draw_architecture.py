@@ -209,7 +209,7 @@ STAGES = (
             "PPOTrainer.update",
             "ReturnScale.update_and_normalize",
             "Actor.update",
-            "Actor.with_choice",
+            "Actor.with_chosen_tokens",
             "token_covariances",
             "choose_for_clip_cov",
             "with_chosen_tokens",

@@ -59,7 +59,7 @@ def start(folder: Path, count: int) -> list[RemoteEngine]:
     python = ServerConfig(python=rollout_server.python_wrapper(folder))
     servers = [RemoteEngine(RolloutConfig(dtype="float32", server=python), folder, (), n) for n in range(count)]
     for server in servers:
-        server.ready()
+        server.wait_until_ready()
     return servers
 
 

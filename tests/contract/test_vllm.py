@@ -158,7 +158,7 @@ def test_statistics_are_reported_when_they_are_wanted(folder: Path, opened: list
 def server(folder: Path) -> Iterator[RemoteEngine]:
     python = ServerConfig(python=sys.executable)
     engine = RemoteEngine(replace(SMALL, server=python, load_format="safetensors"), folder, (EOS,), replica=3)
-    engine.ready()
+    engine.wait_until_ready()
     yield engine
     engine.close()
 
@@ -224,7 +224,7 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     engine = RemoteEngine(SMALL, tmp_path / "nothing", (), replica=1)
     with pytest.raises(WorkerError, match=r"(?s)replica 1: .*nothing"):
-        engine.ready()
+        engine.wait_until_ready()
     engine.close()
 
 
@@ -233,7 +233,7 @@ def test_a_replica_of_two_devices_holds_one_version(folder: Path, monkeypatch: p
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     config = replace(SMALL, tensor_model_parallel_size=2)
     engine = RemoteEngine(config, folder, (EOS,))
-    engine.ready()
+    engine.wait_until_ready()
     model = small_model()
     probe = LogprobProbe(probe_sequences(EOS + 2), lambda sequences: trainer_logprobs(model, sequences))
     sync = by_transport(model, Router([engine]), backend, probe)

@@ -231,7 +231,7 @@ def test_of_two_live_replicas_the_one_that_is_wrong_is_named_with_its_tensor(
     router = Router(engines)
     try:
         for engine in engines:
-            engine.ready()
+            engine.wait_until_ready()
         trainer = InlineGroup(Rank(lambda: list(model.named_parameters())))
         transfer = WeightTransfer(TransportSettings("naive", 60_000, {"timeout": 60.0}), trainer, router)
         sync = CopySync(lambda: [], router, weight_transfer=transfer)

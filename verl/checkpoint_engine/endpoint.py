@@ -60,7 +60,10 @@ class TransportEndpoint:
             raise
 
     def send(self, weights: Iterable[NamedTensor], version: int, dtype: str | None) -> tuple[Manifest, int]:
-        """Send all weights, floating-point ones as `dtype`; returns fingerprints and total bytes of what was sent."""
+        """Send all weights, floating-point ones as `dtype`; returns fingerprints and total bytes of what was sent.
+
+        A rank that does not send only takes part in producing them, and returns ({}, 0).
+        """
         transport, wire_dtype = self.transport, None if dtype is None else getattr(torch, dtype)
         assert transport is not None, "open() comes first"
         if isinstance(transport, BucketTransport) and transport.rank != 0:

@@ -74,10 +74,10 @@ def write_merged_model(source: ShardFolder, model: PreTrainedModel, folder: Path
     try:
         shutil.copytree(folder / "huggingface", temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
         written = export.write_layers(
-            plan, plan.layers(_read_tensors(source, names)), temporary, plan.wants_reload("auto")
+            plan, plan.own_layers(_read_tensors(source, names)), temporary, plan.wants_reload("auto")
         )
         if written.tensors:
-            export.reload(plan, written.tensors, temporary, next(iter(source.meta_tensors.values())).dtype)
+            export.reload_export(plan, written.tensors, temporary, next(iter(source.meta_tensors.values())).dtype)
         _write_adapters(source, folder, temporary / ADAPTER)
         publish_directory(temporary, target)
     except OSError as error:
@@ -98,7 +98,7 @@ def check_same_tensors(source: ShardFolder, model: PreTrainedModel, other: Path)
         first = sorted(wanted ^ files.keys())[0]
         where = "the shards" if first in wanted else str(other)
         raise CheckpointError(f"{len(wanted ^ files.keys())} tensors are on one side only, first {first}, in {where}")
-    for _, layer in plan.layers(_read_tensors(source, names)):
+    for _, layer in plan.own_layers(_read_tensors(source, names)):
         for name, ours in export.to_hub_format(model, layer).items():
             with safe_open(files[name], framework="pt") as file:
                 theirs = file.get_tensor(name)

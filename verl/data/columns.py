@@ -183,7 +183,7 @@ COLUMNS: dict[str, Column] = {
         "log-prob by the policy at the beginning of the mini-batch, nats; for a loss that chooses tokens; of the "
         "step's batch with use_pf_ppo in bypass mode",
         scope="mini-batch",
-        written_by=("Actor.with_choice", "PPOTrainer.evaluate"),
+        written_by=("Actor.with_chosen_tokens", "PPOTrainer.evaluate"),
         read_by=("token_covariances", "choose_for_clip_cov", "PPOTrainer.update"),
         masked=0,
         asked=True,

@@ -82,7 +82,7 @@ class ExportPlan:
         """Whether this rank writes `file`."""
         return self.files.index(file) % self.size == self.rank
 
-    def layers(self, weights: NamedTensors) -> Iterator[tuple[PlannedFile, dict[str, Tensor]]]:
+    def own_layers(self, weights: NamedTensors) -> Iterator[tuple[PlannedFile, dict[str, Tensor]]]:
         """The complete layers of this rank's files, one at a time. A collective: it reads all of `weights`."""
         location = {name: (file, layer) for file in self.files for layer in file.layers for name in layer}
         own_files = {id(file) for file in self.files if self.writes(file)}
@@ -109,7 +109,7 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in shapes.items()}
     limit = min(MAX_FILE_BYTES, -(-size_bytes(meta.values()) // size))
     files = [PlannedFile()]
-    for names in _write_units(model, meta):
+    for names in _units_to_write(model, meta):
         tensors = to_hub_format(model, {name: meta[name] for name in names})
         file_bytes = size_bytes(files[-1].tensors.values())
         if file_bytes and file_bytes + size_bytes(tensors.values()) > limit:
@@ -121,7 +121,7 @@ def plan_export(model: PreTrainedModel, shapes: Mapping[str, Tensor], rank: int 
     return ExportPlan(model, files, rank, size)
 
 
-def _write_units(model: PreTrainedModel, meta: TensorsByName) -> list[tuple[str, ...]]:
+def _units_to_write(model: PreTrainedModel, meta: TensorsByName) -> list[tuple[str, ...]]:
     """What is written at once, ordered by when it is complete: single tensors, and layers with joined tensors."""
     units: list[tuple[str, ...]] = []
     for layer in _names_by_layer(meta):
@@ -152,16 +152,19 @@ def to_hub_format(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Tensors
 
 
 def write_layers(
-    plan: ExportPlan, layers: Iterable[tuple[PlannedFile, dict[str, Tensor]]], folder: Path, reload: bool = False
+    plan: ExportPlan, layers: Iterable[tuple[PlannedFile, dict[str, Tensor]]], folder: Path, hash_tensors: bool = False
 ) -> ExportDigests:
-    """Write this rank's files and verify them; with `reload`, also hash the tensors to compare after reloading."""
+    """Write this rank's files and read them back; rank 0 also writes the index and the dtype of config.json.
+
+    With `hash_tensors` the result also has the tensors' digests, for `reload_export`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = ExportDigests()
     for _, group in groupby(layers, key=lambda item: id(item[0])):
-        _write_file(plan, group, folder, written, reload)
+        _write_file(plan, group, folder, written, hash_tensors)
     assert len(written.files) == sum(map(plan.writes, plan.files)), "an export file was left unfinished"
     if plan.rank == 0:
-        _write_index(plan, folder)
+        _write_index_and_dtype(plan, folder)
     return written
 
 
@@ -170,13 +173,14 @@ def _write_file(
     layers: Iterator[tuple[PlannedFile, dict[str, Tensor]]],
     folder: Path,
     written: ExportDigests,
-    reload: bool,
+    hash_tensors: bool,
 ) -> None:
+    """Write the file of `layers`, read it back, and add its digests to `written`."""
     planned, layer = next(layers)
     digests: dict[str, str] = {}
     with TensorFile(folder / planned.name, planned.tensors) as file:
         while layer is not None:
-            if reload:
+            if hash_tensors:
                 written.tensors.update({name: tensor_digest(tensor) for name, tensor in layer.items()})
             on_disk = to_hub_format(plan.model, layer)
             for name in list(on_disk):
@@ -189,7 +193,7 @@ def _write_file(
     _check_digests(folder / planned.name, digests)
 
 
-def _write_index(plan: ExportPlan, folder: Path) -> None:
+def _write_index_and_dtype(plan: ExportPlan, folder: Path) -> None:
     tensors = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
     _write_dtype(folder, next(iter(tensors.values())).dtype)
     if len(plan.files) > 1:
@@ -220,7 +224,7 @@ def _check_digests(path: Path, digests: dict[str, str]) -> None:
 
 
 @no_progress_bars()
-def reload(plan: ExportPlan, digests: Mapping[str, str], folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def reload_export(plan: ExportPlan, digests: Mapping[str, str], folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The folder loaded as a user would; CheckpointError unless its tensors have the sha256 of `digests`."""
     reloaded = model_class(plan.model).from_pretrained(folder, dtype=dtype, local_files_only=True)
     tensors = {**dict(reloaded.named_parameters()), **dict(reloaded.named_buffers())}
@@ -234,7 +238,7 @@ def reload(plan: ExportPlan, digests: Mapping[str, str], folder: Path, dtype: to
 
 @torch.no_grad()
 def compare_logits(reloaded: PreTrainedModel, logits: Tensor, folder: Path) -> None:
-    """CheckpointError unless a model loaded from `folder` computes `logits`, within rounding."""
+    """CheckpointError unless `reloaded`, cast and moved like `logits`, computes them within rounding."""
     for parameter in reloaded.parameters():
         parameter.data = parameter.data.to(logits.dtype)
     reloaded_logits = fixed_token_logits(reloaded.to(logits.device).eval())

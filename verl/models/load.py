@@ -89,7 +89,7 @@ def refuse_own_code(file: Path, error: Exception) -> None:
 
 
 def apply_override(config: PreTrainedConfig, override: dict[str, Any]) -> PreTrainedConfig:
-    """`config` with values replaced; those under `model_config` too, as the reference system nests them."""
+    """`config` itself, with values replaced; those under `model_config` too, as the reference system nests them."""
     flat = {**override, **override.get("model_config", {})}
     flat.pop("model_config", None)
     for name, value in flat.items():

@@ -45,7 +45,7 @@ def wants_lora(settings: HFModelConfig) -> bool:
 
 
 def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure_only: bool = False) -> None:
-    """Put adapters into `model` and freeze the rest: new ones from `seed` (B is 0), or those of lora_adapter_path.
+    """Put adapters into `model`, freeze all but a value head: new ones from `seed` (B is 0), or lora_adapter_path's.
 
     Adapters are float32 or wider. With `structure_only` they are on the meta device, without values.
     """
@@ -55,20 +55,20 @@ def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure
         raise ConfigError(f"model.lora_rank needs peft ({error}); pip install -e '.[lora]'") from error
     path = settings.lora_adapter_path
     folder = None if path is None else expand_home(path, "model.lora_adapter_path")
-    _check_names(model, settings)
+    _check_module_names(model, settings)
     config = _new_lora_config(model, settings) if folder is None else _lora_config_of_folder(folder, settings.lora_rank)
-    _check_adapters_fit(model, config)
+    _check_adapter_memory(model, config)
     wide_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         listed = [] if isinstance(config.target_modules, str) else config.target_modules or ()
         paths = [name for name in listed if "." in name and name.rpartition(".")[2] in NAMES_OF_EXPERTS]
         try:
-            with _names_as_they_are(model) if paths and _has_joined_experts(model) else contextlib.nullcontext():
+            with _untranslated_names(model) if paths and _has_joined_experts(model) else contextlib.nullcontext():
                 peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=structure_only)
         except ValueError as error:
             raise ConfigError(f"no LoRA with model.target_modules={settings.target_modules!r}: {error}") from error
-    _check_layers(model)
+    _check_adapted_layers(model)
     head = getattr(model, VALUE_HEAD, None)
     if isinstance(head, nn.Linear):
         head.requires_grad_(True)
@@ -105,7 +105,7 @@ def _task_type(model: nn.Module) -> str:
     return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
 
 
-def _check_adapters_fit(model: nn.Module, config: "peft.LoraConfig") -> None:
+def _check_adapter_memory(model: nn.Module, config: "peft.LoraConfig") -> None:
     """ConfigError if the adapters alone would not fit into the memory of this machine, where they are made."""
     target = config.target_modules or ()
     sizes = [
@@ -141,7 +141,7 @@ def _has_joined_experts(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _names_as_they_are(model: Any) -> Iterator[None]:
+def _untranslated_names(model: Any) -> Iterator[None]:
     """Inside the block peft takes `gate_proj` and its like for layers of that name, not for joined experts.
 
     It translates these names, which are those of experts in files of transformers 4, in every model with a family.
@@ -194,7 +194,7 @@ def _linear_layers_of(parameters: Iterable[str]) -> list[str]:
     return [name.removesuffix(".weight") for name in names] if is_ours else []
 
 
-def _check_layers(model: nn.Module) -> None:
+def _check_adapted_layers(model: nn.Module) -> None:
     """ConfigError unless all adapters are on linear layers below the head, where the merge is W + s B A."""
     refused = [name for name, m in model.named_modules() if is_adapted(m) and type(m.base_layer) is not nn.Linear]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -206,7 +206,7 @@ def _check_layers(model: nn.Module) -> None:
         )
 
 
-def _check_names(model: nn.Module, settings: HFModelConfig) -> None:
+def _check_module_names(model: nn.Module, settings: HFModelConfig) -> None:
     """ConfigError if a listed name matches no module; peft accepts one match per list, and none for exclusions."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     modules = [name for name, _ in model.named_modules()]
@@ -249,10 +249,8 @@ def _load_adapters(model: nn.Module, folder: Path) -> None:
 def check_adapter_scale(model: Any, folder: Path) -> None:
     """CheckpointError if the adapters in `folder` were trained with another s, which would change the model."""
     if has_adapters(model) and (folder / ADAPTER_CONFIG).is_file():
-        saved, current = (
-            json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"],
-            model.peft_config[ADAPTER_NAME].lora_alpha,
-        )
+        saved = json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"]
+        current = model.peft_config[ADAPTER_NAME].lora_alpha
         if saved != current:
             raise CheckpointError(f"{folder} was trained with model.lora_alpha={saved}, now {current}; set it back")
 

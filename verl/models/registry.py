@@ -136,13 +136,13 @@ def check_sequence_parallel(config: PreTrainedConfig, packed: bool, size: int, n
         )
 
 
-def check_sequences(config: PreTrainedConfig, longest: int, last_token: int) -> None:
+def check_sequences(config: PreTrainedConfig, longest: int, largest_token_id: int) -> None:
     """Refuses tokens without an embedding, and sequences so long that they change the rotary frequencies of others."""
     text = config.get_text_config()
-    if last_token >= text.vocab_size:
+    if largest_token_id >= text.vocab_size:
         raise ConfigError(
-            f"token {last_token} is not among the {text.vocab_size} that the model has embeddings for: the tokenizer "
-            "(model.tokenizer_path) is of another model, or tokens were added to it alone"
+            f"token {largest_token_id} is not among the {text.vocab_size} that the model has embeddings for: the "
+            "tokenizer (model.tokenizer_path) is of another model, or tokens were added to it alone"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (part for part in (rope, *rope.values()) if isinstance(part, dict)):
@@ -163,8 +163,8 @@ def make_packed(model: nn.Module) -> None:
         run_mixers_per_sequence(model, mixers)
 
 
-def check_head(config: PreTrainedConfig) -> None:
-    """Refuses models whose logits are not hidden states times a matrix, scaled."""
+def check_no_logit_softcap(config: PreTrainedConfig) -> None:
+    """Refuses models that bound their logits: the head computes hidden states times a matrix, scaled."""
     cap = getattr(config, "final_logit_softcapping", None)
     if cap is not None:
         raise ConfigError(

@@ -69,7 +69,7 @@ class WeightTransfer:
         calls = {"trainer": self._call_trainer("close", None)} | self._call_replicas(
             "close", [None] * len(self.engine.receivers)
         )
-        await self._gather_with_timeout(calls, 1.0)
+        await self._results_or_errors(calls, 1.0)
 
     async def _call_trainer(self, step: str, argument: Any) -> list[Any]:
         return await asyncio.to_thread(self.trainer.broadcast, "transport_step", step, argument)
@@ -81,7 +81,7 @@ class WeightTransfer:
             for number, (replica, argument) in enumerate(pairs)
         }
 
-    async def _gather_with_timeout(self, calls: dict[str, Coroutine[Any, Any, Any]], timeout_s: float) -> list[Any]:
+    async def _results_or_errors(self, calls: dict[str, Coroutine[Any, Any, Any]], timeout_s: float) -> list[Any]:
         """Results or exceptions of the calls. Once the trainer is done or a call has failed, each next answer may take
         `timeout_s` seconds; then the remaining calls are cancelled."""
         tasks = {name: asyncio.create_task(call) for name, call in calls.items()}
@@ -99,10 +99,8 @@ class WeightTransfer:
         return [no_answer if task in waiting else task.exception() or task.result() for task in tasks.values()]
 
     async def _gather_or_raise(self, version: int | None, calls: dict[str, Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Results of all calls, run concurrently. An endpoint that fails closes, so that the others stop too."""
-        answers = await self._gather_with_timeout(
-            calls, float(self.settings.arguments.get("timeout", DEFAULT_TIMEOUT_S))
-        )
+        """Results of all calls, run concurrently; StaleWeightsError, after closing every endpoint, if any failed."""
+        answers = await self._results_or_errors(calls, float(self.settings.arguments.get("timeout", DEFAULT_TIMEOUT_S)))
         failures = [(name, a) for name, a in zip(calls, answers, strict=True) if isinstance(a, BaseException)]
         if not failures:
             return answers

@@ -90,7 +90,9 @@ class Actor:
             mini, before = self.with_correction(mini)
             outputs: dict[str, Tensor] = {}
             if mini["loss_mask"].any():
-                mini = with_loss_weights(self.with_choice(mini, batch, step, is_first=tokens_seen == 0), mode, scale)
+                mini = with_loss_weights(
+                    self.with_chosen_tokens(mini, batch, step, is_first=tokens_seen == 0), mode, scale
+                )
                 update_metrics, outputs = self.dispatcher.update(mini, self.train_micro, self.temperature)
                 metrics.merge(update_metrics)
                 updates += 1
@@ -100,12 +102,12 @@ class Actor:
             tokens_seen += mini.num_tokens
         self.group.broadcast("advance_schedule")
         if not updates:
-            raise DataError(all_rejected(self.config.algorithm.rollout_correction, step + 1))
+            raise DataError(all_rejected_message(self.config.algorithm.rollout_correction, step + 1))
         return metrics, first
 
     def with_correction(self, mini: Batch) -> tuple[Batch, dict[str, Tensor]]:
         """The mini-batch, in bypass mode corrected by the policy at its beginning, if asked for; and the outputs (T,)
-        of that policy."""
+        of that policy. Adds to `correction_metrics`."""
         correction = self.config.algorithm.rollout_correction
         if not (correction.bypass_mode and correction.corrects):
             return mini, {}
@@ -114,7 +116,7 @@ class Actor:
         self.correction_metrics.merge(metrics)
         return mini, outputs
 
-    def with_choice(self, mini: Batch, batch: Batch, step: int, is_first: bool) -> Batch:
+    def with_chosen_tokens(self, mini: Batch, step_batch: Batch, step: int, is_first: bool) -> Batch:
         """The mini-batch with the tokens that its loss chooses by the current log-probs of all of it, if it does.
 
         The draws depend on the seed, the step, and the token's sequence and position in the step's batch only.
@@ -124,7 +126,7 @@ class Actor:
             return mini
         unchanged = is_first and "old_logprobs" in mini
         mini = mini.with_columns(current_logprobs=mini["old_logprobs"] if unchanged else self.logprobs(mini))
-        draws = token_draws(actor.data_loader_seed, step, batch.sequence_ids(), batch.position_ids())
+        draws = token_draws(actor.data_loader_seed, step, step_batch.sequence_ids(), step_batch.position_ids())
         return with_chosen_tokens(mini, actor, draws[mini["token_indices"]])
 
     def save(self, folder: Path) -> None:
@@ -156,7 +158,7 @@ def build_actor_worker(config: RunConfig, total_steps: int) -> EngineWorker:
     return worker
 
 
-def all_rejected(correction: RolloutCorrectionConfig, step: int) -> str:
+def all_rejected_message(correction: RolloutCorrectionConfig, step: int) -> str:
     """What is wrong in a step without a token that rollout correction accepts."""
     return (
         f"step {step}: algorithm.rollout_correction.rollout_rs={correction.rollout_rs} rejects every sampled token, so "

@@ -1,5 +1,7 @@
 """Rollout on a rank of a sharded engine: an engine in place on a full copy of the weights, freed while it sleeps."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -10,6 +12,14 @@ from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngi
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.native_engine import in_place_inputs
 from verl.workers.rollout.registry import find_rollout_engine
+
+
+@dataclass(frozen=True)
+class RankPublish:
+    """What a publish did on one rank."""
+
+    version: int  # that the rank samples from now
+    bytes_copied: int
 
 
 class RankRollout:
@@ -25,24 +35,24 @@ class RankRollout:
         self.inner: RolloutEngine | None = None
         self.ended = EngineStats()  # counts of the engines that `sleep` dropped
 
-    async def publish(self, version: int) -> tuple[int, int]:
-        """Copy the engine's current weights into the rollout; (policy version in use, bytes gathered)."""
+    async def publish(self, version: int) -> RankPublish:
+        """Copy the engine's current weights into the rollout and sample from them as `version`."""
         self.version = version
         if self.inner is None:
             await self.wake()
         else:
             assert self.model_copy is not None
-            self._copy_weights(self.model_copy)
+            self._copy_weights_into(self.model_copy)
             await self.inner.update_weights(self.model_copy, version)
         assert self.inner is not None and self.model_copy is not None
-        return self.inner.version, sum(p.nbytes for p in self.model_copy.parameters())
+        return RankPublish(self.inner.version, sum(p.nbytes for p in self.model_copy.parameters()))
 
     async def wake(self) -> None:
-        """Copy the weights in the rollout dtype, unless there is a copy."""
+        """Copy the weights in the rollout dtype and build an engine on the copy, unless there is one."""
         if self.inner is not None:
             return
         self.model_copy = self._empty_model()
-        self._copy_weights(self.model_copy)
+        self._copy_weights_into(self.model_copy)
         tokenizer = load_tokenizer(self.model)
         registered, device = find_rollout_engine(self.rollout.name), next(self.model_copy.parameters()).device
         self.inner = registered.build(in_place_inputs(self.rollout, self.model_copy, tokenizer, device))
@@ -81,7 +91,7 @@ class RankRollout:
         return model.requires_grad_(False)
 
     @torch.no_grad()
-    def _copy_weights(self, copy: nn.Module) -> None:
+    def _copy_weights_into(self, copy: nn.Module) -> None:
         """Copy every tensor into `copy`, rounded to the engine's compute dtype first."""
         targets = dict(copy.named_parameters())
         compute_dtype = getattr(self.engine, "compute_dtype", None)

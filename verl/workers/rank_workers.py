@@ -17,7 +17,8 @@ from verl.workers.teacher import build_teacher_worker, role_name
 
 
 class RankWorkers:
-    """One attribute for each of `roles`. Building them is a collective, in the same order on every rank of the pool.
+    """One attribute for each of `roles`. Building them is a collective, in the same order on every rank of the pool,
+    and seeds the process's random generators.
 
     A rollout copies the actor's weights, so it needs a pool with the actor.
     """

@@ -68,8 +68,8 @@ class MultiRankRolloutEngine(RolloutEngine):
     async def publish(self, version: int) -> int:
         """Make every rank sample from its engine's weights as policy `version`; bytes copied on all ranks."""
         answers = await self._on_all_ranks("publish", version)
-        self._version = min(answer[0] for answer in answers)
-        return sum(answer[1] for answer in answers)
+        self._version = min(answer.version for answer in answers)
+        return sum(answer.bytes_copied for answer in answers)
 
     async def sleep(self) -> None:
         await self._on_all_ranks("sleep")

@@ -44,7 +44,7 @@ class Teachers:
         """Adds teacher_top_ids and teacher_top_logprobs, or teacher_logprobs, as the distillation loss asks."""
         names = ("top_ids", "top_logprobs") if self.use_topk else ("logprobs",)
         shards, parts = [], []
-        for name, indices in self.sequences(batch).items():
+        for name, indices in self.indices_by_teacher(batch).items():
             dispatcher, temperature = self.forwards[name]
             inputs = batch.select_columns(()).select(indices)
             parts.append(dispatcher.forward(inputs, names, self.micro, temperature))
@@ -54,8 +54,8 @@ class Teachers:
             return batch.with_columns(teacher_logprobs=columns["logprobs"])
         return batch.with_columns(teacher_top_ids=columns["top_ids"], teacher_top_logprobs=columns["top_logprobs"])
 
-    def sequences(self, batch: Batch) -> dict[str, list[int]]:
-        """The sequences of each teacher that has any; DataError for one whose row has none."""
+    def indices_by_teacher(self, batch: Batch) -> dict[str, list[int]]:
+        """The sequence indices of each teacher that has any; DataError for one whose row has none."""
         if self.teacher_of_row is None:
             return {next(iter(self.forwards)): list(range(batch.num_sequences))}
         out: dict[str, list[int]] = {}
@@ -104,7 +104,7 @@ def build_teacher_worker(config: RunConfig, name: str) -> EngineWorker:
     return EngineWorker(engine)
 
 
-def same_vocabulary(student: dict[str, int], other: dict[str, int], teacher: Teacher) -> None:
+def check_same_vocabulary(student: dict[str, int], other: dict[str, int], teacher: Teacher) -> None:
     """ConfigError unless the two tokenizers give every token the same id."""
     different = sorted(
         (token for token in student.keys() | other.keys() if student.get(token) != other.get(token)),

@@ -197,7 +197,7 @@ def test_graphed_steps_pad_the_batch_and_give_the_same_tokens(family: str, monke
         return step
 
     engine.decoder.graphs = GraphedDecode(engine.decoder, [2, 4, 8], capture)
-    engine.core._allocate_rows(8)
+    engine.core._ensure_rows(8)
     got = engine.core.run(asked, tuple(range(2, 9)))
     assert [c.token_ids for group in got for c in group] == [c.token_ids for group in eager for c in group]
     assert sorted(set(captured)) == [2, 4, 8] and len(captured) <= 6

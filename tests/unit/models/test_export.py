@@ -78,7 +78,7 @@ def sabotage(monkeypatch, change) -> None:
 def export_alone(engine, folder) -> None:
     plan = plan_export(engine.model, dict(engine.export_weights()))
     export_config_and_tokenizer(engine.model, engine.model_config, folder)
-    write_layers(plan, plan.layers(engine.export_weights()), folder)
+    write_layers(plan, plan.own_layers(engine.export_weights()), folder)
 
 
 def test_a_tensor_that_reads_back_differently_is_found(tmp_path, monkeypatch):

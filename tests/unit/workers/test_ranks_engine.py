@@ -5,6 +5,7 @@ import threading
 from collections.abc import Awaitable
 
 from verl.runtime.inline import InlineGroup
+from verl.workers.rank_rollout import RankPublish
 from verl.workers.ranks_engine import MultiRankRolloutEngine
 
 
@@ -27,9 +28,9 @@ class SlowRollout:
     def abort(self, request_id: int | None) -> None:
         self.wait()
 
-    def publish(self, version: int) -> tuple[int, int]:
+    def publish(self, version: int) -> RankPublish:
         self.wait()
-        return version, 10
+        return RankPublish(version, 10)
 
 
 class Worker:

@@ -8,7 +8,7 @@ from tests.engine_cases import save_tiny_model, tiny_qwen3
 from verl.config import load_config
 from verl.config.distillation import Teacher
 from verl.utils.errors import ConfigError
-from verl.workers.teacher import build_teacher_worker, check_topk, same_vocabulary, teacher_model
+from verl.workers.teacher import build_teacher_worker, check_same_vocabulary, check_topk, teacher_model
 
 TEACHER = Teacher("big", "teachers/big", None, None)
 MODEL = "actor_rollout_ref.model"
@@ -56,11 +56,11 @@ def test_the_most_likely_tokens_are_ids_of_the_policy(tmp_path: Path):
 
 def test_every_token_has_the_same_id_in_both_tokenizers():
     student = {"a": 0, "b": 1}
-    same_vocabulary(student, {"b": 1, "a": 0}, TEACHER)
+    check_same_vocabulary(student, {"b": 1, "a": 0}, TEACHER)
     for other, said in (
         ({"a": 1, "b": 0}, "2 tokens differ, first 'a', id 1 and not 0"),
         ({"a": 0}, "1 tokens differ, first 'b', id None and not 1"),
         ({"a": 0, "b": 1, "c": 2}, "1 tokens differ, first 'c', id 2 and not None"),
     ):
         with pytest.raises(ConfigError, match=said):
-            same_vocabulary(student, other, TEACHER)
+            check_same_vocabulary(student, other, TEACHER)

@@ -81,9 +81,8 @@ def plan_prefix_sharing(batch: Batch, device: torch.device) -> PrefixLayout | No
     computed_index[computed] = torch.arange(len(computed))
     for group, prefix in groups:
         for i in group[1:]:
-            computed_index[starts[i] : starts[i] + prefix] = computed_index[
-                starts[group[0]] : starts[group[0]] + prefix
-            ]
+            shared = computed_index[starts[group[0]] : starts[group[0]] + prefix]
+            computed_index[starts[i] : starts[i] + prefix] = shared
     return PrefixLayout(packing, computed, computed_index)
 
 
@@ -273,13 +272,13 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def _batched_runs(
-    queries: Packing, keys: Packing, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
+    queries: Packing, keys: Packing, query_tensors: tuple[Tensor, ...], key_tensors: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Each run of adjacent segments of equal lengths, batched as (N, heads, L, D)."""
     offsets = [0, 0]
     for lengths, same in groupby(zip(queries.lengths, keys.lengths, strict=True)):
         count, rows = len(list(same)), []
-        for side, tensors in enumerate((of_queries, of_keys)):
+        for side, tensors in enumerate((query_tensors, key_tensors)):
             part = slice(offsets[side], offsets[side] + count * lengths[side])
             rows += [x[0, :, part].unflatten(1, (count, lengths[side])).transpose(0, 1) for x in tensors]
             offsets[side] = part.stop

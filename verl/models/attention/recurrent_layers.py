@@ -24,15 +24,15 @@ def run_mixers_per_sequence(model: nn.Module, names: tuple[str, ...]) -> None:
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in names and not isinstance(module, _PerSequence):
             # Replaces the class, not the method: copies of the module then use their own parameters.
-            module.__class__ = _per_sequence(type(module))
+            module.__class__ = _per_sequence_class(type(module))
 
 
 class _PerSequence:
-    """Marks a class made by `_per_sequence`."""
+    """Marks a class made by `_per_sequence_class`."""
 
 
 @functools.cache
-def _per_sequence(kind: type[nn.Module]) -> type[nn.Module]:
+def _per_sequence_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(
         self: nn.Module,
         hidden_states: Tensor,
@@ -55,7 +55,7 @@ def _per_sequence(kind: type[nn.Module]) -> type[nn.Module]:
 
 def mix_per_sequence(mixer: Any, packed_1TD: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """(1, T, D): the output of a causal `mixer` (N, L, D) -> (N, L, D), run on each sequence alone."""
-    groups = group_similar_lengths(lengths)
+    groups = similar_length_runs(lengths)
     outputs = []
     for group, part in zip(groups, packed_1TD[0].split([sum(g) for g in groups]), strict=True):
         out_NLD = mixer(pad_sequence(part.split(group), batch_first=True))
@@ -64,7 +64,7 @@ def mix_per_sequence(mixer: Any, packed_1TD: Tensor, lengths: tuple[int, ...]) -
     return torch.cat(outputs)[None]
 
 
-def group_similar_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+def similar_length_runs(lengths: tuple[int, ...]) -> list[list[int]]:
     """Consecutive lengths in groups whose padded size is at most `MAX_PADDING` times their tokens."""
     groups: list[list[int]] = []
     for length in lengths:

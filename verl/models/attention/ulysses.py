@@ -91,7 +91,8 @@ _out_of_memory_groups: set[dist.ProcessGroup] = set()
 def check_peers(group: dist.ProcessGroup) -> None:
     """Returns if every rank of the group can go on to a collective; PeerOutOfMemory if one ran out of memory.
 
-    The check runs on the CPU, so that nothing waits for a device. After a failure it raises for the rest of the pass.
+    A collective of the group, on the CPU, so that nothing waits for a device. After a failure it raises for the rest of
+    the pass.
     """
     if group not in _out_of_memory_groups:
         any_failed = torch.zeros((), dtype=torch.int32)
@@ -140,23 +141,17 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slice_CD: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        gathered, local = (
-            slice_CD.new_empty(group.size() * slice_CD.shape[0], *slice_CD.shape[1:]),
-            slice_CD.contiguous(),
-        )
+        gathered = slice_CD.new_empty(group.size() * slice_CD.shape[0], *slice_CD.shape[1:])
         check_peers(group)
-        dist.all_gather_into_tensor(gathered, local, group=group)
+        dist.all_gather_into_tensor(gathered, slice_CD.contiguous(), group=group)
         return gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        part, gathered = (
-            gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:]),
-            gradient.contiguous(),
-        )
+        part = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
         check_peers(ctx.group)
-        dist.reduce_scatter_tensor(part, gathered, group=ctx.group)
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
         return part, None
 
 

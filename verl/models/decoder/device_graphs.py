@@ -30,7 +30,7 @@ def _graph_name(device: torch.device) -> str:
 
 
 def device_capture(device: torch.device) -> Capture:
-    """Captures a function into a graph of the device's own module; the replay returns its static output."""
+    """What captures a function, after two calls of it, into a device graph; the replay returns its static output."""
     module = torch.get_device_module(device)
     graph_type = getattr(module, _graph_name(device))
 

@@ -229,7 +229,7 @@ class DecodeSegment:
         return bias.view(len(bias), 1, 1, -1)
 
     def attend(self, index: int, layer: Layer | MergedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, H*E) from (B, H or K, E); the query heads of a group are queries of one key head."""
+        """(B, H*E) from (B, H or K, E), written to the cache first; the query heads of a group share one key head."""
         d, window, bias = self.decoder, self.window, self.bias
         rows, at = len(q), window.column
         d.keys[index][:rows, :, at], d.values[index][:rows, :, at] = k, v

@@ -78,6 +78,7 @@ class ParameterReader:
         self.own_addresses: set[int] = set()  # addresses of the module's own tensors
 
     def read(self, parameter: Tensor | None) -> Tensor | None:
+        """The whole parameter, or a copy. A collective where it is sharded over ranks."""
         if parameter is None:
             return None
         local = parameter.detach()
@@ -89,15 +90,16 @@ class ParameterReader:
             return local
         return self._copy(local.data_ptr(), local)
 
-    def _copy(self, key: int, values: Tensor) -> Tensor:
-        if key not in self.copies:
-            old = self._previous_copies.get(key)
+    def _copy(self, source_address: int, values: Tensor) -> Tensor:
+        """A copy of `values`; one for each source, so tied tensors share it."""
+        if source_address not in self.copies:
+            old = self._previous_copies.get(source_address)
             if old is not None and old.shape == values.shape:
-                self.copies[key] = old.copy_(values)
+                self.copies[source_address] = old.copy_(values)
             else:
-                self.copies[key] = values.to(device=self.device, dtype=self.dtype)
-            self.addresses.append(self.copies[key].data_ptr())
-        return self.copies[key]
+                self.copies[source_address] = values.to(device=self.device, dtype=self.dtype)
+            self.addresses.append(self.copies[source_address].data_ptr())
+        return self.copies[source_address]
 
     def projection(self, linear: nn.Module) -> Projection:
         if is_adapted(linear):

@@ -120,10 +120,8 @@ class MergedHead:
     """The last norm and the projection to the vocabulary as one merged matrix."""
 
     def __init__(self, head: OutputHead, onednn_dtype: torch.dtype | None):
-        self.merged, self.eps = (
-            merge_projections([head.projection], head.norm, onednn_dtype),
-            torch.tensor(head.norm.eps),
-        )
+        self.merged = merge_projections([head.projection], head.norm, onednn_dtype)
+        self.eps = torch.tensor(head.norm.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.merged(unit_norm(x, self.eps))

@@ -67,7 +67,7 @@ class WeightLayout:
     def rotary_tables(
         self, model: nn.Module, shape: DecoderShape, positions: int, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """The tables that `layer.qkv` rotates with, one row per position, from the model's own rotary module."""
+        """(cos, sin), or of a merged layer (complex rotations,), one row per position, by the model's rotary module."""
         probe = torch.empty(0, dtype=self.activation_dtype, device=device)
         cos, sin = model.model.rotary_emb(probe, torch.arange(positions, device=device).unsqueeze(0))
         if self.merged:

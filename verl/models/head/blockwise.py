@@ -8,7 +8,7 @@ their exponentials stay in the buffer, and the gradient needs no recomputation.
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,13 @@ class StoredLogits:
     sum_exp: Tensor | None
 
 
+class _VocabularySums(NamedTuple):
+    """The sums of the rows of a block, and whether the buffer has exponentials instead of logits afterwards."""
+
+    sums: SoftmaxAccumulator
+    buffer_has_exponentials: bool
+
+
 @dataclass(frozen=True)
 class LogitsToGradient:
     """How the logits of a row block become their gradient: what the block contains times `factor` (R, 1), if any."""
@@ -150,7 +157,7 @@ class BlockwiseHead:
         """Statistics of each row, from sums over the vocabulary of e^(x-s) and (x-s) e^(x-s).
 
         s is the largest logit of the first block of columns. Sums that are too large are computed again with s the
-        largest logit of all. The `reader` sees every logit.
+        largest logit of all. The `reader` sees every logit. A block of whole rows stays stored for `add_gradients`.
         """
         sums, exponentials = self._accumulate(row_block, with_entropy, None, reader)
         if not bool((sums.sum_exp < MAX_SUM_EXP).all()):
@@ -168,8 +175,7 @@ class BlockwiseHead:
 
     def _accumulate(
         self, row_block: RowBlock, with_entropy: bool, shift: Tensor | None, reader: BlockReader | None
-    ) -> tuple[SoftmaxAccumulator, bool]:
-        """The sums of the rows, and whether the buffer has exponentials afterwards."""
+    ) -> _VocabularySums:
         inverse, sums, exponentials = self._inverse(row_block), None, False
         if reader is not None:
             reader.start(row_block, self.dtype)
@@ -188,7 +194,7 @@ class BlockwiseHead:
                 reader.read(logits, inverse, columns)
             exponentials = self.kernels.accumulate(logits, inverse, sums, self._stores_logits)
         assert sums is not None, "the vocabulary is empty"
-        return sums, exponentials
+        return _VocabularySums(sums, exponentials)
 
     def _largest_logit(self, row_block: RowBlock) -> Tensor:
         parts = (self._logits(row_block, columns) for columns in self.blocks.column_slices(self.vocab_size))
@@ -251,7 +257,7 @@ class BlockwiseHead:
         grad_entropy: Tensor | None,
         stored: StoredLogits | None,
     ) -> LogitsToGradient:
-        """Stored exponentials need a factor per row, applied to the hidden states: they are fewer than logits."""
+        """Stored exponentials need a factor per row; it scales the row block's hidden states in place."""
         inverse = self._inverse(row_block)
         coefficients = LogitGradientCoefficients.of(
             stats.logsumexp, stats.entropy, grad_logprobs, grad_entropy, inverse

@@ -159,7 +159,7 @@ class TiledKernels:
 
     @staticmethod
     def _shifted(tile: Tensor, into: Tensor, inverse: Tensor | None, shift: Tensor | None, rows: slice) -> Tensor:
-        """x / temperature - shift."""
+        """x / temperature - shift, in `into` or, without a shift, in the tile itself."""
         if tile.dtype == into.dtype:
             if shift is None:
                 return tile

@@ -147,6 +147,14 @@ def token_top(
     return {name: _scatter_to_tokens(values_M, positions, len(tokens_T)) for name, values_M in out_M.items()}
 
 
+class SummedLoss(NamedTuple):
+    """A loss (0-d, attached to the graph), and what is kept of its tokens: detached, zero where not needed."""
+
+    loss_sum: Tensor  # of losses times loss weights
+    outputs: dict[str, Tensor]  # (T,)
+    token_metrics: dict[str, Tensor]  # (T,)
+
+
 def token_loss_one_pass(
     hidden_TD: Tensor,
     tokens_T: Tensor,
@@ -156,12 +164,12 @@ def token_loss_one_pass(
     token_loss: PerTokenLoss,
     columns: dict[str, Tensor],
     with_entropy: bool = False,
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """(sum of losses times loss weights, outputs (T,), token metrics (T,)); the gradient is computed block by block.
+) -> SummedLoss:
+    """The loss of the needed tokens; the gradient is computed block by block.
 
     For losses that are per token: `token_loss` gets a few tokens at a time (`outputs` and `columns` of those tokens),
     and its derivatives by log-prob and entropy become the gradient of hidden states and weight while the logits exist.
-    `backward` on the sum scales that gradient, once. Outputs and metrics are detached, zero where not needed.
+    `backward` on the sum scales that gradient, once.
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
     token_outputs = _TokenOutputs(positions, len(tokens_T), statistics_dtype(head.weight_VD))
@@ -183,7 +191,7 @@ def token_loss_one_pass(
     inputs = _head_inputs(hidden_TD, tokens_T, positions, head)
     options = PassOptions(head.chunk_size, with_entropy, head.kernels)
     loss_sum = OnePassHead.apply(*inputs, options, block_loss)
-    return loss_sum, token_outputs.outputs, token_outputs.metrics
+    return SummedLoss(loss_sum, token_outputs.outputs, token_outputs.metrics)
 
 
 # hidden states, weight, bias, the row that predicts each needed token, these tokens, their temperatures

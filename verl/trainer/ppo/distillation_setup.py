@@ -14,7 +14,7 @@ from verl.models.load import load_tokenizer
 from verl.trainer.preflight import Findings, check_weights_are_there
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.suggest import did_you_mean
-from verl.workers.teacher import check_topk, same_vocabulary, teacher_model
+from verl.workers.teacher import check_same_vocabulary, check_topk, teacher_model
 
 
 def check_distillation_loss(config: RunConfig, found: Findings) -> None:
@@ -45,7 +45,7 @@ def check_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, found:
             with naming(teacher):
                 check_weights_are_there(model)
                 vocabulary = load_tokenizer(model).get_vocab()  # to be compared with the policy's
-            same_vocabulary(tokenizer.get_vocab(), vocabulary, teacher)
+            check_same_vocabulary(tokenizer.get_vocab(), vocabulary, teacher)
             if use_topk:
                 check_topk(config, teacher)
             return teacher.path

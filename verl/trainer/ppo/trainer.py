@@ -38,7 +38,7 @@ from verl.trainer.batch_metrics import (
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
-from verl.workers.actor import Actor, all_rejected, outputs_asked_for, update_gives_old_logprobs
+from verl.workers.actor import Actor, all_rejected_message, outputs_asked_for, update_gives_old_logprobs
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 from verl.workers.teacher import Teachers
@@ -174,7 +174,7 @@ class PPOTrainer:
             return batch, Metrics()
         batch, metrics = correct(batch, batch["old_logprobs"], correction)
         if not batch["loss_mask"].any():
-            raise DataError(all_rejected(correction, self.global_step + 1))
+            raise DataError(all_rejected_message(correction, self.global_step + 1))
         return batch, metrics
 
     def resample(self, batch: Batch, metrics: Metrics) -> Batch:

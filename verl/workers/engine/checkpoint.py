@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,12 +90,12 @@ def save_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     if adapters:
         tasks.append(_adapter_write_task(engine, folder / ADAPTERS))
     header = {"contents": contents, "world_size": engine.world_size, "optimizer": type(engine.optimizer).__name__}
-    finalize = partial(_write_manifest, folder, header)
+    finalize = partial(_check_and_write_manifest, folder, header)
     layers: Iterator[Any] = iter(())
     if "hf_model" in contents:
         write_task, check, layers = _export_write_task(engine, folder / HUGGINGFACE, background)
         tasks.append(write_task)
-        finalize = partial(_write_manifest, folder, header, check)
+        finalize = partial(_check_and_write_manifest, folder, header, check)
     engine.pending_save = CollectiveSave(partial(_write_rank, folder, engine.rank, tasks), finalize)
     engine.pending_save.start(background)
     if not background:
@@ -183,7 +183,7 @@ def _export_write_task(engine: "TorchEngine", folder: Path, copy: bool) -> tuple
         with engine.eval_mode():
             logits = export.fixed_token_logits(engine.model)
             engine.weights.reshard()
-    layers = plan.layers(chain(engine.export_weights(), buffers.items()))
+    layers = plan.own_layers(chain(engine.export_weights(), buffers.items()))
     if copy:
         on_host = [(file, {n: t.to("cpu", copy=True) for n, t in layer.items()}) for file, layer in layers]
         layers = drain(on_host)
@@ -195,7 +195,7 @@ def _export_write_task(engine: "TorchEngine", folder: Path, copy: bool) -> tuple
 
     def check(digests: dict[str, str]) -> None:
         if logits is not None:
-            reloaded = export.reload(plan, digests, folder, next(iter(shapes.values())).dtype)
+            reloaded = export.reload_export(plan, digests, folder, next(iter(shapes.values())).dtype)
             export.compare_logits(reloaded, logits, folder)
 
     return write, check, layers
@@ -214,8 +214,8 @@ def _report_path(folder: Path, rank: int) -> Path:
     return folder / f"written_by_rank_{rank}.json"
 
 
-def _write_manifest(folder: Path, header: dict[str, Any], check: DigestCheck | None = None) -> None:
-    """Write the manifest from the reports of all ranks."""
+def _check_and_write_manifest(folder: Path, header: dict[str, Any], check: DigestCheck | None = None) -> None:
+    """Write the manifest from the reports of all ranks, after `check` of the export; then delete the reports."""
     reports = [read_checksummed(_report_path(folder, rank)) for rank in range(header["world_size"])]
     if check is not None:
         check({name: digest for report in reports for name, digest in report["exported"].items()})
@@ -246,7 +246,10 @@ def _file_name(part: str, world_size: int, rank: int) -> str:
 
 
 def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) -> None:
-    """Restore this rank's part of `contents` from `folder`. Everything is checked before anything changes."""
+    """Restore this rank's part of `contents` from `folder`. Everything is checked before anything changes.
+
+    A collective, which first waits for a save that is running.
+    """
     _check_contents(contents, "load_contents")
     finish_save(engine, wait=True)
     wanted = [name for name in contents if name != "hf_model" and not (name == "optimizer" and not engine.trains)]
@@ -264,7 +267,7 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
             f"{folder} holds the state of {manifest['optimizer']}, not of optim.optimizer={current}; set it back, or "
             f"resume without it: checkpoint.load_contents=[{','.join(n for n in wanted if n != 'optimizer')}]"
         )
-    _verify(engine, folder, wanted, manifest)
+    _verify_files_on_all_ranks(engine, folder, wanted, manifest)
     indices = {part: index_from_json(index) for part, index in manifest["tensors"].items() if part in wanted}
     for part, index in indices.items():
         _check_complete(index, folder, part)
@@ -279,11 +282,13 @@ def load_engine(engine: "TorchEngine", folder: Path, contents: tuple[str, ...]) 
     if "optimizer" in wanted:
         _restore_optimizer(engine, ShardReader(folder, indices["optimizer"]))
     if extra is not None:
-        _restore_extra(engine, *extra)
+        _restore_extra(engine, extra)
 
 
-def _verify(engine: "TorchEngine", folder: Path, wanted: list[str], manifest: dict[str, Any]) -> None:
-    """Check the digests of all files of `wanted` parts; each rank checks some of the files."""
+def _verify_files_on_all_ranks(
+    engine: "TorchEngine", folder: Path, wanted: list[str], manifest: dict[str, Any]
+) -> None:
+    """Check the digests of all files of `wanted` parts; each rank checks some of the files. A collective."""
     prefixes = tuple(f"{PREFIX[part]}_world_size_" for part in wanted)
     names = sorted(name for name in manifest["files"] if name.startswith(prefixes))
     checking = CollectiveSave(
@@ -358,28 +363,31 @@ def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
-Extra = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]
+class Extra(NamedTuple):
+    """The state beside the tensors; the last two are empty unless as many ranks saved as load."""
+
+    rank_zero: dict[str, Any]  # rank 0's JSON
+    own: dict[str, Any] | None  # this rank's JSON
+    generators: dict[str, Tensor]  # this rank's
 
 
-def _read_extra(engine: "TorchEngine", folder: Path, saved_by: int) -> Extra:
-    """(Rank 0's JSON; this rank's JSON and generator tensors if as many ranks saved as load)."""
-    rank_zero = json.loads((folder / _file_name("extra", saved_by, 0)).with_suffix(".json").read_text())
-    if saved_by != engine.world_size:
-        return rank_zero, None, {}
-    path = folder / _file_name("extra", saved_by, engine.rank)
+def _read_extra(engine: "TorchEngine", folder: Path, num_ranks_saved: int) -> Extra:
+    rank_zero = json.loads((folder / _file_name("extra", num_ranks_saved, 0)).with_suffix(".json").read_text())
+    if num_ranks_saved != engine.world_size:
+        return Extra(rank_zero, None, {})
+    path = folder / _file_name("extra", num_ranks_saved, engine.rank)
     generators = rng.read_generator_states(path)
     rng.check_generator_states(generators, engine.device)
-    return rank_zero, json.loads(path.with_suffix(".json").read_text()), generators
+    return Extra(rank_zero, json.loads(path.with_suffix(".json").read_text()), generators)
 
 
-def _restore_extra(
-    engine: "TorchEngine", rank_zero: dict[str, Any], numbers: dict[str, Any] | None, generators: dict[str, Tensor]
-) -> None:
+def _restore_extra(engine: "TorchEngine", extra: Extra) -> None:
+    rank_zero = extra.rank_zero
     if engine.lr_scheduler is not None and rank_zero["schedule"] is not None:
         engine.lr_scheduler.load_state_dict(rank_zero["schedule"])
     engine.skipped_steps = int(rank_zero["skipped_steps"])
-    if numbers is not None:
-        rng.restore_generators(numbers, generators, engine.device)
+    if extra.own is not None:
+        rng.restore_generators(extra.own, extra.generators, engine.device)
     else:
         rng.derive_generators(json.dumps(rank_zero["python_rng"]), engine.rank, engine.world_size)
 

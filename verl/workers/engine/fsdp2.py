@@ -47,7 +47,7 @@ class FSDP2Parameters(ModelParameters):
         self.offloads_shards = config.offload_policy  # FSDP moves the shards itself
         source = tensors_by_name(model) if rank_mesh.rank == 0 else {}
         move_model(model, META)
-        run_inside_forward(model)
+        add_run_argument(model)
         self._modules = self._shard(config, precision)
         self._oom_rescue = FSDP2Rescue(model, self._modules[1:], rank_mesh.sequence_group)
         parameter_device = torch.device("cpu") if self.offloads_shards else device
@@ -146,7 +146,7 @@ def broadcast(value: Tensor | None, shape: torch.Size, dtype: torch.dtype, devic
     return full
 
 
-def run_inside_forward(model: nn.Module) -> None:
+def add_run_argument(model: nn.Module) -> None:
     """Make `model(run=f)` call `f()` inside its forward hooks; other calls are unchanged."""
     forward = model.forward
 

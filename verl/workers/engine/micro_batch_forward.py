@@ -6,7 +6,6 @@ L the longest sequence, D hidden.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,14 +40,6 @@ class Targets:
     token_indices: Tensor  # (M,) in the batch
     hidden_rows: Tensor  # (M,) row of the hidden states that predicts each
     group: dist.ProcessGroup | None = None  # the ranks that have the other needed tokens
-
-
-class MicroBatchLoss(NamedTuple):
-    """The loss of a micro-batch (0-d, attached to the graph), and what is kept of its tokens, detached."""
-
-    loss_sum: Tensor
-    outputs: dict[str, Tensor]  # (T,)
-    token_metrics: dict[str, Tensor]  # (T,), zero outside loss_mask
 
 
 @dataclass(frozen=True)
@@ -201,11 +192,8 @@ class HeadInput:
 
     def select(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
         """Columns (T,) of the micro-batch for these tokens."""
-        return (
-            columns
-            if self.token_indices is None
-            else {name: column[self.token_indices] for name, column in columns.items()}
-        )
+        indices = self.token_indices
+        return columns if indices is None else {name: column[indices] for name, column in columns.items()}
 
     def scatter_to_columns(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Values for these tokens as columns (T,) of the micro-batch, summed over the group, zero elsewhere."""

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def on_device(engine: "TorchEngine", training: bool) -> Iterator["TorchEngine"]:
-    """A context with a pass's tensors on the device; those configured for offloading return to the CPU on exit."""
+    """A context with a pass's tensors on the device and the model in training or evaluation mode; tensors configured
+    for offloading return to the CPU on exit."""
     config = engine.engine_config
     model, optimizer = config.param_offload, training and config.optimizer_offload
     if model or optimizer:

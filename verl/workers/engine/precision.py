@@ -1,6 +1,6 @@
 """Mixed precision without autocast: parameters have one dtype to train in and another to compute in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -149,7 +149,7 @@ class MasterWeights(ModelParameters):
         for parameter, master in zip(self._model_parameters, self._masters, strict=True):
             if parameter.requires_grad:
                 parameter._post_accumulate_grad_hooks = None  # removes old hooks, which are never called again
-                parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
+                parameter.register_post_accumulate_grad_hook(_gradient_hook(master))
 
 
 def other_dtype(dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
@@ -159,7 +159,9 @@ def other_dtype(dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
     return torch.float64 if own == torch.float32 else torch.float32
 
 
-def _add_gradient_to(master: nn.Parameter):
+def _gradient_hook(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that moves a parameter's gradient into `master`'s."""
+
     def hook(parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None

@@ -26,7 +26,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, config: FSDPEngineConfig, device: torch.device) -> "RankMesh":
-        """The mesh of the ranks of `torch.distributed`; one rank if it is not initialised."""
+        """The mesh of the ranks of `torch.distributed`; one rank if it is not initialised. A collective."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         sequence = _check_divides(config.ulysses_sequence_parallel_size, world, "ulysses_sequence_parallel_size")
         if world == 1:
@@ -74,19 +74,13 @@ class RankMesh:
 
     def max_over_ranks(self, number: int, device: torch.device) -> int:
         """The largest `number` of any rank."""
-        return (
-            number
-            if self.world_size == 1
-            else int(_all_reduce_scalar(torch.tensor(number, device=device), dist.ReduceOp.MAX))
-        )
+        value = torch.tensor(number, device=device)
+        return number if self.world_size == 1 else int(_all_reduce_scalar(value, dist.ReduceOp.MAX))
 
     def min_over_ranks(self, number: int, device: torch.device) -> int:
         """The smallest `number` of any rank."""
-        return (
-            number
-            if self.world_size == 1
-            else int(_all_reduce_scalar(torch.tensor(number, device=device), dist.ReduceOp.MIN))
-        )
+        value = torch.tensor(number, device=device)
+        return number if self.world_size == 1 else int(_all_reduce_scalar(value, dist.ReduceOp.MIN))
 
     def gather_texts(self, text: str) -> list[str]:
         """The `text` of every rank."""

@@ -41,7 +41,6 @@ from verl.workers.engine.micro_batch_forward import (
     AT_IDS,
     TOP_OUTPUTS,
     MicroBatch,
-    MicroBatchLoss,
     head_input,
     micro_batches,
     new_column,
@@ -133,7 +132,7 @@ class TorchEngine(BaseEngine):
         import_external(settings.external_lib)
         config, init_random = build_config(settings)
         if not self.has_value_head:
-            registry.check_head(config)
+            registry.check_no_logit_softcap(config)
         get_platform().apply_model_patches(config.model_type)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.engine_config.seed)
@@ -269,11 +268,11 @@ class TorchEngine(BaseEngine):
     ) -> MicroBatchLoss:
         inputs = head_input(self._backbone, micro_batch, self.packed)
         head = self._output_head(temperature)
-        loss_sum, outputs, metrics = token_loss_one_pass(
-            *inputs.rows, head, loss, inputs.select(columns), "entropy" in loss.outputs
-        )
+        result = token_loss_one_pass(*inputs.rows, head, loss, inputs.select(columns), "entropy" in loss.outputs)
         columns_of = inputs.scatter_to_columns
-        return MicroBatchLoss(inputs.sum_over_group(loss_sum), columns_of(outputs), columns_of(metrics))
+        return MicroBatchLoss(
+            inputs.sum_over_group(result.loss_sum), columns_of(result.outputs), columns_of(result.token_metrics)
+        )
 
     @property
     def _backbone(self) -> nn.Module:

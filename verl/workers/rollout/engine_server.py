@@ -24,17 +24,15 @@ def encode_frame(message: Any) -> bytes:
     return len(data).to_bytes(HEADER_BYTES, "little") + data
 
 
-def build_engine(config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int) -> CopyingEngine:
+def build_vllm_engine(config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int) -> CopyingEngine:
     """The vLLM engine of one replica."""
     from transformers import AutoTokenizer
 
     from verl.workers.rollout.vllm_engine import VLLMEngine
 
-    tokenizer = (
-        AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-        if any(Path(model_path).glob("tokenizer*"))
-        else None
-    )
+    tokenizer = None
+    if any(Path(model_path).glob("tokenizer*")):
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     return VLLMEngine(config, model_path, tokenizer, eos_token_ids, replica)
 
 
@@ -74,7 +72,7 @@ class RolloutServer:
 
     async def dispatch(self, method: str, arguments: dict[str, Any]) -> Any:
         if method == "start":
-            self.engine = build_engine(**arguments)
+            self.engine = build_vllm_engine(**arguments)
             return None
         assert self.engine is not None, "the first call is start"
         match method:

@@ -153,7 +153,7 @@ class NativeCore:
         requests = self.queue.take(rows - running, min_free, not self.decoder.supports_padded_prompts)
         if not requests:
             return []
-        self._allocate_rows(running + sum(len(r.samples) for r in requests))
+        self._ensure_rows(running + sum(len(r.samples) for r in requests))
         cached: list[PrefillRequest] = []
         shared: list[PrefillRequest] = []
         unshared: list[PrefillRequest] = []
@@ -174,7 +174,8 @@ class NativeCore:
         """The cached prompt, if the weights in use computed it."""
         return next((p for p in self.cached_prompts if p.version == self.version and p.tokens == prompt), None)
 
-    def _allocate_rows(self, rows: int) -> None:
+    def _ensure_rows(self, rows: int) -> None:
+        """Make room for `rows` rows in all, in the table and the decoder's cache."""
         if self.device.type != "cpu":
             rows = self.limits.rows  # the memory is reserved, and captured graphs need fixed addresses
         if self.table is None:
@@ -275,10 +276,13 @@ class NativeCore:
         """Sample one token per row of `rows` into the running column; finish the rows that end with it."""
         started = time.perf_counter()
         table, column = self.table, self.column
-        uniforms_B, steps = uniforms(table.keys[rows], column - table.first_columns[rows]), table.sampling_steps()
+        uniforms_B, steps = (
+            uniforms(table.keys[rows], column - table.first_columns[rows]),
+            table.needed_sampling_steps(),
+        )
         if steps.changed_logits:
             logits = logits.float()
-            table.change_logits(logits, rows, column)
+            table.apply_bias_and_penalties(logits, rows, column)
         if steps.top_logprobs:
             table.record_alternatives(logits, rows)
         tokens, logprobs = sample(logits, uniforms_B, table.sampling_tensors(rows, column))
@@ -338,11 +342,11 @@ class NativeCore:
         sources, targets = table.compact(rows)
         self.decoder.move_rows(sources, targets, table.count, window)
         if self.cached_prompts:
-            self._release_cached_prompts()
+            self._free_unused_prompts()
         self._update_columns()
         return finished
 
-    def _release_cached_prompts(self) -> None:
+    def _free_unused_prompts(self) -> None:
         """Free the slots of prompts that no running row and no waiting request uses."""
         used = {id(row.cached_prompt) for row in self.table.rows}
         for slot in reversed(range(len(self.cached_prompts))):

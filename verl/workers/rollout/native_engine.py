@@ -229,13 +229,8 @@ def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) 
             f"({columns} columns of {per_token} bytes), but the cache may hold "
             f"{budget / 2**20:.2f} MiB; raise actor_rollout_ref.rollout.{key} or lower max_model_len"
         )
-    prefill_tokens = config.max_num_batched_tokens
-    return CacheLimits(
-        rows,
-        max_model_len,
-        columns,
-        min(prefill_tokens, CPU_PREFILL_TOKENS) if device.type == "cpu" else prefill_tokens,
-    )
+    limit = CPU_PREFILL_TOKENS if device.type == "cpu" else config.max_num_batched_tokens
+    return CacheLimits(rows, max_model_len, columns, min(config.max_num_batched_tokens, limit))
 
 
 def cache_budget(config: RolloutConfig, device: torch.device) -> int:

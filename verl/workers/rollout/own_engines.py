@@ -37,7 +37,7 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
 
     engines = [RemoteEngine(config, path, eos, number) for number in range(config.data_parallel_size)]
     for engine in engines:  # they start in parallel
-        engine.ready()
+        engine.wait_until_ready()
     return routed(engines)
 
 
@@ -62,7 +62,7 @@ def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
     numbers = range(config.data_parallel_size)
     servers = [SGLangEngine(config, inputs.model_path, inputs.eos_token_ids, number) for number in numbers]
     for server in servers:  # they start in parallel
-        server.ready()
+        server.wait_until_ready()
     return routed(servers)
 
 

@@ -52,13 +52,13 @@ class RemoteEngine(CopyingEngine):
         self._lock = threading.Lock()
         self._socket, self.process, self.log = start_server(config.server.python)
         self._ended = False
-        threading.Thread(target=self._read, name=f"rollout replica {replica}", daemon=True).start()
+        threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True).start()
         self._stop = weakref.finalize(self, stop_server, self._socket, self.process, self.log)
         self._started = self._call(
             "start", config=config, model_path=str(model_path), eos_token_ids=list(eos_token_ids), replica=replica
         )
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the engine has started; raises the error that prevented the start."""
         try:
             self._started.result(self.config.server.max_start_wait_time)
@@ -92,7 +92,7 @@ class RemoteEngine(CopyingEngine):
     async def _call_async(self, method: str, **arguments: Any) -> Any:
         return await asyncio.wrap_future(self._call(method, **arguments))
 
-    def _read(self) -> None:
+    def _read_replies(self) -> None:
         """Consumes replies in a separate thread; returns when the server ends."""
         # a server that ends before it has read all calls resets the connection
         with self._socket.makefile("rb") as replies, contextlib.suppress(ConnectionError):
@@ -115,11 +115,9 @@ class RemoteEngine(CopyingEngine):
         if kind == "StaleWeightsError":
             return StaleWeightsError(message)
         error_class = getattr(errors, kind, None) if kind else None
-        return (
-            error_class(message)
-            if error_class and error_class is not WorkerError
-            else self._failure("generate", message)
-        )
+        if error_class is None or error_class is WorkerError:
+            return self._failure("generate", message)
+        return error_class(message)
 
     def _fail_all(self) -> None:
         with self._lock:
@@ -131,7 +129,7 @@ class RemoteEngine(CopyingEngine):
         return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}")
 
     def _exit_message(self) -> str:
-        """How the process ended, and the last lines of its output."""
+        """How the process ended, for which it waits, and the last lines of its output."""
         try:
             code = self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -211,7 +209,7 @@ def start_server(python: str | None) -> tuple[socket.socket, subprocess.Popen[by
 
 
 def stop_server(connection: socket.socket, process: subprocess.Popen[bytes], log: str) -> None:
-    """Close the connection, which ends the server; kills its process group after a timeout."""
+    """Close the connection, which ends the server; kill its process group after a timeout; delete its log."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     try:

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,6 +155,13 @@ class SamplingSteps:
     top_logprobs: bool
 
 
+class RowMoves(NamedTuple):
+    """Row `sources[i]` moved to row `targets[i]`."""
+
+    sources: list[int]
+    targets: list[int]
+
+
 class RowTable:
     """State of the running sequences as tensors, one row per sequence; rows 0..count-1 are in use."""
 
@@ -215,10 +223,8 @@ class RowTable:
         for row, sampling in zip(entering, params, strict=True):
             start = column - len(row.state.request.prompt_ids)
             last_column, min_stop_column = column + sampling.max_tokens - 1, column + sampling.min_tokens
-            own_start, top_k = (
-                column if row.cached_prompt else start,
-                sampling.top_k if sampling.top_k > 0 else self.vocab_size,
-            )
+            own_start = column if row.cached_prompt else start
+            top_k = sampling.top_k if sampling.top_k > 0 else self.vocab_size
             key = stream_key(sampling.seed, row.state.request.stream_id, row.sample)
             integers.append([start, own_start, column, last_column, min_stop_column, top_k, key])
         self.integers[:, rows] = torch.tensor(integers).T
@@ -231,8 +237,8 @@ class RowTable:
         self.stop_ids[rows] = torch.tensor([[*ids, *[-1] * (width - len(ids))] for ids in stops])
         self.rows += entering
 
-    def compact(self, finished: list[int]) -> tuple[list[int], list[int]]:
-        """Remove rows and move the last rows into their places. Returns (sources, targets) of the moves."""
+    def compact(self, finished: list[int]) -> RowMoves:
+        """Remove rows and move the last rows into their places."""
         removed, count = set(finished), self.count - len(finished)
         sources = [row for row in range(count, self.count) if row not in removed]
         targets = [row for row in finished if row < count]
@@ -243,7 +249,7 @@ class RowTable:
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[count:]
-        return sources, targets
+        return RowMoves(sources, targets)
 
     def shift(self, low: int, column: int, by: int) -> None:
         """Move columns low..column by `by`."""
@@ -255,7 +261,7 @@ class RowTable:
         for row in self.rows:
             row.first_column += by
 
-    def sampling_steps(self) -> SamplingSteps:
+    def needed_sampling_steps(self) -> SamplingSteps:
         """Steps that the rows in use need; may include steps of rows removed since the last `append`."""
         if self._sampling_steps is None:
             params = {id(p): p for p in map(attrgetter("state.request.sampling"), self.rows)}.values()
@@ -272,7 +278,7 @@ class RowTable:
             )
         return self._sampling_steps
 
-    def change_logits(self, logits_BV: Tensor, rows: slice, column: int) -> None:
+    def apply_bias_and_penalties(self, logits_BV: Tensor, rows: slice, column: int) -> None:
         """Apply the bias, then the penalties of `rows` to the logits of the token for `column`, in place."""
         for logits_V, number in zip(logits_BV, range(rows.start, rows.stop), strict=True):
             row = self.rows[number]
@@ -292,7 +298,7 @@ class RowTable:
 
     def sampling_tensors(self, rows: slice, column: int) -> SamplingTensors:
         """Sampling settings of `rows` for the token in `column`; None for settings that no row needs."""
-        sampling_steps, forbidden, min_p = self.sampling_steps(), None, None
+        sampling_steps, forbidden, min_p = self.needed_sampling_steps(), None, None
         if sampling_steps.min_p:
             min_p = torch.tensor([row.state.request.sampling.min_p for row in self.rows[rows]], device=self.device)
         if sampling_steps.min_tokens:

@@ -120,7 +120,7 @@ class SGLangEngine(CopyingEngine):
         weakref.finalize(self, self.process.terminate)
         return f"http://127.0.0.1:{port}"
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the server answers."""
         end = time.monotonic() + self.config.server.max_start_wait_time
         while True:

@@ -5,7 +5,7 @@ shows where each value goes. Experts of other kernels are not read back; the pro
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,21 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 Index = tuple[slice | int, ...]
+
+
+class Place(NamedTuple):
+    """`sent` of a checkpoint's tensor is `local` of a parameter on this rank."""
+
+    sent: Index
+    local: Index
+
+
+class ExpertLocation(NamedTuple):
+    """The layer and parameter that hold a tensor of an expert, and which parts of it."""
+
+    layer: str
+    parameter: str
+    places: list[Place]
 
 
 def packed_experts(module: nn.Module | None) -> CPUUnquantizedExperts | None:
@@ -35,8 +50,8 @@ def repack_experts(model: nn.Module) -> None:
             kernel.process_weights_after_loading(module)
 
 
-def expert_places(modules: dict[str, nn.Module], name: str) -> tuple[str, str, list[tuple[Index, Index]]]:
-    """(layer, parameter, [(part of the checkpoint's tensor, part of the parameter on this rank)]) of tensor `name`.
+def find_expert(modules: dict[str, nn.Module], name: str) -> ExpertLocation:
+    """Where this rank holds tensor `name` of the checkpoint.
 
     Names are those of joined tensors (`experts.gate_up_proj`, `experts.down_proj`) or of one expert
     (`experts.3.up_proj.weight`). No places where the layout is not known.
@@ -47,29 +62,29 @@ def expert_places(modules: dict[str, nn.Module], name: str) -> tuple[str, str, l
     kernel, (number, _, leaf) = packed_experts(module), rest.removesuffix(".weight").rpartition(".")
     config = getattr(module, "moe_config", None)
     if not found or kernel is None or config.moe_parallel_config.use_ep or module.is_fused_checkpoint_transposed:
-        return path, "", []
+        return ExpertLocation(path, "", [])
     if leaf not in ("gate_proj", "up_proj", "gate_up_proj", "down_proj") or not (number.isdecimal() or not number):
-        return path, "", []
+        return ExpertLocation(path, "", [])
     size, rank = config.intermediate_size_per_partition, config.moe_parallel_config.tp_rank
     count = config.moe_parallel_config.tp_size
     expert: Index = (int(number),) if number else (slice(None),)
     sent: Index = () if number else (slice(None),)
     own = slice(rank * size, (rank + 1) * size)
     if leaf == "down_proj":
-        return path, "w2_weight", [((*sent, slice(None), own), expert)]
+        return ExpertLocation(path, "w2_weight", [Place((*sent, slice(None), own), expert)])
     halves = {"gate_proj": [0], "up_proj": [1], "gate_up_proj": [0, 1]}[leaf]
     joined = leaf == "gate_up_proj"
-    return path, "w13_weight", [
-        ((*sent, slice(own.start + half * size * count * joined, own.stop + half * size * count * joined)),
-         (*expert, slice(half * size, (half + 1) * size)))
+    return ExpertLocation(path, "w13_weight", [
+        Place((*sent, slice(own.start + half * size * count * joined, own.stop + half * size * count * joined)),
+              (*expert, slice(half * size, (half + 1) * size)))
         for half in halves
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def unpacked(module: Any, parameter: str) -> Tensor:
     """(experts, rows, columns): `w13_weight` or `w2_weight` of a packed layer as it was loaded."""
     packed, kernel = module._parameters[parameter].detach(), packed_experts(module)
-    assert kernel is not None, "expert_places names packed layers only"
+    assert kernel is not None, "find_expert names packed layers only"
     order = packing_order(*packed.shape[1:], packed.dtype, kernel.isa)
     plain = torch.empty_like(packed)
     plain.view(len(packed), -1)[:, order] = packed.view(len(packed), -1)

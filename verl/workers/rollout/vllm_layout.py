@@ -7,7 +7,7 @@ packed form is multiplied by unit vectors: every output is then one weight plus 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from verl.models.fingerprint import fingerprint
 from verl.workers.rollout.base import ReadBack
-from verl.workers.rollout.vllm_experts import Index, expert_places, packed_experts, unpacked
+from verl.workers.rollout.vllm_experts import Index, Place, find_expert, packed_experts, unpacked
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 UNIT_VECTORS = 512  # at a time: bounds the memory of their outputs
@@ -94,7 +94,7 @@ class WeightReader:
             self.expected[name, part] = arrived if same else part.expected(tensor)
 
     @torch.no_grad()
-    def compare(self) -> ReadBack:
+    def compare_and_reset(self) -> ReadBack:
         """Reads every layer back; forgets what was recorded."""
         by_parameter: dict[tuple[str, str, bool], list[tuple[str, WeightPart]]] = {}
         for name, part in self.expected:
@@ -105,7 +105,7 @@ class WeightReader:
             if packed_experts(module):
                 value = unpacked(module, parameter)
             else:
-                value = from_unit_vectors(module) if packed else getattr(module, parameter).detach()
+                value = matrix_from_kernel(module) if packed else getattr(module, parameter).detach()
             missing += missing_rows(f"{path}.{parameter}", module, [part for _, part in parts], value)
             for name, part in parts:
                 found, wanted = part.found(value), self.expected[name, part]
@@ -122,7 +122,7 @@ class WeightReader:
         """Where the layers hold a tensor of the checkpoint; empty if its layout is not known."""
         name = self.rename(name) or name
         if ".experts." in name:
-            path, parameter, found = expert_places(self.modules, name)
+            path, parameter, found = find_expert(self.modules, name)
             return [WeightPart(path, parameter, self._dtype(path, parameter), *place, False) for place in found]
         path, _, parameter = name.rpartition(".")
         shard = None
@@ -180,42 +180,50 @@ class WeightReader:
         return loader is None or getattr(loader, "__name__", "") == "default_weight_loader"
 
 
-def places(module: Any, parameter: str, shard: int | None = None) -> list[tuple[Index, Index]]:
-    """(part of the checkpoint's tensor, part of the layer's parameter) that one rank holds."""
+def places(module: Any, parameter: str, shard: int | None = None) -> list[Place]:
+    """What this rank holds of a parameter of a layer; with `shard`, of that projection of a fused layer."""
     if isinstance(module, VocabParallelEmbedding):
         shard_of = module.shard_indices
         count = shard_of.org_vocab_end_index - shard_of.org_vocab_start_index
-        return [((slice(shard_of.org_vocab_start_index, shard_of.org_vocab_end_index),), (slice(0, count),))]
+        return [Place((slice(shard_of.org_vocab_start_index, shard_of.org_vocab_end_index),), (slice(0, count),))]
     if isinstance(module, RowParallelLinear) and parameter == "weight" and module.tp_size > 1:
         width = module.input_size_per_partition
         columns = slice(module.tp_rank * width, (module.tp_rank + 1) * width)
-        return [((slice(None), columns), (slice(None),))]
-    sizes = shard_sizes(module)
+        return [Place((slice(None), columns), (slice(None),))]
+    sizes = projection_shards(module)
     if not sizes or (len(sizes) == 1 and module.tp_size == 1):
-        return [((slice(None),), (slice(None),))]
+        return [Place((slice(None),), (slice(None),))]
     found, global_start, local_start = [], 0, 0
     for number, (size, rank, count) in enumerate(sizes):
         if shard in (None, number):
             start = rank * size + (global_start if shard is None else 0)
-            found.append(((slice(start, start + size),), (slice(local_start, local_start + size),)))
+            found.append(Place((slice(start, start + size),), (slice(local_start, local_start + size),)))
         global_start, local_start = global_start + size * count, local_start + size
     return found
 
 
-def shard_sizes(module: Any) -> list[tuple[int, int, int]]:
-    """(rows on each rank, this rank's number among those that differ, how many differ) of each fused projection."""
+class ProjectionShard(NamedTuple):
+    """This rank's rows of one projection of a fused layer; ranks that hold replicas have one number."""
+
+    rows: int
+    number: int  # of this rank among those that differ
+    count: int  # ranks that differ
+
+
+def projection_shards(module: Any) -> list[ProjectionShard]:
+    """The shard of each projection of a fused layer; of a plain one, of its only one."""
     if isinstance(module, QKVParallelLinear):
         replicas = module.num_kv_head_replicas
         kv_rank, kv_ranks = module.tp_rank // replicas, module.tp_size // replicas
         return [
-            (module.num_heads * module.head_size, module.tp_rank, module.tp_size),
-            (module.num_kv_heads * module.head_size, kv_rank, kv_ranks),
-            (module.num_kv_heads * module.v_head_size, kv_rank, kv_ranks),
+            ProjectionShard(module.num_heads * module.head_size, module.tp_rank, module.tp_size),
+            ProjectionShard(module.num_kv_heads * module.head_size, kv_rank, kv_ranks),
+            ProjectionShard(module.num_kv_heads * module.v_head_size, kv_rank, kv_ranks),
         ]
     if isinstance(module, MergedColumnParallelLinear):
-        return [(size // module.tp_size, module.tp_rank, module.tp_size) for size in module.output_sizes]
+        return [ProjectionShard(size // module.tp_size, module.tp_rank, module.tp_size) for size in module.output_sizes]
     if isinstance(module, ColumnParallelLinear):
-        return [(module.output_size_per_partition, module.tp_rank, module.tp_size)]
+        return [ProjectionShard(module.output_size_per_partition, module.tp_rank, module.tp_size)]
     return []
 
 
@@ -228,7 +236,7 @@ def missing_rows(name: str, module: nn.Module, parts: list[WeightPart], value: T
     return [] if covered == num_rows else [f"{num_rows - covered} of {num_rows} rows of {name}"]
 
 
-def from_unit_vectors(module: Any) -> Tensor:
+def matrix_from_kernel(module: Any) -> Tensor:
     """(rows, columns): the matrix that the layer multiplies with, from its own kernel."""
     columns = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     columns = columns or module.embedding_dim

@@ -83,7 +83,7 @@ class WeightReceiver:
         if missing:  # nothing to compare with
             return ReadBack(0, (), tuple(missing), ())
         with set_current_vllm_config(self.vllm_config):
-            return self._verl_reader.compare()
+            return self._verl_reader.compare_and_reset()
 
 
 def refresh_tied_weights(model: nn.Module) -> None:
