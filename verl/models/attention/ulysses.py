@@ -142,16 +142,18 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, slice_CD: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         gathered = slice_CD.new_empty(group.size() * slice_CD.shape[0], *slice_CD.shape[1:])
+        local = slice_CD.contiguous()
         check_peers(group)
-        dist.all_gather_into_tensor(gathered, slice_CD.contiguous(), group=group)
+        dist.all_gather_into_tensor(gathered, local, group=group)
         return gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         part = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
+        gathered = gradient.contiguous()
         check_peers(ctx.group)
-        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        dist.reduce_scatter_tensor(part, gathered, group=ctx.group)
         return part, None
 
 

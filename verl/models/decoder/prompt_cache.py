@@ -102,6 +102,5 @@ class SharedPromptAttention:
         prompt_out, prompt_lse = flash_attention_cpu(q, prompt_keys, prompt_values, attn_mask=self.bias, scale=scale)
         prompt_lse[-1] = -torch.inf  # the empty slot
         prompt_weight = torch.sigmoid(self.sharing.gather_to_rows(prompt_lse.unsqueeze(-1)) - own_lse.unsqueeze(-1))
-        return torch.lerp(own_out, self.sharing.gather_to_rows(prompt_out), prompt_weight.to(own_out.dtype)).reshape(
-            len(own_out), -1
-        )
+        out = torch.lerp(own_out, self.sharing.gather_to_rows(prompt_out), prompt_weight.to(own_out.dtype))
+        return out.reshape(len(own_out), -1)

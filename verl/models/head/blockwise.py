@@ -198,9 +198,8 @@ class BlockwiseHead:
 
     def _largest_logit(self, row_block: RowBlock) -> Tensor:
         parts = (self._logits(row_block, columns) for columns in self.blocks.column_slices(self.vocab_size))
-        return torch.cat([self._block_max(logits, self._inverse(row_block)) for logits in parts], 1).amax(
-            1, keepdim=True
-        )
+        largest = torch.cat([self._block_max(logits, self._inverse(row_block)) for logits in parts], 1)
+        return largest.amax(1, keepdim=True)
 
     def _block_max(self, logits: Tensor, inverse: Tensor | None) -> Tensor:
         largest = logits.amax(1, keepdim=True).to(self.dtype)

@@ -74,13 +74,15 @@ class RankMesh:
 
     def max_over_ranks(self, number: int, device: torch.device) -> int:
         """The largest `number` of any rank."""
-        value = torch.tensor(number, device=device)
-        return number if self.world_size == 1 else int(_all_reduce_scalar(value, dist.ReduceOp.MAX))
+        if self.world_size == 1:
+            return number
+        return int(_all_reduce_scalar(torch.tensor(number, device=device), dist.ReduceOp.MAX))
 
     def min_over_ranks(self, number: int, device: torch.device) -> int:
         """The smallest `number` of any rank."""
-        value = torch.tensor(number, device=device)
-        return number if self.world_size == 1 else int(_all_reduce_scalar(value, dist.ReduceOp.MIN))
+        if self.world_size == 1:
+            return number
+        return int(_all_reduce_scalar(torch.tensor(number, device=device), dist.ReduceOp.MIN))
 
     def gather_texts(self, text: str) -> list[str]:
         """The `text` of every rank."""

@@ -23,6 +23,7 @@ from verl.models.device_moves import keep_freed_memory, move_model
 from verl.models.flops import FlopCounts, Speed, peak_flops
 from verl.models.head.token_outputs import (
     OutputHead,
+    SummedLoss,
     head_settings,
     token_logprobs,
     token_loss_one_pass,
@@ -244,12 +245,12 @@ class TorchEngine(BaseEngine):
         outputs = token_logprobs(*rows, head, "entropy" in names, "sum_pi_squared" in names, ids)
         return inputs.scatter_to_columns(outputs)
 
-    def _forward_loss(self, micro_batch: MicroBatch, loss: TokenLoss, temperature: float) -> MicroBatchLoss:
+    def _forward_loss(self, micro_batch: MicroBatch, loss: TokenLoss, temperature: float) -> SummedLoss:
         """The forward pass and the loss of a micro-batch; of a dummy a loss of 0, without outputs."""
         batch = micro_batch.batch
         if micro_batch.is_dummy:
             values = self._outputs(micro_batch, loss.outputs, temperature).values()
-            return MicroBatchLoss(torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {})
+            return SummedLoss(torch.stack([value.sum() for value in values]).sum() * 0.0, {}, {})
         names = {*loss.columns, *loss.optional_columns, "loss_weights"}
         columns = {name: batch.token_column(name) for name in names if name in batch}
         if loss.per_token and not self.has_value_head and self.head_settings.mode != "eager":
@@ -257,7 +258,7 @@ class TorchEngine(BaseEngine):
         outputs = self._outputs(micro_batch, loss.outputs, temperature)
         losses, metrics = loss(outputs, columns, batch.cu_seqlens)
         mask = batch["loss_mask"]
-        return MicroBatchLoss(
+        return SummedLoss(
             losses.masked_fill(~mask, 0.0).sum(),
             {name: value.detach() for name, value in outputs.items()},
             {name: value.detach().masked_fill(~mask, 0.0) for name, value in metrics.items()},
@@ -265,12 +266,12 @@ class TorchEngine(BaseEngine):
 
     def _forward_loss_one_pass(
         self, micro_batch: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
-    ) -> MicroBatchLoss:
+    ) -> SummedLoss:
         inputs = head_input(self._backbone, micro_batch, self.packed)
         head = self._output_head(temperature)
         result = token_loss_one_pass(*inputs.rows, head, loss, inputs.select(columns), "entropy" in loss.outputs)
         columns_of = inputs.scatter_to_columns
-        return MicroBatchLoss(
+        return SummedLoss(
             inputs.sum_over_group(result.loss_sum), columns_of(result.outputs), columns_of(result.token_metrics)
         )
 
