@@ -11,11 +11,11 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3850,
+    "config": 3860,
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 1070,
+    "runtime": 1470,
     "observe": 2170,
     "models": 5905,
     "workers/engine": 3700,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5750,
+    "trainer": 5830,
     "commands": 5090,
     "utils": 1530,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15350, 44000, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15850, 44500, 400
 
 
 def package_of(path: Path) -> str:

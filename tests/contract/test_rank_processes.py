@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.runtime_workers import Broken, BrokenOnOne, Counter
+from verl.runtime.calls import _Call
 from verl.runtime.group import Layout
-from verl.runtime.processes import ProcessGroup, _Call
+from verl.runtime.processes import ProcessGroup
 from verl.runtime.wire import NotSerializableError
 from verl.utils.errors import WorkerError
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from tests.runtime_workers import Counter, Holder
+from tests.small_ray import cpus, small_ray
 from verl.data.batch import Batch
 from verl.runtime.group import Layout, RankPlace, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.pools import Pool, WorkerPools, describe_pools
 from verl.runtime.processes import ProcessGroup
+from verl.runtime.ray_cluster import Cluster
+from verl.runtime.ray_group import RayGroup
 from verl.utils.errors import WorkerError
 
 
@@ -23,11 +26,24 @@ def processes() -> Iterator[ProcessGroup]:
     group.close()
 
 
-@pytest.fixture(params=["inline", "processes"])
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with small_ray() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray(cluster: Cluster) -> Iterator[RayGroup]:
+    group = RayGroup(Counter, Layout.data_parallel(2), cpus())
+    yield group
+    group.close()
+
+
+@pytest.fixture(params=["inline", "processes", pytest.param("ray", marks=pytest.mark.ray)])
 def group(request: pytest.FixtureRequest) -> WorkerGroup:
     if request.param == "inline":
         return InlineGroup(Counter())
-    group = request.getfixturevalue("processes")
+    group = request.getfixturevalue(request.param)
     group.broadcast("reset")
     return group
 
@@ -62,16 +78,21 @@ def test_columns_travel_unchanged(group: WorkerGroup):
         assert out["half"].dtype == torch.bfloat16 and out["half"].tolist() == [1.0, -2.0]
 
 
-@pytest.mark.parametrize("runtime", ["inline", "processes"])
-def test_a_part_of_a_worker_is_a_group_in_the_layout_that_it_gives(runtime: str):
-    whole = InlineGroup(Holder()) if runtime == "inline" else ProcessGroup(Holder, Layout.data_parallel(2))
+@pytest.mark.parametrize("runtime", ["inline", "processes", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_part_of_a_worker_is_a_group_in_the_layout_that_it_gives(runtime: str, request: pytest.FixtureRequest):
+    whole: WorkerGroup
+    if runtime == "ray":
+        request.getfixturevalue("cluster")
+        whole = RayGroup(Holder, Layout.data_parallel(2), cpus())
+    else:
+        whole = InlineGroup(Holder()) if runtime == "inline" else ProcessGroup(Holder, Layout.data_parallel(2))
     part = whole.for_role("counter")
     last = whole.layout.world_size - 1
     assert part.layout.dp == 1 and part.layout.output_ranks == (last,)
     assert part.scatter("rank_and_shard", [7]) == [(last, 7)]
     assert part.broadcast("add", 4) == [4] * (last + 1)
     assert [call.result(timeout=60) for call in part.post(last, "add", [(1,), (1,)])] == [5, 6]
-    assert (part.local_worker is None) == (runtime == "processes")
+    assert (part.local_worker is None) == (runtime != "inline")
     whole.close()
 
 

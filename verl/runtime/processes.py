@@ -7,41 +7,28 @@ driver's; when a rank dies, the error quotes the last part of its stderr.
 
 import atexit
 import contextlib
-import itertools
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
 import torch.distributed as dist
 
 from verl.runtime import rank_server
-from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.calls import GRACE_S, RemoteGroup
+from verl.runtime.group import Layout
 from verl.runtime.rank import RankInfo
 from verl.runtime.wire import deserialize, serialize
-from verl.utils.errors import WorkerError
 
-GRACE_S = 5.0  # after a failure on one rank: how long the others may still run before they are killed
 STDERR_TAIL_BYTES = 4000  # bytes of a rank's stderr that are quoted when it dies
 
 
-@dataclass
-class _Call:
-    """A method call on some ranks: a future for the result of each rank, and the first error."""
-
-    method: str
-    futures: dict[int, Future] = field(default_factory=dict)
-    first_error: WorkerError | None = None
-
-
-class ProcessGroup(WorkerGroup):
+class ProcessGroup(RemoteGroup):
     """`layout.world_size` local processes, each with a worker built by `factory()` in that process.
 
     `factory` must be importable, and the program's main module must guard its code (`if __name__ == "__main__":`).
@@ -60,14 +47,8 @@ class ProcessGroup(WorkerGroup):
         first_device: int = 0,
         ranks_on_machine: int | None = None,
     ):
-        self.layout, self.name, self.first_device = layout, name, first_device
-        self.ranks_on_machine = ranks_on_machine or layout.world_size
-        self._numbers = itertools.count(rank_server.BUILD_CALL)
-        self._calls: dict[int, _Call] = {}
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()  # held for one message to all its ranks
-        self._failure: WorkerError | None = None
-        self._closing = False
+        super().__init__(layout, name)
+        self.first_device, self.ranks_on_machine = first_device, ranks_on_machine or layout.world_size
         atexit.register(self.close)  # before multiprocessing sends SIGTERM, which ranks ignore, and waits
         self._start(factory)
         _, building = self._register_call("__init__", range(layout.world_size))
@@ -102,57 +83,19 @@ class ProcessGroup(WorkerGroup):
             self._stderrs.append(stderr_reader)
             self._processes.append(process)
 
-    def _label(self, rank: int) -> str:
-        return f"{self.name} rank {rank}".lstrip()
+    # --- messages ------------------------------------------------------------------------------------------------
 
-    # --- calls --------------------------------------------------------------------------------------------------
+    def _pack(self, arguments: list[tuple[Any, ...]]) -> bytes:
+        return serialize(arguments)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        bodies = _serialize_equal_once(arguments)
-        number, call = self._register_call(method, range(self.layout.world_size))
-        self._send([(number, method)], dict(enumerate(bodies)))
-        return self._wait_for_results(call)
+    def _send(self, rank: int, calls: list[tuple[int, str]], body: bytes) -> None:
+        with contextlib.suppress(OSError):  # the rank has ended; the watching thread reports it
+            self._connections[rank].send_bytes(serialize(calls))
+            self._connections[rank].send_bytes(body)
 
-    def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
-        body = serialize(list(arguments))
-        calls = [self._register_call(method, [rank]) for _ in arguments]
-        self._send([(number, method) for number, _ in calls], {rank: body})
-        return [call.futures[rank] for _, call in calls]
-
-    def _register_call(self, method: str, ranks: Sequence[int]) -> tuple[int, _Call]:
-        call = _Call(method, {rank: Future() for rank in ranks})
-        for future in call.futures.values():
-            future.set_running_or_notify_cancel()  # it cannot be cancelled: the rank runs the call anyway
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._closing:
-                raise WorkerError(min(ranks), method, "the group was closed; build a new one")
-            number = next(self._numbers)
-            self._calls[number] = call
-        return number, call
-
-    def _send(self, calls: list[tuple[int, str]], body_by_rank: dict[int, bytes]) -> None:
-        """Send the calls with their arguments; the messages of all threads reach every rank in the same order."""
-        header = serialize(calls)
-        with self._sending:
-            for rank, body in body_by_rank.items():
-                with contextlib.suppress(OSError):  # the rank has ended; the watching thread reports it
-                    self._connections[rank].send_bytes(header)
-                    self._connections[rank].send_bytes(body)
-
-    def _wait_for_results(self, call: _Call) -> list[Any]:
-        """Every rank's result. Raises the first error, and ends the group if ranks hang after it."""
-        futures = list(call.futures.values())
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        if any(future.exception() for future in done):
-            _, stuck = wait(futures, timeout=GRACE_S)
-            error = self._failure or call.first_error
-            assert error is not None
-            if stuck:
-                self._fail_and_kill(error)
-            raise error
-        return [future.result() for future in futures]
+    def _kill_ranks(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     # --- replies, in the watching thread ---------------------------------------------------------------------------
 
@@ -185,30 +128,9 @@ class ProcessGroup(WorkerGroup):
             print(f"[{self._label(rank)}] {line}", file=sys.stderr)
         return bool(data)
 
-    def _resolve(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
-        with self._lock:
-            call = self._calls.get(number)
-            if call is None:  # it has failed already, because another rank died
-                return
-            future = call.futures[rank]
-            if future.done():
-                return
-            if not succeeded:
-                error = WorkerError(rank, call.method, value)
-                call.first_error = call.first_error or error
-            if all(other.done() or other is future for other in call.futures.values()):
-                del self._calls[number]
-        with contextlib.suppress(InvalidStateError):  # the group has failed meanwhile and set the exception
-            future.set_result(value) if succeeded else future.set_exception(error)
-
     def _on_death(self, rank: int) -> None:
-        if self._failure is not None:
+        if self._is_ending(rank):
             return
-        if self._closing:
-            self._fail_calls_of(rank, "the group was closed before it answered")
-            return
-        with self._lock:
-            running = [call.method for call in self._calls.values() if rank in call.futures]
         process = self._processes[rank]
         process.join(GRACE_S)
         while connection.wait([self._stderrs[rank]], timeout=0) and self._forward_stderr(rank):
@@ -216,28 +138,7 @@ class ProcessGroup(WorkerGroup):
         reason = f"its process {describe_exit(process.exitcode)}"
         if tail := self._stderr_tails[rank].decode(errors="replace").strip():
             reason += f"\nthe last lines of its stderr:\n{tail}"
-        self._fail_and_kill(WorkerError(rank, running[0] if running else "between calls", reason))
-
-    def _fail_calls_of(self, rank: int, reason: str) -> None:
-        """Fail the calls that `rank` has not answered, which other threads may wait for."""
-        with self._lock:
-            waiting = [number for number, call in self._calls.items() if rank in call.futures]
-        for number in waiting:
-            self._resolve(rank, number, False, reason)
-
-    def _fail_and_kill(self, error: WorkerError) -> None:
-        """Fail every call in flight with `error`, and kill every process."""
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
-            unanswered = [f for call in self._calls.values() for f in call.futures.values() if not f.done()]
-            self._calls.clear()
-        for process in self._processes:
-            process.kill()
-        for future in unanswered:
-            with contextlib.suppress(InvalidStateError):  # its reply arrived meanwhile
-                future.set_exception(error)
+        self._report_death(rank, reason)
 
     def close(self) -> None:
         """Ask the ranks to end; kill those still running after GRACE_S. Calls of other threads then fail."""
@@ -255,15 +156,6 @@ class ProcessGroup(WorkerGroup):
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def _serialize_equal_once(arguments: Sequence[tuple[Any, ...]]) -> list[bytes]:
-    """The arguments of one call of each rank; a tuple that several ranks get is serialized once."""
-    bodies: dict[int, bytes] = {}
-    for args in arguments:
-        if id(args) not in bodies:
-            bodies[id(args)] = serialize([args])
-    return [bodies[id(args)] for args in arguments]
 
 
 def describe_exit(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The rank process of a `ProcessGroup`: it builds the worker, runs calls in order and ends with the driver."""
+"""What a rank does: it builds the worker and runs calls in order; and the process of a rank of a `ProcessGroup`."""
 
 import asyncio
 import faulthandler
@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -45,26 +46,36 @@ def serve(
         rank.init_process_group(dist.PrefixStore("ranks", dist.TCPStore(ADDRESS, port, is_master=False)))
         return factory()
 
-    asyncio.run(_CallServer(connection).run(build))
+    asyncio.run(_PipeServer(connection).run(build))
     end_rank()
 
 
-class _CallServer:
+class CallServer(ABC):
     """Runs calls one after the other; coroutine methods run concurrently, between the other calls.
 
     An exception of a call is sent to the driver and raised there: as its traceback, or as its message if it is a
     `VerlError`.
     """
 
-    def __init__(self, connection: Connection):
-        self.connection = connection
-        self.inbox: asyncio.Queue[tuple[bytes, bytes] | None] = asyncio.Queue()
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[tuple[Any, Any] | None] = asyncio.Queue()  # packed calls and arguments; None: end
         self.tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on put what arrives into `inbox`, in `loop`."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> Any:
+        """The calls, or the arguments, of a message."""
+
+    @abstractmethod
+    def send(self, reply: tuple[int, bool, Any]) -> None:
+        """Send (number of the call, whether it succeeded, result or error) to the driver."""
 
     async def run(self, build: Callable[[], Any]) -> None:
         """Build the worker, then serve until the driver asks to end."""
-        reader = threading.Thread(target=self.read, args=(asyncio.get_running_loop(),), daemon=True)
-        reader.start()
+        self.listen(asyncio.get_running_loop())
         try:
             worker = build()
         except Exception as error:
@@ -78,23 +89,11 @@ class _CallServer:
         for task in self.tasks:
             task.cancel()
 
-    def read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receive messages in a thread, so that a rank that is busy or stuck in a collective ends with its driver."""
-        while True:
-            try:
-                header = self.connection.recv_bytes()
-                message = (header, self.connection.recv_bytes()) if header else None
-            except (EOFError, OSError):
-                os._exit(1)  # the driver is gone
-            loop.call_soon_threadsafe(self.inbox.put_nowait, message)
-            if message is None:
-                return
-
-    def run_calls(self, worker: Any, header: bytes, body: bytes) -> None:
+    def run_calls(self, worker: Any, header: Any, body: Any) -> None:
         """Run a message's calls: plain methods at once, coroutine methods together afterwards."""
-        calls: list[tuple[int, str]] = deserialize(header)
+        calls: list[tuple[int, str]] = self.unpack(header)
         try:
-            arguments = deserialize(body)
+            arguments = self.unpack(body)
         except Exception:
             for number, _ in calls:
                 self.reply(number, False, traceback.format_exc())
@@ -123,9 +122,37 @@ class _CallServer:
     def reply(self, number: int, succeeded: bool, value: Any) -> None:
         """Send the result or error text of call `number`; ends this process where the driver is gone."""
         try:
-            data = serialize((number, succeeded, value))
+            self.send((number, succeeded, value))
         except Exception:  # a result of an unsupported type fails the call
-            data = serialize((number, False, traceback.format_exc()))
+            self.send((number, False, traceback.format_exc()))
+
+
+class _PipeServer(CallServer):
+    """The calls come over a pipe. A thread receives them, so that a rank that is stuck ends with its driver."""
+
+    def __init__(self, connection: Connection):
+        super().__init__()
+        self.connection = connection
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        threading.Thread(target=self.read, args=(loop,), daemon=True).start()
+
+    def read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                header = self.connection.recv_bytes()
+                message = (header, self.connection.recv_bytes()) if header else None
+            except (EOFError, OSError):
+                os._exit(1)  # the driver is gone
+            loop.call_soon_threadsafe(self.inbox.put_nowait, message)
+            if message is None:
+                return
+
+    def unpack(self, packed: bytes) -> Any:
+        return deserialize(packed)
+
+    def send(self, reply: tuple[int, bool, Any]) -> None:
+        data = serialize(reply)
         try:
             self.connection.send_bytes(data)
         except OSError:

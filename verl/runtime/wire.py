@@ -8,9 +8,11 @@ import dataclasses
 import importlib
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +27,28 @@ class NotSerializableError(TypeError):
     """A value of a type that `serialize` does not support."""
 
 
+Packed = tuple[bytes, list[np.ndarray]]  # JSON, and the bytes of its tensors, each (N,) uint8
+
+
+def pack(item: Any) -> Packed:
+    """`item` in parts, for a carrier that keeps parts apart. Arrays share memory with the tensors on the CPU."""
+    tensors: list[Tensor] = []
+    return json.dumps(_to_json(item, tensors)).encode(), [tensor.numpy() for tensor in tensors]
+
+
+def unpack(packed: Packed) -> Any:
+    """The item that `pack` took apart. Tensors share memory with the arrays, unless these are not aligned."""
+    text, arrays = packed
+    return _from_json(json.loads(text), _ArrayReader(arrays))
+
+
 def serialize(item: Any) -> bytes:
     """The bytes of `item`; its tensors arrive on the CPU, without gradient."""
-    tensors: list[Tensor] = []
-    text = json.dumps(_to_json(item, tensors)).encode()
+    text, arrays = pack(item)
     header = struct.pack("<Q", len(text)) + text
     parts = [header + b"\0" * (-len(header) % _ALIGNMENT)]
-    for tensor in tensors:
-        data = tensor.numpy().tobytes()
+    for array in arrays:
+        data = array.tobytes()
         parts.append(data + b"\0" * (-len(data) % _ALIGNMENT))
     return b"".join(parts)
 
@@ -91,7 +107,21 @@ class _TensorReader:
         return tensor.reshape(shape)
 
 
-def _from_json(item: Any, tensors: _TensorReader) -> Any:
+class _ArrayReader:
+    """Reads the tensors of a packed item in order."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self.arrays = iter(arrays)
+
+    def next(self, dtype: str, shape: list[int], size: int) -> Tensor:
+        kind, array = getattr(torch, dtype), next(self.arrays)
+        if size == 0:
+            return torch.empty(shape, dtype=kind)
+        aligned = array if array.ctypes.data % _ALIGNMENT == 0 else array.copy()
+        return torch.frombuffer(aligned, dtype=kind).reshape(shape)
+
+
+def _from_json(item: Any, tensors: _TensorReader | _ArrayReader) -> Any:
     if not isinstance(item, list):
         return item
     kind, *fields = item

@@ -1,0 +1,120 @@
+"""Worker groups of Ray's actors: errors, deaths, shared devices, refusals, and which Ray a run uses."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.runtime_workers import Broken, Counter, Reader
+from tests.small_ray import NUM_CPUS, cpus, small_ray
+from verl.data.batch import Batch
+from verl.plugin.platform import choose_platform
+from verl.runtime import ray_cluster
+from verl.runtime.group import Layout
+from verl.runtime.ray_cluster import Cluster, Devices, join_cluster
+from verl.runtime.ray_group import INLINE_BYTES, RayGroup
+from verl.runtime.wire import NotSerializableError
+from verl.utils.errors import ConfigError, WorkerError
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with small_ray() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def group(cluster: Cluster) -> Iterator[RayGroup]:
+    group = RayGroup(Reader, Layout.data_parallel(2), cpus())
+    yield group
+    group.close()
+
+
+def long_batch(value: int) -> Batch:
+    return Batch(torch.tensor([0, 1 << 20]), {"tokens": torch.full((1 << 20,), value)}, {})
+
+
+def test_ranks_are_joined_by_torch_distributed_and_fail_by_name(group: RayGroup):
+    assert group.broadcast("sum_over_ranks", 1.5) == [3.0, 3.0]
+    assert len({os.getpid(), *group.broadcast("process")}) == 3
+    with pytest.raises(WorkerError) as caught:
+        group.broadcast("fail")
+    assert caught.value.rank in (0, 1) and 'raise LookupError("broken on purpose")' in caught.value.remote_traceback
+
+
+def test_large_arguments_lie_in_the_object_store_once(group: RayGroup, monkeypatch: pytest.MonkeyPatch):
+    ray = pytest.importorskip("ray")
+    puts = []
+    monkeypatch.setattr(ray, "put", lambda item, put=ray.put: puts.append(item) or put(item))
+    batch = long_batch(1)
+    assert batch["tokens"].nbytes > INLINE_BYTES
+    assert group.broadcast("keep", batch) == [True, True]
+    assert len(puts) == 1  # for both ranks
+    batch["tokens"].fill_(5)
+    group.scatter("remember", [1, 2], long_batch(7))
+    assert group.broadcast("sum_kept") == [1 << 20] * 2  # what was sent, after other objects too
+    with pytest.raises(NotSerializableError, match="cannot travel"):
+        group.broadcast("add", lambda: None)
+    with pytest.raises(WorkerError, match="cannot travel"):
+        group.broadcast("closure")
+
+
+def test_a_dead_rank_is_named_with_the_call_that_it_ran(group: RayGroup):
+    with pytest.raises(WorkerError, match=r"rank 1 failed in die_on\(\):\nits actor has ended") as caught:
+        group.broadcast("die_on", 1)
+    assert caught.value.rank == 1
+    with pytest.raises(WorkerError, match="die_on"):
+        group.broadcast("add", 1)
+
+
+def test_closing_fails_the_calls_of_other_threads_and_frees_the_cores(cluster: Cluster):
+    group = RayGroup(Counter, Layout.data_parallel(1), cpus())
+    [call] = group.post(0, "nap", [(600.0,)])
+    group.close()
+    with pytest.raises(WorkerError, match="closed before it answered"):
+        call.result(timeout=30)
+    with pytest.raises(WorkerError, match="closed"):
+        group.broadcast("rank")
+    assert has_free(NUM_CPUS)
+
+
+def has_free(cores: int) -> bool:
+    """Whether so many cores are free within 10 s."""
+    ray = pytest.importorskip("ray")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and ray.available_resources().get("CPU") != cores:
+        time.sleep(0.1)
+    return bool(ray.available_resources().get("CPU") == cores)
+
+
+def test_a_worker_that_cannot_be_built_says_why(cluster: Cluster):
+    with pytest.raises(WorkerError, match="cannot be built"):
+        RayGroup(Broken, Layout.data_parallel(1), cpus())
+
+
+def test_too_few_devices_are_refused_at_once_with_the_numbers(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"needs 1 node with 5 CPU each, but 0 of the cluster's 1 .* \(4 CPU\)"):
+        RayGroup(Counter, Layout.data_parallel(5), cpus())
+    with pytest.raises(ConfigError, match=r"needs 2 nodes with 1 CPU each, but 1 of the cluster's 1"):
+        RayGroup(Counter, Layout.data_parallel(2), Devices(choose_platform("cpu"), num_nodes=2))
+    assert time.monotonic() - begin < 10
+    monkeypatch.setattr(ray_cluster, "RESERVE_S", 1.0)
+    group = RayGroup(Counter, Layout.data_parallel(1), cpus())
+    try:
+        with pytest.raises(ConfigError, match=r"with 4 CPU each, but after 1 s only 3 CPU of the cluster are free"):
+            RayGroup(Counter, Layout.data_parallel(4), cpus())
+    finally:
+        group.close()
+
+
+def test_a_program_that_has_joined_a_ray_stays_in_it(cluster: Cluster):
+    again = join_cluster({"num_cpus": 1})
+    text = again.describe(choose_platform("cpu"), 2)
+    assert text == "Ray: in the one that this program has joined already; 1 node, 4 CPU, asked for 2"
+    again.leave()
+    assert pytest.importorskip("ray").is_initialized()

@@ -1,0 +1,32 @@
+"""A small Ray for tests: this machine alone, no dashboard, a short folder that is removed at the end."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.conftest import import_or_skip
+from verl.plugin.platform import choose_platform
+from verl.runtime.ray_cluster import Cluster, Devices, join_cluster
+
+NUM_CPUS = 4
+
+
+@contextmanager
+def small_ray() -> Iterator[Cluster]:
+    """Start it for this process; ends it, with every process it has started."""
+    import_or_skip("ray")
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path has at most 107 characters
+    cluster = join_cluster(
+        {"address": "local", "num_cpus": NUM_CPUS, "_temp_dir": folder, "object_store_memory": 200 << 20}
+    )
+    try:
+        yield cluster
+    finally:
+        cluster.leave()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def cpus() -> Devices:
+    """Ranks of one core each on one machine."""
+    return Devices(choose_platform("cpu"))

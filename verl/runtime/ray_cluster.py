@@ -1,0 +1,196 @@
+"""The Ray cluster of a run: joining or starting it, what ranks ask of it, and their environment."""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.plugin.platform import PlatformBase
+from verl.utils.errors import ConfigError
+
+RESERVE_S = 20.0  # until devices that are there, but in use, are given up as taken
+CURRENT_CLUSTER = "ray_current_cluster"  # the file where `ray start` leaves its address
+
+OF_A_START = {"num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir"}
+"""Arguments of ray.init that a Ray which runs already refuses."""
+# What ranks get unless the launching shell sets it; of the shell's variables those with these PREFIXES go with it.
+RANK_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    "HSA_NO_SCRATCH_RECLAIM": "1",
+}
+PREFIXES = ("VERL_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "HCCL_", "VLLM_", "OMP_", "CUDA_DEVICE_MAX_")
+
+
+def check_installed() -> None:
+    """ConfigError without Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("trainer.runtime=ray needs Ray, which is not installed: pip install 'verl[ray]'")
+
+
+def asked_for_by_environment() -> str | None:
+    """The variable that says that this program belongs to a Ray cluster, or None."""
+    names = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+    return next((name for name in names if os.environ.get(name)), None)
+
+
+def local_head() -> str | None:
+    """The address of the Ray that `ray start --head` began on this machine, if one listens there."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+    with contextlib.suppress(OSError, ValueError):
+        address = (folder / CURRENT_CLUSTER).read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return address
+    return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The Ray that this program is connected to."""
+
+    how: str  # "joined ...", "started a Ray on this machine"
+    is_ours: bool  # whether `leave` ends the connection
+    timeline: str | None = None
+
+    def describe(self, platform: PlatformBase, asked: int) -> str:
+        """What was joined, its nodes and devices, and how many devices the run asks for."""
+        name, nodes = device_resource(platform), alive_nodes()
+        devices = sum(node.get(name, 0.0) for node in nodes)
+        return f"Ray: {self.how}; {len(nodes)} node{'s' * (len(nodes) > 1)}, {devices:g} {name}, asked for {asked}"
+
+    def leave(self) -> None:
+        """Write the timeline, if one is wanted; disconnect, which ends a Ray that this program started."""
+        import ray
+
+        try:
+            if self.timeline and ray.is_initialized():
+                Path(self.timeline).parent.mkdir(parents=True, exist_ok=True)
+                ray.timeline(self.timeline)
+        finally:
+            if self.is_ours:
+                ray.shutdown()
+
+
+def join_cluster(ray_init: dict[str, Any], timeline: str | None = None) -> Cluster:
+    """Join RAY_ADDRESS, else the head on this machine, else start a Ray here. `ray_init` are arguments of ray.init.
+
+    A Ray that this program has joined already is used as it is. ConfigError where nothing answers at RAY_ADDRESS.
+    """
+    check_installed()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        return Cluster("in the one that this program has joined already", False, timeline)
+    settings = {"logging_level": "warning", **{name: value for name, value in ray_init.items() if value is not None}}
+    address, where = settings.pop("address", None), "ray_kwargs.ray_init.address"
+    if os.environ.get("RAY_ADDRESS"):
+        address, where = os.environ["RAY_ADDRESS"], "RAY_ADDRESS"
+    elif address is None and (address := local_head()) is not None:
+        where = "the head of this machine"
+    if address not in (None, "local"):
+        joining = {name: value for name, value in settings.items() if name not in OF_A_START}
+        try:
+            ray.init(address=address, **joining)
+        except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+            text = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"no Ray can be joined at {address} ({where}): {text}; start one there, or name another by RAY_ADDRESS"
+            ) from error
+        left = ", ".join(sorted(set(settings) & OF_A_START))
+        note = f" (ray_kwargs.ray_init: {left} without effect, it runs already)" if left else ""
+        return Cluster(f"joined {address} ({where}){note}", True, timeline)
+    ray.init(address="local", **{"include_dashboard": False, **settings})
+    return Cluster("started on this machine", True, timeline)
+
+
+def device_resource(platform: PlatformBase) -> str:
+    """What Ray counts a rank's device as: the platform's resource, or CPU."""
+    return "CPU" if platform.device_name == "cpu" else platform.ray_resource_name()
+
+
+def alive_nodes() -> list[dict[str, float]]:
+    """The resources of every node of the cluster."""
+    import ray
+
+    nodes: Any = ray.nodes
+    return [node["Resources"] for node in nodes() if node["Alive"]]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a group asks Ray for: equally many ranks on each of `num_nodes` machines, with a share of a device each."""
+
+    platform: PlatformBase
+    num_nodes: int = 1
+    share: float = 1.0  # of a device; on a CPU, every rank counts as one core
+    group_name: str = "verl"  # begins the name of the placement group
+
+    def of_ranks(self, count: int) -> dict[str, float]:
+        """Ray's resources for `count` ranks."""
+        name = device_resource(self.platform)
+        return {"CPU": float(count)} | ({} if name == "CPU" else {name: count * self.share})
+
+    def actor_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_cpus": 1}
+        if device_resource(self.platform) != "CPU":
+            options |= self.platform.ray_resource_options(self.share)
+        return options
+
+
+def reserve(devices: Devices, ranks: int, who: str) -> Any:
+    """A placement group for `ranks`, one bundle a node; ConfigError, with the numbers, where it cannot be had."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    nodes, there = devices.num_nodes, alive_nodes()
+    if ranks % nodes:
+        raise ConfigError(f"{ranks} ranks cannot be shared evenly by {nodes} machines")
+    bundle = devices.of_ranks(ranks // nodes)
+    fit = sum(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in there)
+    need = f"{who} needs {nodes} node{'s' * (nodes > 1)} with {_amounts(bundle)} each"
+    have = " and ".join(_amounts({name: node.get(name, 0.0) for name in bundle}) for node in there[:8])
+    more = f" and {len(there) - 8} nodes more" if len(there) > 8 else ""
+    advice = "lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes (ray start --address=HEAD)"
+    if set(bundle) == {"CPU"}:
+        advice += "; ray_kwargs.ray_init.num_cpus=N counts more cores on a Ray that the run starts"
+    if fit < nodes:
+        raise ConfigError(f"{need}, but {fit} of the cluster's {len(there)} can hold that ({have}{more}); {advice}")
+    name = f"{devices.group_name}-{uuid.uuid4().hex[:8]}"  # Ray refuses one that is in use
+    group = placement_group([bundle] * nodes, "STRICT_SPREAD" if nodes > 1 else "PACK", name)
+    if not group.wait(RESERVE_S):
+        remove_placement_group(group)
+        free = {name: _free().get(name, 0.0) for name in bundle}
+        raise ConfigError(
+            f"{need}, but after {RESERVE_S:g} s only {_amounts(free)} of the cluster are free; wait for the other jobs "
+            f"(ray status), or {advice}"
+        )
+    return group
+
+
+def _free() -> dict[str, float]:
+    import ray
+
+    available: Any = ray.available_resources
+    return dict(available())
+
+
+def rank_environment(platform: PlatformBase) -> dict[str, str]:
+    """Variables of the ranks: the shell's by prefix, over the defaults, and what keeps Ray from hiding devices."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    known = {name: os.environ.get(name, value) for name, value in RANK_ENVIRONMENT.items()}
+    visible = {name: os.environ[name] for name in platform.ray_noset_envvars() if name in os.environ}
+    return {**known, **own, **visible}
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())

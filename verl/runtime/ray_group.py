@@ -1,0 +1,179 @@
+"""Ranks as Ray's actors, on one machine or several.
+
+Calls are those of `processes.py`; only the carrier differs. Arguments travel as JSON with the bytes of their tensors;
+large ones lie in Ray's object store once, where the ranks of a node read them without a copy. The driver always has one
+request for replies with each rank, and so hears of its death.
+"""
+
+import atexit
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from verl.runtime import rank_server
+from verl.runtime.calls import GRACE_S, RemoteGroup
+from verl.runtime.group import Layout
+from verl.runtime.rank import RankInfo
+from verl.runtime.ray_cluster import Devices, device_resource, rank_environment, reserve
+from verl.runtime.ray_rank import POLL_S, RankActor
+from verl.runtime.wire import pack, unpack
+from verl.utils.errors import VerlError
+
+START_S = 180.0  # until every actor of a group has started
+INLINE_BYTES = 65536  # what is smaller travels in the message itself
+
+
+class RayGroup(RemoteGroup):
+    """`layout.world_size` actors of Ray, each with a worker built by `factory()`, in a placement group of their own.
+
+    Ray must be joined (`join_cluster`), and this package must be importable on every node. Raises ConfigError where the
+    cluster has not enough devices, and WorkerError when a rank fails or dies; after a death the group is unusable.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        layout: Layout,
+        devices: Devices,
+        name: str = "",
+        ranks_on_machine: int | None = None,
+    ):
+        super().__init__(layout, name)
+        self.devices = devices
+        self._actors: list[Any] = []
+        self._sent: SimpleQueue[tuple[Any, int]] = SimpleQueue()  # messages of which it is not known that they arrived
+        self._messages = [0] * layout.world_size  # sent to each rank
+        self._group = reserve(devices, layout.world_size, f"pool {name}" if name else "the run")
+        atexit.register(self.close)  # before Ray's own, so that nothing still waits for a rank
+        try:
+            self._start(factory, ranks_on_machine or layout.world_size)
+            _, building = self._register_call("__init__", range(layout.world_size))
+            threading.Thread(target=self._watch, name="ray replies", daemon=True).start()
+            self._wait_for_results(building)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, factory: Callable[[], Any], ranks_on_machine: int) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={"replies": 1})(RankActor)
+        environment = rank_environment(self.devices.platform)
+        for rank in range(self.layout.world_size):
+            bundle = rank * self.devices.num_nodes // self.layout.world_size
+            options = {
+                **self.devices.actor_options(),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
+                "runtime_env": {"env_vars": environment},
+                "max_restarts": 0,
+            }
+            self._actors.append(actor_class.options(**options).remote(self._label(rank)))
+        resource = device_resource(self.devices.platform)
+        places = self._ask([actor.place.remote(resource) for actor in self._actors])
+        nodes = [node for node, _, _ in places]
+        address = rank_server.ADDRESS if len(set(nodes)) == 1 else places[0][1]
+        [port] = self._ask([self._actors[0].open_store.remote(address)])
+        started = []
+        for rank, (node, _, ids) in enumerate(places):
+            local = [other for other in range(len(nodes)) if nodes[other] == node]
+            device = int(ids[0]) if ids and str(ids[0]).isdigit() else local.index(rank)
+            on_machine = ranks_on_machine if len(set(nodes)) == 1 else len(local)
+            info = RankInfo(rank, len(nodes), device, on_machine)
+            share_cores = "OMP_NUM_THREADS" not in environment
+            started.append(self._actors[rank].start.remote(info, address, port, share_cores, factory))
+        self._ask(started)  # fails where a node cannot import the worker
+
+    def _ask(self, refs: list[Any]) -> list[Any]:
+        """The results; VerlError where an actor does not start."""
+        import ray
+
+        try:
+            return list(ray.get(refs, timeout=START_S))
+        except ray.exceptions.RayError as error:
+            raise VerlError(f"Ray could not start the ranks: {_plain(error)}") from error
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def _pack(self, arguments: list[tuple[Any, ...]]) -> Any:
+        """One object: in the object store if it is large, once for all ranks that get it."""
+        import ray
+
+        packed = pack(arguments)
+        if len(packed[0]) + sum(array.nbytes for array in packed[1]) < INLINE_BYTES:
+            return packed
+        return ray.put(packed)
+
+    def _send(self, rank: int, calls: list[tuple[int, str]], body: Any) -> None:
+        sent = self._actors[rank].deliver.remote(self._messages[rank], pack(calls), body)
+        self._sent.put((sent, rank))
+        self._messages[rank] += 1
+
+    def _poll(self, rank: int) -> Any:
+        return self._actors[rank].replies.options(concurrency_group="replies").remote()
+
+    def _watch(self) -> None:
+        """Receive the replies, and hear of the death of a rank, until all have ended."""
+        import ray
+
+        polls = {self._poll(rank): rank for rank in range(self.layout.world_size)}
+        sent: dict[Any, int] = {}
+        while polls:
+            with contextlib.suppress(Empty):
+                while True:
+                    sent.update([self._sent.get_nowait()])
+            try:
+                ready, _ = ray.wait([*polls, *sent], timeout=POLL_S)
+            except Exception as error:  # Ray itself has ended
+                for rank in polls.values():
+                    self._on_death(rank, f"Ray has ended ({error})")
+                return
+            for ref in ready:
+                rank = sent.pop(ref) if ref in sent else polls[ref]
+                try:
+                    replies = ray.get(ref) or ()
+                    if polls.pop(ref, None) is not None:
+                        polls[self._poll(rank)] = rank
+                except Exception as error:
+                    polls.pop(ref, None)
+                    self._on_death(rank, f"its actor has ended: {_plain(error)}")
+                    continue
+                for text, arrays in replies:  # copied, so that the object store is free again
+                    self._resolve(rank, *unpack((text, [array.copy() for array in arrays])))
+
+    def _on_death(self, rank: int, reason: str) -> None:
+        if not self._is_ending(rank):
+            self._report_death(rank, reason)
+
+    def _kill_ranks(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(Exception):  # Ray may have ended
+            for actor in self._actors:
+                ray.kill(actor)
+            remove_placement_group(self._group)
+
+    def close(self) -> None:
+        """Ask the ranks to end; kill those still running after GRACE_S. Calls of other threads then fail."""
+        if self._closing:
+            return
+        self._closing = True
+        atexit.unregister(self.close)
+        import ray
+
+        if ray.is_initialized():
+            if self._failure is None:
+                refs = [actor.finish.remote(n) for actor, n in zip(self._actors, self._messages, strict=False)]
+                if refs:
+                    ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+            self._kill_ranks()
+
+
+def _plain(error: Exception) -> str:
+    """The text of an error of Ray without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()

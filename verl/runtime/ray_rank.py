@@ -1,0 +1,128 @@
+"""What a rank does as an actor of Ray: messages come in, replies wait, and the calls run in a thread of their own."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from verl.runtime import rank_server
+from verl.runtime.calls import GRACE_S
+from verl.runtime.processes import loopback_interface
+from verl.runtime.rank import RankInfo
+from verl.runtime.rank_server import CallServer
+from verl.runtime.wire import Packed, pack, unpack
+
+POLL_S = 10.0  # after which a rank without replies says so
+
+
+class _ActorServer(CallServer):
+    """Messages arrive with a number, in any order; replies wait in a queue until the driver asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replies: SimpleQueue[Packed] = SimpleQueue()
+        self._early: dict[int, tuple[Packed, Packed] | None] = {}  # by number; None is the end
+        self._next = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            self._loop = loop
+        self._pass_on()
+
+    def deliver(self, number: int, message: tuple[Packed, Packed] | None) -> None:
+        with self._lock:
+            self._early[number] = message
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            while self._loop is not None and self._next in self._early:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self.inbox.put_nowait, self._early.pop(self._next))
+                self._next += 1
+
+    def unpack(self, packed: Packed) -> Any:
+        return unpack(packed)
+
+    def send(self, reply: tuple[int, bool, Any]) -> None:
+        text, arrays = pack(reply)
+        self.replies.put((text, [array.copy() for array in arrays]))  # the worker may change its tensors meanwhile
+
+
+class RankActor:
+    """The actor of one rank."""
+
+    def __init__(self, label: str):
+        self.label, self.server = label, _ActorServer()
+        self.thread: threading.Thread | None = None
+        self.store: dist.TCPStore | None = None
+
+    def __repr__(self) -> str:
+        return self.label  # Ray writes it before what the rank prints
+
+    def place(self, resource: str) -> tuple[str, str, list[str]]:
+        """Id and address of the node, and the ids of the devices that Ray has given this rank."""
+        import ray
+
+        context, address = ray.get_runtime_context(), cast(Any, ray.util.get_node_ip_address)
+        ids = context.get_accelerator_ids().get(resource, [])
+        return context.get_node_id(), str(address()), ids
+
+    def open_store(self, address: str) -> int:
+        """Open the store where the ranks meet; returns its port."""
+        listener = socket.create_server((address, 0))
+        port = int(listener.getsockname()[1])
+        self.store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
+
+    def start(self, info: RankInfo, address: str, port: int, share_cores: bool, factory: Callable[[], Any]) -> None:
+        """Join the other ranks and build the worker, in the thread of the calls; the reply says how that ended."""
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors in the object store
+        if share_cores:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the cores it counts for this rank
+        os.environ.update(info.env_variables(address, port))
+        if address == rank_server.ADDRESS and (interface := loopback_interface()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+        def build() -> Any:
+            info.init_process_group(dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False)))
+            return factory()
+
+        self.thread = threading.Thread(target=self._serve, args=(build,), name="calls", daemon=True)
+        self.thread.start()
+
+    def _serve(self, build: Callable[[], Any]) -> None:
+        asyncio.run(self.server.run(build))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def deliver(self, number: int, header: Packed, body: Packed) -> None:
+        """Take message `number`: calls and their arguments."""
+        self.server.deliver(number, (header, body))
+
+    def finish(self, number: int) -> None:
+        """End after the messages before `number`."""
+        self.server.deliver(number, None)
+        if self.thread is not None:
+            self.thread.join(GRACE_S)
+
+    def replies(self) -> list[Packed]:
+        """The replies since the last time; waits for the first, but not longer than POLL_S."""
+        found: list[Packed] = []
+        with contextlib.suppress(Empty):
+            found.append(self.server.replies.get(timeout=POLL_S))
+            while True:
+                found.append(self.server.replies.get_nowait())
+        return found
