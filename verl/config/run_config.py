@@ -30,8 +30,8 @@ class ActorRolloutRefConfig(Section):
 class RayKwargsConfig(Section):
     """Arguments for Ray."""
 
-    ray_init: dict[str, Any] = key({}, "Arguments of ray.init.")
-    timeline_json_file: str | None = key(None, "File for Ray's timeline.")
+    ray_init: dict[str, Any] = key({}, "Arguments of ray.init, such as num_cpus or runtime_env.")
+    timeline_json_file: str | None = key(None, "File for Ray's timeline, written at the end.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,10 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 ON_EXISTING = ("stop", "rename", "resume")
 RUNTIMES = ("auto", "inline", "processes", "ray")
 _DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+_RUNTIME = (
+    "Where ranks run: in the driver's process, in processes of this machine, or as actors of Ray. auto is ray with "
+    "nnodes > 1, with RAY_ADDRESS and in a Ray job, otherwise inline on one device and processes on several."
+)
 _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "
     "on with the new one. With experiment_name=auto, resume goes on with the newest run of this configuration."
@@ -46,9 +50,9 @@ class TrainerConfig(Section):
     validation_data_dir: str | None = key(None, "Folder for validation answers as <step>.jsonl; null is off.")
     ledger: bool = key(True, "Store every trajectory of every training step in <default_local_dir>/ledger.")
     ledger_keep_steps: int | None = key(None, "Newest steps that stay in the ledger; null is all.", minimum=1)
-    runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
+    runtime: str = key("auto", _RUNTIME, choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
-    nnodes: int = key(1, "Machines.", minimum=1)
+    nnodes: int = key(1, "Machines; with the same number of ranks each, through Ray.", minimum=1)
     n_gpus_per_node: int | None = key(
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )

@@ -29,8 +29,14 @@ def describe_pools(pools: Iterable[Pool]) -> str:
 class WorkerPools:
     """The worker group of every pool. Collectives are among the ranks of one pool."""
 
-    def __init__(self, pools: Iterable[Pool], start: Callable[[Pool], WorkerGroup]):
-        """Start the pools in order; if one fails, those that run are closed."""
+    def __init__(
+        self,
+        pools: Iterable[Pool],
+        start: Callable[[Pool], WorkerGroup],
+        after_close: Callable[[], None] = lambda: None,
+    ):
+        """Start the pools in order; if one fails, those that run are closed. `after_close` is called at the end."""
+        self.after_close = after_close
         self.groups: dict[Pool, WorkerGroup] = {}
         try:
             for pool in pools:
@@ -59,5 +65,6 @@ class WorkerPools:
     def close(self) -> None:
         """End all workers."""
         with ExitStack() as ending:  # each also where another fails
+            ending.callback(self.after_close)
             for group in self.groups.values():
                 ending.callback(group.close)

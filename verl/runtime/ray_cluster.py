@@ -5,6 +5,7 @@ import importlib.util
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ PREFIXES = ("VERL_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "HCCL_", "VL
 def check_installed() -> None:
     """ConfigError without Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("trainer.runtime=ray needs Ray, which is not installed: pip install 'verl[ray]'")
+        raise ConfigError("trainer.runtime=ray needs Ray, which is not installed: pip install -e '.[ray]'")
 
 
 def asked_for_by_environment() -> str | None:
@@ -81,7 +82,7 @@ class Cluster:
                 ray.shutdown()
 
 
-def join_cluster(ray_init: dict[str, Any], timeline: str | None = None) -> Cluster:
+def join_cluster(ray_init: Mapping[str, Any], timeline: str | None = None) -> Cluster:
     """Join RAY_ADDRESS, else the head on this machine, else start a Ray here. `ray_init` are arguments of ray.init.
 
     A Ray that this program has joined already is used as it is. ConfigError where nothing answers at RAY_ADDRESS.
@@ -92,7 +93,7 @@ def join_cluster(ray_init: dict[str, Any], timeline: str | None = None) -> Clust
 
     if ray.is_initialized():
         return Cluster("in the one that this program has joined already", False, timeline)
-    settings = {"logging_level": "warning", **{name: value for name, value in ray_init.items() if value is not None}}
+    settings = {"logging_level": "warning", **_given(ray_init)}
     address, where = settings.pop("address", None), "ray_kwargs.ray_init.address"
     if os.environ.get("RAY_ADDRESS"):
         address, where = os.environ["RAY_ADDRESS"], "RAY_ADDRESS"
@@ -112,6 +113,12 @@ def join_cluster(ray_init: dict[str, Any], timeline: str | None = None) -> Clust
         return Cluster(f"joined {address} ({where}){note}", True, timeline)
     ray.init(address="local", **{"include_dashboard": False, **settings})
     return Cluster("started on this machine", True, timeline)
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not null, also those of sections."""
+    found = {name: _given(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+    return {name: value for name, value in found.items() if value is not None and value != {}}
 
 
 def device_resource(platform: PlatformBase) -> str:

@@ -98,7 +98,7 @@ def test_a_forbidden_import_is_named_with_file_and_line(tmp_path, file, line, me
         ("workers/actor.py", "from verl.workers.engine.base import BaseEngine"),
         ("trainer/ppo/core_algos.py", "import verl.experimental"),
         ("data/x.py", "from verl.data import batch\nfrom . import packing\nfrom verl import __version__"),
-        ("runtime/ray.py", "def start():\n    import ray"),
+        ("runtime/ray_group.py", "def start():\n    import ray"),
     ],
 )
 def test_an_allowed_import_passes(tmp_path, file, line):

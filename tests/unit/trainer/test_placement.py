@@ -1,13 +1,16 @@
 """Which ranks hold which roles, and the placements that are refused."""
 
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from verl.config import ConfigError, load_config
+from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import place_roles
+from verl.trainer.ppo.placement import chosen_runtime, place_roles, start_pools
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]
@@ -118,3 +121,53 @@ def test_a_total_of_the_critic_is_divided_by_its_own_ranks():
         config = load_config([*words, "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=4"])
     assert config.critic.ppo_micro_batch_size_per_gpu == 2
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+
+
+def test_auto_is_ray_where_several_machines_or_a_cluster_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    def chosen(*words: str) -> str:
+        return chosen_runtime(load_config([*ON_CPU, *words]).trainer)
+
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+    assert chosen() == "auto" and chosen("trainer.nnodes=2") == "ray" and chosen("trainer.runtime=ray") == "ray"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert chosen() == "ray" and chosen("trainer.runtime=processes") == "processes"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert chosen() == "ray" and chosen("trainer.runtime=inline") == "inline"
+
+
+def test_every_machine_holds_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch):
+    on_two = [*ON_CPU, "trainer.nnodes=2", "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1"]
+    assert [pool.num_ranks for pool in place(*on_two)] == [4, 2]
+    found = refusal(*on_two, "trainer.runtime=processes")
+    assert found.startswith(
+        "trainer.runtime=processes is on one machine, but trainer.nnodes=2; use trainer.runtime=ray"
+    )
+    on_gpus(monkeypatch, 2)  # of this machine: Ray says what the others have
+    assert place(*PPO, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")[0].num_ranks == 8
+    monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda name: None)
+    assert refusal(*on_two) == "trainer.runtime=ray needs Ray, which is not installed: pip install -e '.[ray]'"
+
+
+def test_a_ray_on_this_machine_is_reported_and_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(placement, "InlineGroup", lambda worker: "inline")
+    monkeypatch.setattr(placement, "RankWorkers", lambda *of_a_run: None)
+    said: list[str] = []
+
+    def start() -> list[str]:
+        said.clear()
+        config = load_config(ON_CPU)
+        assert list(start_pools(config, 1, place_roles(config), said.append).groups.values()) == ["inline"]
+        return said
+
+    assert start() == []
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert start() == [f"a Ray head runs on this machine at {address}; trainer.runtime=ray joins it"]
+    assert start() == []  # it has ended
