@@ -120,7 +120,7 @@ class CallServer(ABC):
             self.reply(number, True, result)
 
     def reply(self, number: int, succeeded: bool, value: Any) -> None:
-        """Send the result or error text of call `number`; ends this process where the driver is gone."""
+        """Send the result or error text of call `number`."""
         try:
             self.send((number, succeeded, value))
         except Exception:  # a result of an unsupported type fails the call
