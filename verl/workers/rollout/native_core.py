@@ -159,11 +159,8 @@ class NativeCore:
         unshared: list[PrefillRequest] = []
         for request in requests:
             request.cached_prompt = self._find_cached(request.prompt)
-            long_group = (
-                self.decoder.supports_shared_prompts
-                and request.is_group
-                and len(request.prompt) >= _MIN_SHARED_PROMPT_TOKENS
-            )
+            is_long = len(request.prompt) >= _MIN_SHARED_PROMPT_TOKENS
+            long_group = self.decoder.supports_shared_prompts and request.is_group and is_long
             (cached if request.cached_prompt else shared if long_group else unshared).append(request)
         self._reserve_columns(max((len(r.prompt) for r in unshared), default=0))
         batches = [PrefillBatch(cached, shares_prompts=True)] if cached else []
@@ -315,9 +312,8 @@ class NativeCore:
         sequence = self.table.rows[row]
         params = sequence.state.request.sampling
         num_tokens = self.column + 1 - sequence.first_column
-        ids = self.table.tokens[
-            row, max(sequence.first_column, self.column + 1 - max_stop_tokens(params)) : self.column + 1
-        ].tolist()
+        first = max(sequence.first_column, self.column + 1 - max_stop_tokens(params))
+        ids = self.table.tokens[row, first : self.column + 1].tolist()
         return completes_stop_text(params, num_tokens, ids, self.decode_text)
 
     def _take_completed_requests(self, ended: list[tuple[int, str]]) -> list[RequestState]:

@@ -135,9 +135,8 @@ class RemoteEngine(CopyingEngine):
         except subprocess.TimeoutExpired:
             return "its process closed the connection; start the run again, it resumes from its last checkpoint"
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        last_lines = (
-            Path(self.log).read_text(errors="replace").strip().splitlines()[-12:] if Path(self.log).exists() else []
-        )
+        log = Path(self.log)
+        last_lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
         return f"its process ended with {how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:

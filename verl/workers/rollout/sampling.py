@@ -166,9 +166,8 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor
     target = (uniforms_B * total).unsqueeze(1)
     block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
-    within_block = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)].cumsum(
-        -1, dtype=torch.float64
-    )
+    chosen_block = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(1)]
+    within_block = chosen_block.cumsum(-1, dtype=torch.float64)
     # Rounding may put the target slightly above the block's own sum: clamp it.
     remainder = torch.minimum(target - before, torch.nextafter(within_block[:, -1:], torch.zeros_like(target)))
     column = torch.searchsorted(within_block, remainder, right=True)
