@@ -1,5 +1,6 @@
 """A small Ray for tests: this machine alone, no dashboard, a short folder that is removed at the end."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ NUM_CPUS = 4
 def small_ray() -> Iterator[Cluster]:
     """Start it for this process; ends it, with every process it has started."""
     import_or_skip("ray")
+    address = os.environ.pop("RAY_ADDRESS", None)  # of a cluster that is not for tests
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path has at most 107 characters
     cluster = join_cluster(
         {"address": "local", "num_cpus": NUM_CPUS, "_temp_dir": folder, "object_store_memory": 200 << 20}
@@ -25,6 +27,8 @@ def small_ray() -> Iterator[Cluster]:
     finally:
         cluster.leave()
         shutil.rmtree(folder, ignore_errors=True)
+        if address is not None:
+            os.environ["RAY_ADDRESS"] = address
 
 
 def cpus() -> Devices:
