@@ -54,5 +54,5 @@ def python_wrapper(folder: Path, module: str = "tests.rollout_server") -> str:
 
 
 if __name__ == "__main__":
-    engine_server.build_engine = build
+    engine_server.build_vllm_engine = build
     engine_server.main()

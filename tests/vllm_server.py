@@ -10,11 +10,11 @@ from typing import Any
 from verl.workers.rollout import engine_server
 
 FAULT_FILE = "VERL_TEST_FAULT_FILE"
-build_engine = engine_server.build_engine
+build_vllm_engine = engine_server.build_vllm_engine
 
 
 def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) -> Any:
-    engine: Any = build_engine(config, model_path, eos_token_ids, replica)
+    engine: Any = build_vllm_engine(config, model_path, eos_token_ids, replica)
     engine.llm.collective_rpc(scale_as_told, args=(replica,))
     return engine
 
@@ -33,5 +33,5 @@ def scale_as_told(worker: Any, replica: int) -> None:
 
 
 if __name__ == "__main__":
-    engine_server.build_engine = build
+    engine_server.build_vllm_engine = build
     engine_server.main()
