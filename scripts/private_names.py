@@ -10,10 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-OOM = "workers/engine/oom_rescue.py"
 FSDP1 = "workers/engine/fsdp1.py"
 ONEDNN = "models/decoder/onednn_weights.py"
-SHARED = "workers/engine/shared_memory_collectives.py"
 
 # (file below verl/, name): (what it is for, the public way that was looked at)
 PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
@@ -96,6 +94,16 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "free a unit after its parameters were read",
         "none in FSDP1",
     ),
+    (FSDP1, "torch.distributed.fsdp._flat_param:HandleTrainingState"): (
+        "how far a pass came that ran out of memory",
+        "none in FSDP1; FSDP2 has reset_iter_state",
+    ),
+    (FSDP1, "_training_state"): ("how far a pass came that ran out of memory", "none in FSDP1"),
+    (FSDP1, "_all_gather_flat_param"): (
+        "all-gathers that can be left out",
+        "none in FSDP1; FSDP2 has set_custom_all_gather",
+    ),
+    (FSDP1, "_sync_gradients"): ("reductions of single units that can be left out", "no_sync: all units"),
     (FSDP1, "_HYBRID_SHARD_ZERO2"): ("hybrid sharding without resharding after forward", "none in FSDP1"),
     (FSDP1, "_handle"): ("the flat parameter of a unit", "summon_full_params: gathers, and here the shard is wanted"),
     (FSDP1, "_local_shard"): ("its shard after weights were loaded", "none in FSDP1"),
@@ -125,43 +133,6 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "the only classes that a reference's shard may name",
         "none",
     ),
-    (SHARED, "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather"): (
-        "the types of set_custom_all_gather",
-        "the method is public, its types are not",
-    ),
-    (SHARED, "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter"): (
-        "the types of set_custom_reduce_scatter",
-        "the method is public, its types are not",
-    ),
-    (SHARED, "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllocMixin"): (
-        "FSDP2's own allocation",
-        "none",
-    ),
-    (OOM, "torch.utils._pytree:tree_leaves"): ("tensors among arguments", "none"),
-    (OOM, "torch.distributed.fsdp:_runtime_utils"): ("FSDP1's hooks, run for layers that were not reached", "none"),
-    (OOM, "torch.distributed.fsdp._flat_param:HandleTrainingState"): ("the state in which FSDP1 runs them", "none"),
-    **{
-        (OOM, name): ("FSDP's hooks, run for layers that were not reached", "none")
-        for name in (
-            "_all_handles",
-            "_backward_prefetch",
-            "_fsdp_param_group",
-            "_fsdp_param_groups",
-            "_get_fsdp_state",
-            "_handle",
-            "_needs_pre_backward_unshard",
-            "_post_backward_callback_queued",
-            "_post_backward_final_callback",
-            "_post_backward_hook",
-            "_post_forward_indices",
-            "_pre_backward_hook",
-            "_ran_pre_backward_hook",
-            "_reset_flat_param_grad_info_if_needed",
-            "_root_post_backward_final_callback",
-            "_sync_gradients",
-            "_training_state",
-        )
-    },
 }
 
 

@@ -103,8 +103,10 @@ def check_peers(group: dist.ProcessGroup) -> None:
         raise PeerOutOfMemory("out of memory on a rank of the sequence-parallel group")
 
 
-def announce_out_of_memory(group: dist.ProcessGroup) -> dist.Work:
-    """Makes the next `check_peers` of the other ranks raise PeerOutOfMemory."""
+def announce_out_of_memory(group: dist.ProcessGroup) -> dist.Work | None:
+    """Makes the next `check_peers` of the other ranks raise PeerOutOfMemory, unless theirs made this rank's raise."""
+    if group in _out_of_memory_groups:
+        return None
     _out_of_memory_groups.add(group)
     return dist.all_reduce(torch.ones((), dtype=torch.int32), dist.ReduceOp.MAX, group, async_op=True)
 

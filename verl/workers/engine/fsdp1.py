@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._flat_param import HandleTrainingState
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -19,7 +20,7 @@ from verl.utils.errors import ConfigError
 from verl.workers.engine.fsdp2 import META, broadcast, convert_keeping_parameters, tensors_by_name
 from verl.workers.engine.fsdp_units import sharding_units
 from verl.workers.engine.model_parameters import ModelParameters
-from verl.workers.engine.oom_rescue import FSDP1Rescue
+from verl.workers.engine.oom_rescue import OOMRescue, UnitCollectives, copy_to_all_parts
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.tensor_shards import LocalShard, boxes_of_range
@@ -78,9 +79,8 @@ class FSDP1Parameters(ModelParameters):
                 use_orig_params=True,
             )
         self._modules = [m for m in FullyShardedDataParallel.fsdp_modules(self._root) if m._handle is not None]
-        self._oom_rescue = FSDP1Rescue(
-            self._root, [module for module in self._modules if module is not self._root], rank_mesh.sequence_group
-        )
+        collectives = [FSDP1Collectives(module) for module in self._modules]
+        self._oom_rescue = OOMRescue(collectives, self._forget_pass, rank_mesh.sequence_group)
         _forward_through_root(model, self._root)
         self.named_parameters = [(self.unwrapped_name(name), parameter) for name, parameter in model.named_parameters()]
         self._shapes = dict(zip((name for name, _ in self.named_parameters), shapes, strict=True))
@@ -93,10 +93,19 @@ class FSDP1Parameters(ModelParameters):
         return dict(zip((name for name, _ in self.named_parameters), sizes.T.tolist(), strict=True))
 
     def run(self, function: Callable[[], T]) -> T:
-        return self._oom_rescue.run(function)
+        return self._oom_rescue.run(functools.partial(self._root, function))
 
     def backward(self, loss_sum: Tensor) -> None:
         self._oom_rescue.backward(loss_sum * self.gradient_scale)
+
+    def finish_pass(self, run_dummy: Callable[[], None]) -> None:
+        self._oom_rescue.finish_pass(run_dummy)
+
+    def _forget_pass(self) -> None:
+        self.zero_grad()
+        for module in self._modules:
+            module._handle._training_state = HandleTrainingState.IDLE
+            _reshard(module, module._handle, module._handle.uses_sharded_strategy)
 
     def zero_grad(self) -> None:
         super().zero_grad()
@@ -172,6 +181,31 @@ class FSDP1Parameters(ModelParameters):
         rows = local.new_empty(self.rank_mesh.shard_size * len(local))
         dist.all_gather_into_tensor(rows, local, self.rank_mesh.shard_group)
         return rows.view(-1, len(local))
+
+
+class FSDP1Collectives(UnitCollectives):
+    """All-gathers of one unit. What reduces its gradient is FSDP1's own."""
+
+    def __init__(self, unit: Any):
+        super().__init__()
+        self.unit, self._was_gathered = unit, False
+        self._gather = unit._handle._all_gather_flat_param
+        unit._handle._all_gather_flat_param = self._all_gather
+
+    def is_gathered(self) -> bool:
+        return self._was_gathered and not self.unit._handle.needs_unshard()  # which fails before the first
+
+    def has_reduced(self) -> bool:
+        return self.unit._sync_gradients and self.unit._handle._training_state == HandleTrainingState.BACKWARD_POST
+
+    def set_reduces(self, reduces: bool) -> None:
+        self.unit._sync_gradients = reduces
+
+    def _all_gather(self, full: Tensor) -> Tensor:
+        self._was_gathered = True
+        local = self.unit._handle.flat_param.data
+        self.run(lambda: self._gather(full), lambda: copy_to_all_parts(full, local))
+        return full
 
 
 @contextlib.contextmanager

@@ -13,16 +13,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config import FSDPEngineConfig
 from verl.models.device_moves import move_model
+from verl.utils.errors import ConfigError
+from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 from verl.workers.engine.fsdp_units import sharding_units
 from verl.workers.engine.model_parameters import ModelParameters
-from verl.workers.engine.oom_rescue import FSDP2Rescue
+from verl.workers.engine.oom_rescue import OOMRescue
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.rank_mesh import RankMesh
-from verl.workers.engine.shared_memory_collectives import (
-    SharedMemoryAllGather,
-    SharedMemoryCollectives,
-    SharedMemoryReduceScatter,
-)
+from verl.workers.engine.shared_memory_collectives import SharedMemoryCollectives
 
 T = TypeVar("T")
 META = torch.device("meta")
@@ -49,7 +47,7 @@ class FSDP2Parameters(ModelParameters):
         move_model(model, META)
         add_run_argument(model)
         self._modules = self._shard(config, precision)
-        self._oom_rescue = FSDP2Rescue(model, self._modules[1:], rank_mesh.sequence_group)
+        self._oom_rescue = OOMRescue(self._count_collectives(), self._forget_pass, rank_mesh.sequence_group)
         parameter_device = torch.device("cpu") if self.offloads_shards else device
         convert_keeping_parameters(lambda: model.to_empty(device=parameter_device))
         if self.offloads_shards:
@@ -78,14 +76,16 @@ class FSDP2Parameters(ModelParameters):
         for module in modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        collectives = SharedMemoryCollectives.create(self.rank_mesh.shard_group) if self.device.type == "cpu" else None
-        for module in modules if collectives is not None else ():
-            module.set_custom_all_gather(SharedMemoryAllGather(collectives))
-            module.set_custom_reduce_scatter(SharedMemoryReduceScatter(collectives))
         if config.forward_prefetch:
             for module, next_module in itertools.pairwise(modules):
                 module.set_modules_to_forward_prefetch([next_module])
         return modules
+
+    def _count_collectives(self) -> list[FSDP2Collectives]:
+        mesh = self.rank_mesh.shard_mesh
+        assert mesh is not None
+        memory = SharedMemoryCollectives.create(self.rank_mesh.shard_group) if self.device.type == "cpu" else None
+        return [FSDP2Collectives(module, memory, has_copies=mesh.ndim > 1) for module in self._modules]
 
     @torch.no_grad()
     def _distribute_values(self, source: dict[str, Tensor]) -> None:
@@ -99,10 +99,21 @@ class FSDP2Parameters(ModelParameters):
                 tensor.copy_(full)
 
     def run(self, function: Callable[[], T]) -> T:
-        return self._oom_rescue.run(function)
+        return self._oom_rescue.run(functools.partial(self.model, run=function))
 
     def backward(self, loss_sum: Tensor) -> None:
         self._oom_rescue.backward(loss_sum)
+
+    def finish_pass(self, run_dummy: Callable[[], None]) -> None:
+        self._oom_rescue.finish_pass(run_dummy)
+
+    def _forget_pass(self) -> None:
+        if not hasattr(self.model, "reset_iter_state"):
+            raise ConfigError(
+                f"a micro-batch ran out of memory, and FSDP2 of torch {torch.__version__} cannot go on after that; use "
+                f"torch 2.13 or later, strategy=fsdp, or smaller micro-batches"
+            )
+        self.model.reset_iter_state()
 
     def set_gradient_sync(self, last: bool) -> None:
         self._modules[0].set_requires_gradient_sync(last)

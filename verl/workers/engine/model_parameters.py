@@ -40,10 +40,15 @@ class ModelParameters(ABC):
     def backward(self, loss_sum: Tensor) -> None:
         """Add the gradient of the loss that `run` returned to the trained parameters.
 
-        After an out-of-memory error here or in `run`, the gradient is invalid. Over several ranks the error is raised
-        once this rank has run every collective that the others wait for, those of the backward pass included.
+        After an out-of-memory error here or in `run`, the gradient is invalid, and `finish_pass` must be called.
         """
         (loss_sum * self.gradient_scale).backward()
+
+    def finish_pass(self, run_dummy: Callable[[], None]) -> None:  # noqa: B027  (for one rank nobody waits)
+        """After an out-of-memory error: run the pass's other collectives, which the other ranks wait for.
+
+        `run_dummy()` runs the pass again with a dummy micro-batch.
+        """
 
     @property
     def has_gradient(self) -> bool:

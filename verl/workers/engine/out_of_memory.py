@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -64,13 +64,18 @@ class Attempt:
                 return
             yield micro_batch if self.oom is None else micro_batch.dummy()
 
-    @contextmanager
-    def recording(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """A context that records an out-of-memory error in place of raising it."""
+    def run(
+        self,
+        compute: Callable[[MicroBatch], None],
+        micro_batch: MicroBatch,
+        finish_pass: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`compute(micro_batch)`; an out-of-memory error is recorded in place of raising it, and the pass finished."""
         try:
-            yield
+            return compute(micro_batch)
         except RuntimeError as error:
             self.oom = OOMEvent.of(error, micro_batch)
+        finish_pass(partial(compute, micro_batch.dummy()))
 
 
 class TokenLimit:

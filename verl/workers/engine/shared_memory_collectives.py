@@ -10,13 +10,10 @@ Shapes: R ranks, S elements of one rank's shard.
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 FOLDER = Path("/dev/shm")
 TOTAL_BYTES = 32 << 20  # of all slots: containers often have 64 MB; larger tensors are sent in chunks
@@ -83,29 +80,6 @@ class SharedMemoryCollectives:
         parts[self.rank].copy_(rows)
         dist.barrier(self.group)  # all ranks have written
         return parts
-
-
-class SharedMemoryAllGather(DefaultAllocMixin, AllGather):
-    """The all-gather of FSDP2's parameter groups."""
-
-    def __init__(self, collectives: SharedMemoryCollectives):
-        self.collectives = collectives
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self.collectives.all_gather(output_tensor, input_tensor)
-
-
-class SharedMemoryReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """The reduce-scatter of FSDP2's parameter groups."""
-
-    def __init__(self, collectives: SharedMemoryCollectives):
-        self.collectives = collectives
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        assert op == dist.ReduceOp.SUM, op
-        self.collectives.reduce_scatter(output_tensor, input_tensor)
 
 
 def _remove(path: str) -> None:

@@ -164,12 +164,15 @@ class TorchEngine(BaseEngine):
         self._set_training(False)
         for attempt in self.forward_limit.attempts(batch, micro or MicroBatching(), self.weights.reshard):
             out = {name: new_column(name, batch.num_tokens, self.output_dtype, self.top) for name in outputs}
+            compute = partial(self._write_outputs, out, temperature)
             for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, (), attempt.micro)):
-                with attempt.recording(micro_batch):
-                    columns = self.weights.run(partial(self._outputs, micro_batch, tuple(outputs), temperature))
-                    write_outputs(out, columns, micro_batch)
+                attempt.run(compute, micro_batch, self.weights.finish_pass)
             self.weights.reshard()
         return {name: column.to(batch.device) for name, column in out.items()}
+
+    def _write_outputs(self, out: dict[str, Tensor], temperature: float, micro_batch: MicroBatch) -> None:
+        columns = self.weights.run(partial(self._outputs, micro_batch, tuple(out), temperature))
+        write_outputs(out, columns, micro_batch)
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
@@ -187,21 +190,21 @@ class TorchEngine(BaseEngine):
             kept = [name for name in loss.outputs if name != AT_IDS]  # which would be k numbers per token
             out = {name: new_column(name, batch.num_tokens, self.output_dtype, self.top) for name in kept}
             metric_sums = TokenMetricSums()
+            compute = partial(self._add_gradient, loss, temperature, metric_sums, out)
             for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, names, attempt.micro)):
                 self.weights.set_gradient_sync(micro_batch.is_last)
-                with attempt.recording(micro_batch):
-                    self._add_gradient(micro_batch, loss, temperature, metric_sums, out)
+                attempt.run(compute, micro_batch, self.weights.finish_pass)
         metrics = metric_sums.metrics(int(batch["loss_mask"].sum()), updates=1 if self.rank_mesh.data_rank == 0 else 0)
         self.train_limit.add_metrics(metrics)
         return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
 
     def _add_gradient(
         self,
-        micro_batch: MicroBatch,
         loss: TokenLoss,
         temperature: float,
         metric_sums: TokenMetricSums,
         out: dict[str, Tensor],
+        micro_batch: MicroBatch,
     ) -> None:
         """Forward and backward of a micro-batch: a function, so that after an error nothing holds its activations."""
         with self.training_forward():

@@ -5,6 +5,8 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
@@ -197,8 +199,10 @@ def train_on_two(folder, place: str, starved: list[int], settings: dict) -> tupl
         ([0, 1], {"reshard_after_forward": False}),
         ([1], {"forward_prefetch": True}),
         ([0, 1], {"max_tokens": 20, "most": 15}),
+        ([0], {"max_tokens": 20, "most": 15, "reshard_after_forward": False}),
+        ([1], {"fsdp_size": 1}),
     ],
-    ids=["one rank", "without checkpointing", "both ranks", "with prefetch", "several micro-batches"],
+    ids=["one rank", "no checkpoints", "both ranks", "prefetch", "micro-batches", "gathered ones", "copies"],
 )
 def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, place, starved, settings, strategy):
     engine = build_engine(folder)
@@ -215,16 +219,45 @@ def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, 
             torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-10, atol=1e-12)
 
 
-COLLECTIVES = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+COPIES = {"fsdp_size": 2}  # of the parameters, on each two of four ranks
 
 
-def gradients_with_a_broken_collective(folder, settings: dict) -> tuple[dict, list[tuple[dict, int]]]:
-    """The gradient without fault, and with rank 1 out of memory in each call of FSDP2's own; and its restarts."""
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("place", ["layer", "backward", "after the layers"])
+def test_a_rank_that_shares_a_copy_of_the_parameters_does_not_keep_the_others_waiting(folder, place, strategy):
+    expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
+    for weights, restarts in run_ranks(4, train_on_four, folder, place, {**COPIES, "strategy": strategy}):
+        assert restarts == 1
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-10, atol=1e-12)
 
-    def gradients(break_call: int | None = None, name: str = COLLECTIVES[0]) -> tuple[dict, int, int]:
+
+def train_on_four(folder, place: str, settings: dict) -> tuple[dict, int]:
+    """`train` on this rank's rows; rank 2 cannot fit two of them."""
+    rank = dist.get_rank()
+    engine = build_engine(folder, **settings)
+    refused = limit_memory(engine, place, 12 if rank == 2 else 1000)
+    weights, _ = train(engine, random_batch().select([[0, 5], [1], [2, 3], [4]][rank]), MicroBatching(max_tokens=50))
+    assert bool(refused) == (rank == 2), "the allocator never failed: this test would prove nothing"
+    return {n: w.numpy() for n, w in weights.items()}, engine.train_limit.restarts
+
+
+FSDP2_ALLOCATIONS = (  # for an all-gather, after one, for a reduction
+    (_fsdp_param_group, "foreach_all_gather"),
+    (_fsdp_param_group, "foreach_all_gather_copy_out"),
+    (_fsdp_param_group, "foreach_reduce"),
+)
+FSDP1_ALLOCATIONS = ((FlatParamHandle, "_alloc_padded_unsharded_flat_param"),)
+
+
+def gradients_with_a_failed_allocation(folder, settings: dict) -> tuple[dict, list[tuple[dict, int]]]:
+    """The gradient without fault, and with rank 1 out of memory in each call of FSDP's own; and its restarts."""
+    allocations = FSDP1_ALLOCATIONS if settings.get("strategy") == "fsdp" else FSDP2_ALLOCATIONS
+
+    def gradients(break_call: int | None = None, where: tuple = allocations[0]) -> tuple[dict, int, int]:
         engine = build_engine(folder, **settings)
         shard = random_batch(seed=dist.get_rank(), shapes=((3, 5), (6, 2), (2, 4), (4, 4)))
-        calls, real = [0], getattr(_fsdp_param_group, name)
+        calls, real = [0], getattr(*where)
 
         def failing(*args, **kwargs):
             calls[0] += 1
@@ -232,25 +265,37 @@ def gradients_with_a_broken_collective(folder, settings: dict) -> tuple[dict, li
                 allocate_too_much()
             return real(*args, **kwargs)
 
-        setattr(_fsdp_param_group, name, failing)
+        setattr(*where, failing)
         try:
             engine.forward_backward(shard, SquaredLogprob(), MicroBatching(max_sequences=2))
         finally:
-            setattr(_fsdp_param_group, name, real)
+            setattr(*where, real)
         found = {name: gradient.numpy() for name, gradient in engine.weights.full_gradients()}
         return found, engine.train_limit.restarts, calls[0]
 
     expected, found = gradients()[0], []
-    for name in COLLECTIVES:
-        for call in range(gradients(None, name)[2]):
-            found.append(gradients(call, name)[:2])
+    for where in allocations:
+        for call in range(gradients(None, where)[2]):
+            found.append(gradients(call, where)[:2])
     return expected, found
 
 
-@pytest.mark.parametrize("settings", [{}, {"forward_prefetch": True}, {"reshard_after_forward": False}], ids=str)
-def test_memory_that_runs_out_while_fsdp2_gathers_or_reduces_costs_a_restart(folder, settings):
-    for expected, found in run_ranks(2, gradients_with_a_broken_collective, folder, settings):
-        assert len(found) >= 3 * 2 * 2 + 3  # root and layers, of two micro-batches, and one reduction each
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({}, 15),  # root and layers, of two micro-batches, and one reduction each
+        ({"forward_prefetch": True}, 15),
+        ({"reshard_after_forward": False}, 15),
+        ({"fsdp_size": 1}, 3),
+        ({"strategy": "fsdp"}, 6),
+        ({"strategy": "fsdp", "forward_prefetch": True}, 6),
+        ({"strategy": "fsdp", "reshard_after_forward": False}, 3),
+    ],
+    ids=str,
+)
+def test_memory_that_runs_out_while_fsdp_gathers_or_reduces_costs_a_restart(folder, settings, calls):
+    for expected, found in run_ranks(2, gradients_with_a_failed_allocation, folder, settings):
+        assert len(found) >= calls
         for gradients, restarts in found:
             assert restarts == 1
             for name, gradient in expected.items():
@@ -293,6 +338,20 @@ def train_on_one_too_long(folder) -> str:
 def test_all_ranks_end_where_one_sequence_alone_does_not_fit_on_one(folder):
     first, second = run_ranks(2, train_on_one_too_long, folder)
     assert "on another rank" in first and "11 tokens did not fit" in second
+
+
+def train_before_torch_2_13(folder) -> str:
+    del FSDPModule.reset_iter_state
+    engine = build_engine(folder)
+    limit_memory(engine, "layer", most=20)
+    with pytest.raises(ConfigError) as caught:
+        engine.forward_backward(random_batch().select(ROWS[dist.get_rank()]), SquaredLogprob())
+    return str(caught.value)
+
+
+def test_an_older_torch_cannot_go_on_after_an_error_in_fsdp2(folder):
+    for message in run_ranks(2, train_before_torch_2_13, folder):
+        assert "use torch 2.13 or later, strategy=fsdp, or smaller micro-batches" in message
 
 
 def test_other_errors_pass(folder):
