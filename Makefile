@@ -11,7 +11,7 @@ KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | c
 BASE := $(VENV)/.base-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 
-.PHONY: help install dev quickstart test test-vllm lint format types size docs bench soak clean
+.PHONY: help install dev quickstart test test-ray test-vllm lint format types size docs bench soak clean
 help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
@@ -37,8 +37,14 @@ quickstart: $(BASE)
 	$(BIN)/verl quickstart $(ARGS)
 
 test: export OMP_NUM_THREADS ?= 1
+# Ray changes the environment of the process that it runs in, and ends it if the cluster is gone: a process of its own.
 test: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm and not ray" $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-ray)
+
+test-ray: $(DEV)
+	$(BIN)/python -m pytest -q -m ray $(ARGS) tests/contract/test_ray.py tests/contract/test_runtime.py \
+		tests/e2e/test_ray_nodes.py
 
 # vLLM's own dependencies exclude some of ours, so its tests have an environment of their own.
 VLLM := .venv-vllm

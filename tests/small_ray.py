@@ -11,6 +11,7 @@ from verl.plugin.platform import choose_platform
 from verl.runtime.ray_cluster import Cluster, Devices, join_cluster
 
 NUM_CPUS = 4
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # Ray reads it once: a call after the end must not start another Ray
 
 
 @contextmanager

@@ -80,7 +80,11 @@ none)
   exit 2
   ;;
 esac
-passed+=(RAY_ADDRESS NNODES NGPUS_PER_NODE MODEL_PATH TRAIN_FILE TEST_FILE WANDB_API_KEY)
+# A token of the job's own: other users of the nodes cannot join its Ray. Without one, a token that Ray once left in the
+# home folder is asked for by the head alone, and no node joins.
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+export RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+passed+=(RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_ADDRESS NNODES NGPUS_PER_NODE MODEL_PATH TRAIN_FILE TEST_FILE WANDB_API_KEY)
 
 # --- nodes and how to run something on them --------------------------------------------------------------------------
 

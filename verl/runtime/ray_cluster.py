@@ -89,6 +89,7 @@ def join_cluster(ray_init: Mapping[str, Any], timeline: str | None = None) -> Cl
     """
     check_installed()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not start another Ray
     import ray
 
     if ray.is_initialized():
