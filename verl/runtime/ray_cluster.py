@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ def check_installed() -> None:
     """ConfigError without Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("trainer.runtime=ray needs Ray, which is not installed: pip install -e '.[ray]'")
+
+
+def has_token() -> bool:
+    """Whether there is a token to show to a cluster; Ray writes one when it starts for a program."""
+    given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(given) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def asked_for_by_environment() -> str | None:
@@ -90,6 +97,8 @@ def join_cluster(ray_init: Mapping[str, Any], timeline: str | None = None) -> Cl
     check_installed()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late call must not start another Ray
+    if has_token() and "ray" not in sys.modules:  # `ray start` asks for it; Ray reads this variable once, when loaded
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     if ray.is_initialized():

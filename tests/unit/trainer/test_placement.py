@@ -171,3 +171,18 @@ def test_a_ray_on_this_machine_is_reported_and_not_joined(tmp_path: Path, monkey
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
         assert start() == [f"a Ray head runs on this machine at {address}; trainer.runtime=ray joins it"]
     assert start() == []  # it has ended
+
+
+def test_a_token_in_the_home_folder_or_the_environment_is_shown_to_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert not ray_cluster.has_token()
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("1" * 64)
+    assert ray_cluster.has_token()
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
+    assert ray_cluster.has_token()
