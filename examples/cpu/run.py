@@ -44,7 +44,7 @@ RECIPES = {
     "scalerl": f"scalerl_trainer/{FSDP}",
 }
 TASK = "verl.commands.quickstart.addition_task"
-VARIABLES = {  # sizes of the task; 64 x 8 answers a step for every recipe
+VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
     "DEVICE": "cpu",
     "NGPUS_PER_NODE": "1",
     "TRAIN_BATCH_SIZE": "64",
@@ -64,6 +64,8 @@ VARIABLES = {  # sizes of the task; 64 x 8 answers a step for every recipe
     "TEST_FREQ": "30",
     "PROJECT_NAME": "recipes",
 }
+ONE_ANSWER_PER_PROMPT = {"TRAIN_BATCH_SIZE": "512", "PPO_MINI_BATCH_SIZE": "256", "ROLLOUT_N": "1"}
+WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")  # their baseline learns from many prompts, not from many answers to one
 ARR = "actor_rollout_ref"
 OVERRIDES = (  # what a CPU and so small a model need
     "trainer.device=cpu",
@@ -111,7 +113,7 @@ def variables(name: str, out: Path) -> dict[str, str]:
         "TEST_FILE": test,
         "EXPERIMENT_NAME": name,
     }
-    return VARIABLES | own
+    return VARIABLES | (ONE_ANSWER_PER_PROMPT if name in WITHOUT_GROUPS else {}) | own
 
 
 def overrides(name: str, out: Path, seed: int, steps: int) -> list[str]:
