@@ -260,7 +260,7 @@ async def call_tool(
     tool = tools[name]
     seconds = float(tool.config.get("timeout", DEFAULT_TIMEOUT))
     try:
-        result, failure = await _within(seconds, _create_execute_release(tool, create_kwargs, parameters, agent_data))
+        result, failure = await _within(seconds, _tool_outcome(tool, create_kwargs, parameters, agent_data))
         if failure is not None:
             raise failure
         response, reward, metrics = result
@@ -280,7 +280,7 @@ class _TooSlowError(Exception):
     """A tool call took longer than its limit."""
 
 
-async def _create_execute_release(
+async def _tool_outcome(
     tool: BaseTool, create_kwargs: dict[str, Any], parameters: dict[str, Any], agent_data: Any
 ) -> tuple[Any, BaseException | None]:
     """(what the tool returned, None), or (None, what it raised): in a task of its own SystemExit would end the run."""

@@ -41,7 +41,7 @@ def check(config: Any, combinations: bool = True) -> None:
     if isinstance(config, RunConfig):
         for rule in (
             _check_aliases_agree,
-            _check_batch_sizes,
+            _check_prompts_per_step,
             _check_token_budgets,
             _check_rollout,
             _check_algorithm,
@@ -123,7 +123,8 @@ def _check_aliases_agree(config: RunConfig) -> None:
             raise ConfigError(f"{short}={one} and {long}={other} say the same thing differently; keep only {long}")
 
 
-def _check_batch_sizes(config: RunConfig) -> None:
+def _check_prompts_per_step(config: RunConfig) -> None:
+    """A mini-batch at most the batch, generation batches that fill it, ranks that divide it evenly; ConfigError."""
     data, actor = config.data, config.actor_rollout_ref.actor
     trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if uses_critic(config) else [])
     for role, part in trained:

@@ -119,10 +119,10 @@ def _balanced_steps(lengths: list[int], costs: np.ndarray, ranks: int, micro: Mi
                 continue
             steps = [step for step in steps if any(step)] or steps[:1]
             swaps = _Swaps(steps, np.asarray(lengths), costs, limits)
-            balance = swaps.improve()
-            if balance.worst_ratio <= MAX_IMBALANCE:
+            imbalance = swaps.improve()
+            if imbalance.worst_ratio <= MAX_IMBALANCE:
                 return swaps.steps()
-            candidates.append((round(balance.worst_ratio, 3), balance.total_cost, swaps.steps()))
+            candidates.append((round(imbalance.worst_ratio, 3), imbalance.total_cost, swaps.steps()))
             last = min(last, count + _EXTRA_STEPS)
         count += 1
     return min(candidates, key=lambda plan: plan[:2])[2]
@@ -217,7 +217,7 @@ def _assign_to_cheapest(
     return parts, remaining
 
 
-class _Balance(NamedTuple):
+class _Imbalance(NamedTuple):
     worst_ratio: float  # highest ratio of the most expensive part to the mean part, of all steps
     total_cost: float  # sum of the most expensive parts of all steps
 
@@ -250,8 +250,8 @@ class _Swaps:
         """(K, R) cost of each part."""
         return np.bincount(self.part_of, self.costs, self.shape[0] * self.shape[1]).reshape(self.shape)
 
-    def improve(self) -> _Balance:
-        """Swap until no swap helps."""
+    def improve(self) -> _Imbalance:
+        """Swap in place until no swap helps; how uneven the parts (`steps`) then are."""
         finished: set[int] = set()
         searches = _CROSS_STEP_SEARCHES + self.shape[0]
         for _ in range(_MAX_SWAPS * self.shape[0]):
@@ -264,7 +264,7 @@ class _Swaps:
                 searches -= 1
                 changed = self._make_best_swap(step, range(len(ratios)))
             finished = finished - changed if changed else finished | {step}
-        return _Balance(float(self.ratios().max()), float(self.part_costs().max(1).sum()))
+        return _Imbalance(float(self.ratios().max()), float(self.part_costs().max(1).sum()))
 
     def ratios(self) -> np.ndarray:
         """(K,) most expensive part over the mean part."""

@@ -216,13 +216,13 @@ class PromptDataset:
 
     def _read_messages(self, index: int, raw: Mapping[str, Any]) -> list[Message]:
         try:
-            return read_row_messages(raw, self._config)
+            return check_row_and_read_messages(raw, self._config)
         except ValueError as error:
             raise DataError(f"{self._rows.location(index)}: {error}") from error
 
 
-def read_row_messages(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
-    """The messages of a raw row; ValueError if a column that a run reads is missing or invalid."""
+def check_row_and_read_messages(raw: Mapping[str, Any], config: DataConfig) -> list[Message]:
+    """The messages of a raw row; ValueError if any column that a run or its reward reads is missing or invalid."""
     prompt = raw.get("raw_prompt", raw.get(config.prompt_key))
     if prompt is None:
         raise ValueError(_missing_column(config.prompt_key, "data.prompt_key", raw))

@@ -36,15 +36,17 @@ def keep_choices_in(folder: Path) -> None:
     _run_file = Path(folder) / "fastest.json"
 
 
-def fastest(name: str, ways: Ways) -> str:
-    """The name of the fastest way for `name`, a text with everything that the speed depends on but the machine.
+def fastest(timing_key: str, ways: Ways) -> str:
+    """The name of the fastest way; the first one unless another is clearly faster.
+
+    `timing_key` is a text with everything that the speed depends on but the machine: shapes, dtypes.
 
     From the run's file, else the machine's, else measured; a measurement cut short counts for the run only. A file that
     cannot be used is reported and passed over.
     """
     if len(ways) == 1:
         return next(iter(ways))
-    key = " | ".join((machine(), name))
+    key = " | ".join((machine(), timing_key))
     machine_file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "fastest.json"
     with _locked_if_possible(machine_file):
         known = [_read(file).get(key) for file in (_run_file, machine_file) if file is not None]

@@ -48,7 +48,7 @@ class RankRollout:
         return RankPublish(self.inner.version, sum(p.nbytes for p in self.model_copy.parameters()))
 
     async def wake(self) -> None:
-        """Copy the weights in the rollout dtype and build an engine on the copy, unless there is one."""
+        """Build an engine on a copy of the weights in the rollout dtype, unless there is one. A collective."""
         if self.inner is not None:
             return
         self.model_copy = self._empty_model()

@@ -19,7 +19,7 @@ WHOLE_REWARD = ("seq_reward", "seq_final_reward")  # metrics that are what is tr
 class GroupPlan(Protocol):
     """Names prompts to be answered, and picks groups. Groups are numbered in the order of their prompts, from 0."""
 
-    def take_due(self) -> Sequence[Prompt]:
+    def next_prompts(self) -> Sequence[Prompt]:
         """Prompts to send now; each is given out once."""
 
     def add(self, number: int, group: Group) -> None:
@@ -51,7 +51,7 @@ class FixedPrompts:
         self.consumed = len(self._due)
         self.picked = range(self.consumed)
 
-    def take_due(self) -> Sequence[Prompt]:
+    def next_prompts(self) -> Sequence[Prompt]:
         due, self._due = self._due, []
         return due
 
@@ -103,7 +103,7 @@ class GroupFilter:
         self.consumed = self.num_sent = self.num_batches = 0
         self.verdicts: dict[int, Verdict] = {}
 
-    def take_due(self) -> list[Prompt]:
+    def next_prompts(self) -> list[Prompt]:
         """Whole generation batches while there is room for them and groups are missing; VerlError at a limit."""
         out: list[Prompt] = []
         while self._is_room():

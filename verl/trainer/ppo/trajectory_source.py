@@ -119,7 +119,7 @@ class _Collection:
 
     async def run(self) -> RolloutBatch:
         """Wake the engine, answer and score what the plan asks for; with `free_cache` let the engine sleep again."""
-        engine, first = self.collector.engine, self._take_due()
+        engine, first = self.collector.engine, self._next_prompts()
         await engine.wake()
         stats_before = await engine.stats()
         watcher = asyncio.create_task(self._watch_tokens(stats_before))
@@ -139,9 +139,9 @@ class _Collection:
             await engine.sleep()
         return self._result()
 
-    def _take_due(self) -> Sequence[tuple[PromptRow, int]]:
+    def _next_prompts(self) -> Sequence[tuple[PromptRow, int]]:
         """The prompts to send now, which are counted."""
-        prompts = self.plan.take_due()
+        prompts = self.plan.next_prompts()
         self.counts.total += self.sampling.n * len(prompts)
         if prompts:
             self.collector.on_answers(self.counts)
@@ -171,7 +171,7 @@ class _Collection:
         if self.plan.complete:
             self._abort_surplus()
         else:
-            self._send(self._take_due())
+            self._send(self._next_prompts())
 
     async def _answers(self, row: PromptRow, request_id: int, sampling: SamplingParams) -> list[Trajectory]:
         trajectories = await self.collector.agent_runner.answer(row, request_id, sampling, self.collector.engine)

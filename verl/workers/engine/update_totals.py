@@ -17,6 +17,8 @@ class TokenMetricSums:
         self.extremes: dict[str, list[Tensor]] = {}  # of the metrics _max and _min, the latter negated
 
     def add(self, loss_sum: Tensor, token_metrics: dict[str, Tensor], micro_batch: MicroBatch) -> None:
+        """Names decide: `_max` and `_min` are extremes of sampled tokens, losses are summed with the loss weights,
+        all else plainly. A dummy adds nothing."""
         if micro_batch.is_dummy:
             return
         self.sums.setdefault("loss", []).append(loss_sum.detach())

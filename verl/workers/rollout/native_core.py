@@ -270,7 +270,9 @@ class NativeCore:
         return self._sample(logits, slice(0, table.count))
 
     def _sample(self, logits: Tensor, rows: slice) -> list[RequestState]:
-        """Sample one token per row of `rows` into the running column; finish the rows that end with it."""
+        """Sample one token per row of `rows` into the running column; finish the rows that end with it.
+
+        Returns the requests whose last sample has ended."""
         started = time.perf_counter()
         table, column = self.table, self.column
         uniforms_B, steps = (

@@ -1,4 +1,4 @@
-"""The rollout engines of this package, registered. Each imports its library when it is built."""
+"""The rollout engines of this package, registered. vLLM is imported when it is built; SGLang and TGI are servers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
