@@ -30,7 +30,7 @@ PURPOSES = {  # in a few words, what lives in each room
     "workers.rollout": "sampling: native, vLLM, SGLang, TGI",
     "checkpoint_engine": "transports that carry weights between processes",
     "models": "loading, packed attention, the head, LoRA, decoding",
-    "algorithms": "advantages, losses, KL: tensors only",
+    "algorithms": "advantages, losses, KL",
     "runtime": "a class on many ranks",
     "observe": "timers, trackers, ledger, report",
     "data": "Trajectory, Batch and its columns, prompts, chat, micro-batches",
