@@ -54,7 +54,7 @@ VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
     "MAX_RESPONSE_LENGTH": "24",
     "OVERLONG_BUFFER_LEN": "4",
     "ACTOR_LR": "4e-4",
-    "CRITIC_LR": "1e-3",
+    "CRITIC_LR": "2e-3",
     "KL_COEF": "0.001",  # the score is at most 1 and the model small: it has to move far
     "LORA_RANK": "16",
     "SP_SIZE": "1",
@@ -67,6 +67,7 @@ VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
 ONE_ANSWER_PER_PROMPT = {"TRAIN_BATCH_SIZE": "512", "PPO_MINI_BATCH_SIZE": "256", "ROLLOUT_N": "1"}
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")  # their baseline learns from many prompts, not from many answers to one
 ARR = "actor_rollout_ref"
+KEEP_EXPLORING = f"{ARR}.actor.entropy_coeff=0.003"  # as each prompt is answered once, they are sure too early without
 OVERRIDES = (  # what a CPU and so small a model need
     "trainer.device=cpu",
     "trainer.logger=[console,file]",
@@ -120,6 +121,7 @@ def overrides(name: str, out: Path, seed: int, steps: int) -> list[str]:
     """What is added to the command of recipe `name`."""
     return [
         *OVERRIDES,
+        *([KEEP_EXPLORING] if name in WITHOUT_GROUPS else []),
         f"data.seed={seed}",
         f"{ARR}.rollout.seed={seed}",
         f"trainer.total_training_steps={steps}",

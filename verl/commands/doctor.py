@@ -16,7 +16,7 @@ from verl.plugin.findings import Finding, Status
 from verl.plugin.installed import has_module, version_of
 from verl.plugin.loading import load_plugins
 from verl.plugin.platform import PlatformBase, get_platform
-from verl.plugin.platform.platform_manager import probe_platforms
+from verl.plugin.platform.platform_manager import probe_until_available
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.process_end import end_process
 
@@ -227,7 +227,7 @@ def _platform_findings(platform: PlatformBase) -> list[Finding]:
     if chosen:
         reason = f"chosen by VERL_PLATFORM={chosen}"
     else:
-        probes = probe_platforms()
+        probes = probe_until_available()
         detected = next((f"detected: {probe.reason}" for probe in probes if probe.available), None)
         names = ", ".join(dict.fromkeys(probe.name for probe in probes))
         reason = detected or f"no accelerator answered (probed {names}), so the CPU is used"
@@ -238,7 +238,9 @@ def _platform_findings(platform: PlatformBase) -> list[Finding]:
         Finding("platform", Status.GOOD, f"{label}; {reason}"),
         Finding("devices", Status.GOOD, str(platform.device_count())),
     ]
-    broken = {} if chosen else {probe.name: probe.reason for probe in probe_platforms() if "Error: " in probe.reason}
+    broken = (
+        {} if chosen else {probe.name: probe.reason for probe in probe_until_available() if "Error: " in probe.reason}
+    )
     move = "install what it needs, if this machine has the chip"
     return rows + [Finding(name, Status.WARN, f"could not look for it: {broken[name]}", move) for name in broken]
 

@@ -70,7 +70,7 @@ class Ledger:
         path = ledger_path(self.folder, step)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         encoding = {"compression": "zstd", "compression_level": 1, "use_dictionary": dictionary_columns(table)}
-        with self._named_errors(f"record step {step}"):
+        with self._os_errors_as_data_errors(f"record step {step}"):
             try:
                 pq.write_table(table, temporary, **encoding)
                 os.replace(temporary, path)
@@ -85,7 +85,7 @@ class Ledger:
 
     def _delete(self, task: str, steps: Sequence[int]) -> None:
         """Delete the files of these steps in order: a kill leaves whole files, and the next call finds the others."""
-        with self._named_errors(task):
+        with self._os_errors_as_data_errors(task):
             for step in steps:
                 ledger_path(self.folder, step).unlink()
         if steps:
@@ -97,14 +97,14 @@ class Ledger:
 
     def sync(self) -> None:
         """Return when all appended files are on the disk and would survive a power cut."""
-        with self._named_errors("write its records to the disk"):
+        with self._os_errors_as_data_errors("write its records to the disk"):
             for path in self._unsynced:
                 fsync_file(path)
             fsync_dir(self.folder)
         self._unsynced = []
 
     @contextlib.contextmanager
-    def _named_errors(self, task: str) -> Iterator[None]:
+    def _os_errors_as_data_errors(self, task: str) -> Iterator[None]:
         """Turn the operating system's errors into DataError with advice."""
         try:
             yield

@@ -77,16 +77,16 @@ class FunctionReward:
 
     def _to_score(self, item: RewardInput, outcome: Outcome) -> Score:
         if outcome.error is not None:
-            return self._stop_or_count(item, outcome.error)
+            return self._raise_or_leave_out(item, outcome.error)
         try:
             return read_score(outcome.result, self._weights)
         except ValueError as error:  # our own sentence about what it returned
-            return self._stop_or_count(item, error.with_traceback(None))
+            return self._raise_or_leave_out(item, error.with_traceback(None))
         except Exception as error:  # what it returned may be of the user's own types
-            return self._stop_or_count(item, error)
+            return self._raise_or_leave_out(item, error)
 
-    def _stop_or_count(self, item: RewardInput, error: BaseException) -> Score:
-        """A Score with the error (`on_error="count"`), which is logged; RewardError with "stop"."""
+    def _raise_or_leave_out(self, item: RewardInput, error: BaseException) -> Score:
+        """A Score without a value, with the logged error (`on_error="count"`); RewardError with "stop"."""
         summary = f"{type(error).__name__}: {safe_text(error)}"
         location = f"{item.where or 'a row'} (data_source {item.data_source!r})"
         # A traceback of our own check or timeout says nothing about the user's function.

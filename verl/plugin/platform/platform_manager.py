@@ -124,8 +124,8 @@ def choose_platform(device: str) -> PlatformBase:
     return _current_platform
 
 
-def probe_platforms() -> list[PlatformProbe]:
-    """Probes of all platforms in order up to the first available one: first with monitoring programs, then without.
+def probe_until_available() -> list[PlatformProbe]:
+    """The probes made until a platform was available: first with monitoring programs, then without.
 
     The second round finds devices in containers that lack the program. It cannot come first: only the program
     distinguishes a CUDA-compatible chip of another vendor from NVIDIA's.
@@ -155,7 +155,7 @@ def _detect_platform_name() -> str:
     chosen = os.environ.get("VERL_PLATFORM", "").strip().lower()
     if chosen:
         return chosen
-    probes = probe_platforms()
+    probes = probe_until_available()
     return probes[-1].name if probes and probes[-1].available else FALLBACK
 
 

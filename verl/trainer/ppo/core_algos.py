@@ -35,7 +35,7 @@ from verl.trainer.ppo.padded_advantages import (
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
-    flatten_padded,
+    flatten_with_padding,
 )
 from verl.utils.errors import RegistryError
 from verl.utils.import_paths import refuse_missing_names
@@ -167,7 +167,7 @@ def compute_policy_loss_vanilla(
 ) -> tuple[Tensor, dict[str, float]]:
     """`verl.algorithms.losses.vanilla` for padded tensors, reduced by `agg_loss`. `config`: ActorConfig or a view."""
     config = ActorConfig() if config is None else config
-    batch = flatten_padded(response_mask)
+    batch = flatten_with_padding(response_mask)
     losses, metrics = our_losses.vanilla(
         log_prob.flatten(), old_log_prob.flatten(), advantages.flatten(), batch, config
     )

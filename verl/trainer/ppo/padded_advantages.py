@@ -1,4 +1,4 @@
-"""The packed advantage estimators as functions of padded tensors, by the names that published code imports.
+"""The advantage estimators as functions of padded tensors, by the names that published code imports.
 
 Shapes: B rows, W response tokens. Every function returns (advantages, returns), each (B, W) and 0 outside
 `response_mask`; a score is the sum of a row's `token_level_rewards`, and `index` (B,) says which rows are a group. Each
@@ -24,7 +24,7 @@ def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> Advantages:
     """`verl.algorithms.token_advantages.gae`."""
-    batch = flatten_padded(response_mask, token_rewards=token_level_rewards, values=values)
+    batch = flatten_with_padding(response_mask, token_rewards=token_level_rewards, values=values)
     return _as_rows(token_advantages.gae(batch, AlgorithmConfig(gamma=gamma, lam=lam)), response_mask)
 
 
@@ -107,7 +107,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> Advantages:
     """`verl.algorithms.token_advantages.reinforce_plus_plus`, with the `gamma` of `config`, or 1."""
-    batch = flatten_padded(response_mask, token_rewards=token_level_rewards)
+    batch = flatten_with_padding(response_mask, token_rewards=token_level_rewards)
     section = AlgorithmConfig(gamma=1.0 if config is None else config.gamma)
     return _as_rows(token_advantages.reinforce_plus_plus(batch, section), response_mask)
 
@@ -116,12 +116,14 @@ def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> Advantages:
     """`verl.algorithms.token_advantages.remax`; `reward_baselines` (B,) are scores of greedy answers."""
-    batch = flatten_padded(response_mask, {"reward_baselines": reward_baselines}, token_rewards=token_level_rewards)
+    batch = flatten_with_padding(
+        response_mask, {"reward_baselines": reward_baselines}, token_rewards=token_level_rewards
+    )
     return _as_rows(token_advantages.remax(batch, AlgorithmConfig()), response_mask)
 
 
-def flatten_padded(response_mask: Tensor, of_rows: dict[str, Tensor] | None = None, **columns: Tensor) -> Batch:
-    """Padded rows as a packed batch whose sequences keep their padding, outside the loss mask.
+def flatten_with_padding(response_mask: Tensor, of_rows: dict[str, Tensor] | None = None, **columns: Tensor) -> Batch:
+    """Padded rows laid end to end with their padding: B x W tokens, of which `response_mask` is the loss mask.
 
     `columns` are (B, W), those `of_rows` (B,).
     """
@@ -132,9 +134,9 @@ def flatten_padded(response_mask: Tensor, of_rows: dict[str, Tensor] | None = No
 
 
 def _groups(rewards: Tensor, response_mask: Tensor, index: np.ndarray) -> Batch:
-    """The packed batch with the groups, of any names, as numbers."""
+    """The batch with the groups, of any names, as numbers."""
     numbers = torch.as_tensor(np.unique(np.asarray(index), return_inverse=True)[1], device=rewards.device).flatten()
-    return flatten_padded(response_mask, {"group_ids": numbers}, token_rewards=rewards)
+    return flatten_with_padding(response_mask, {"group_ids": numbers}, token_rewards=rewards)
 
 
 def _divided(by_std: bool) -> AlgorithmConfig:

@@ -133,7 +133,7 @@ class WeightReader:
                     path, shard = f"{parent}.{fused}", leaves.index(leaf)
         module = self.modules.get(path)
         local = None if module is None else module._parameters.get(parameter)
-        if local is None or not self._loads_plainly(path, module, parameter):
+        if local is None or not self._loads_unchanged(path, module, parameter):
             return []
         if not isinstance(module, LinearBase) and not self._keeps_shape(path, parameter, local):
             return []
@@ -169,7 +169,7 @@ class WeightReader:
         """Whether the kernel's parameter has the shape that is loaded."""
         return self.kernel_shapes[f"{path}.{parameter}"] == loading.shape
 
-    def _loads_plainly(self, path: str, module: nn.Module, parameter: str) -> bool:
+    def _loads_unchanged(self, path: str, module: nn.Module, parameter: str) -> bool:
         """Whether loading copies values as they are: not through a loader of the model or of a quantization."""
         quantization = getattr(module, "quant_method", None)
         if quantization is not None and not type(quantization).__name__.startswith("Unquantized"):
