@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3860,
+    "config": 3875,
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5830,
-    "commands": 5090,
-    "utils": 1530,
+    "trainer": 5860,
+    "commands": 5095,
+    "utils": 1545,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 15960, 44660, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 16110, 44830, 400
 
 
 def package_of(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Defaults that depend on other keys, so that a small run needs few keys."""
 
+import os
 from typing import Any
 
 from verl.config.run_config import RunConfig
@@ -7,6 +8,7 @@ from verl.config.run_name import dated_name
 from verl.config.sft import SFTConfig
 
 _ARR = "actor_rollout_ref"
+_ENGINES = (f"{_ARR}.actor.fsdp_config", f"{_ARR}.ref.fsdp_config", "critic.fsdp")
 _DYNAMIC_BATCHING_KEYS = (
     (f"{_ARR}.actor.use_dynamic_bsz", f"{_ARR}.actor.ppo_micro_batch_size_per_gpu"),
     (f"{_ARR}.ref.log_prob_use_dynamic_bsz", f"{_ARR}.ref.log_prob_micro_batch_size_per_gpu"),
@@ -18,12 +20,27 @@ _DYNAMIC_BATCHING_KEYS = (
 def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
     """Key -> (value, reason) for keys that are not set and whose default follows from keys that are set."""
     if issubclass(root, SFTConfig):
-        return dated_name(values, root.run_name)
+        return {**dated_name(values, root.run_name), **_determinism(values, ("engine",))}
     if root is not RunConfig:
         return {}
     algorithm = str(values.get("algorithm.adv_estimator", "gae"))
     name = dated_name(values, {"gae": "ppo"}.get(algorithm, algorithm if algorithm.isidentifier() else "rl"))
-    return {**name, **_strategy(values), **_dynamic_batching(values), **_mini_batch(values), **_reward_weights(values)}
+    return {
+        **name,
+        **_strategy(values),
+        **_dynamic_batching(values),
+        **_mini_batch(values),
+        **_reward_weights(values),
+        **_determinism(values, _ENGINES),
+    }
+
+
+def _determinism(values: dict[str, Any], engines: tuple[str, ...]) -> dict[str, tuple[Any, str]]:
+    """Deterministic kernels in every engine where the environment asks for them."""
+    if os.environ.get("VERL_FULL_DETERMINISM", "").lower() not in ("1", "true"):
+        return {}
+    keys = [f"{engine}.full_determinism" for engine in engines]
+    return {path: (True, "derived: VERL_FULL_DETERMINISM is set") for path in keys if path not in values}
 
 
 def _strategy(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -12,6 +12,10 @@ _RUNTIME = (
     "Where ranks run: in the driver's process, in processes of this machine, or as actors of Ray. auto is ray with "
     "nnodes > 1, with RAY_ADDRESS and in a Ray job, otherwise inline on one device and processes on several."
 )
+_LEAD = (
+    "Before the end of a capacity block (MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP, or SAGEMAKER_...) a step "
+    "saves if there may be no time for another one and its checkpoint; these seconds are kept free beside."
+)
 _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "
     "on with the new one. With experiment_name=auto, resume goes on with the newest run of this configuration."
@@ -65,6 +69,9 @@ class TrainerConfig(Section):
         None, "Save every save_freq steps, and at the end; null is only at the end, <= 0 is never."
     )
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
+    default_hdfs_dir: str | None = key(
+        None, "Folder, in HDFS or of this machine, that every saved checkpoint is copied to; null is none."
+    )
     max_actor_ckpt_to_keep: int | None = key(None, "Newest actor checkpoints to keep; null is all.", minimum=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Newest critic checkpoints to keep; null is all.", minimum=1)
     resume_mode: str = key(
@@ -72,6 +79,10 @@ class TrainerConfig(Section):
     )
     resume_from_path: str | None = key(None, "Folder global_step_N for resume_mode=resume_path.")
     on_existing: str = key("stop", _ON_EXISTING, choices=ON_EXISTING)
+    del_local_ckpt_after_load: bool = key(
+        False, "Delete the checkpoint in default_local_dir that the run goes on from, once the next one is saved."
+    )
+    esi_redundant_time: int = key(0, _LEAD, minimum=0)
     v1: V1Config = section(V1Config)
 
 
@@ -95,6 +106,9 @@ class SFTTrainerConfig(Section):
     test_freq: int | str = key(-1, "Validate every test_freq steps, or after_each_epoch; <= 0 is only at the end.")
     save_freq: int | str = key(-1, "Save every save_freq steps, or after_each_epoch; <= 0 is only at the end.")
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
+    default_hdfs_dir: str | None = key(
+        None, "Folder, in HDFS or of this machine, that every saved checkpoint is copied to; null is none."
+    )
     max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null is all.", minimum=1)
     resume_mode: str = key(
         "auto", "Start from the newest checkpoint, from none, or from one path.", choices=RESUME_MODES

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from verl.models.tensor_file import file_digest
+from verl.trainer.checkpoint_copies import CheckpointCopies
 from verl.trainer.run_files import LATEST_STEP_FILE, TRAINER_STATE_FILE, complete_steps, step_folder
 from verl.utils.checksummed import read_checksummed, write_checksummed
 from verl.utils.errors import CheckpointError, WorkerError
@@ -46,11 +47,20 @@ class _PendingSave:
 class Checkpoints:
     """Saves below `root`; keeps the newest `keep[role]` of each role (None: all). At most one save is in progress.
 
+    Each is copied to `copy_to`, if that is given. `replaced` is a checkpoint that is deleted after the next save.
     Under torchrun every rank calls every method, and rank 0 writes the files of the run itself.
     """
 
-    def __init__(self, root: Path, keep: Mapping[str, int | None], note: Callable[[str], None] = print):
+    def __init__(
+        self,
+        root: Path,
+        keep: Mapping[str, int | None],
+        note: Callable[[str], None] = print,
+        copy_to: str | None = None,
+    ):
         self.root, self.keep, self.note = make_writable_folder(root, "trainer.default_local_dir"), keep, note
+        self.copies = CheckpointCopies(copy_to, note) if copy_to else None
+        self.replaced: Path | None = None
         self._pending: _PendingSave | None = None
 
     def save(self, step: int, state: dict[str, Any], roles: Mapping[str, Saveable]) -> None:
@@ -70,10 +80,14 @@ class Checkpoints:
         self._pending = _PendingSave(step, folder, state, roles)
 
     def finish_pending(self, wait: bool) -> None:
-        """Publish the pending checkpoint once it is completely written; then delete the oldest ones."""
-        pending = self._pending
-        if pending is None:
-            return
+        """Publish the pending checkpoint once it is completely written; `wait` for that, and for its copy."""
+        if self._pending is not None:
+            self._publish_if_written(self._pending, wait)
+        if wait and self.copies is not None:
+            self.copies.wait()
+
+    def _publish_if_written(self, pending: _PendingSave, wait: bool) -> None:
+        """Publish the checkpoint once it is completely written; then delete the oldest ones."""
         target = step_folder(self.root, pending.step)
         with self._clean_up_on_failure(pending.step, pending.folder):
             if not all([role.finish_save(wait) for role in pending.roles.values()]):
@@ -86,8 +100,14 @@ class Checkpoints:
                 publish_directory(pending.folder, target)
                 atomic_write_text(self.root / LATEST_STEP_FILE, str(pending.step))
         if is_rank_zero():
+            if self.copies is not None:
+                self.copies.start(target)  # the copy before it has ended now: what it read may be deleted
             self._prune(pending.step)
             self.note(f"saved {target}")
+            if self.replaced not in (None, target):
+                self._drop(self.replaced)
+                self.note(f"deleted {self.replaced}, which the run went on from (trainer.del_local_ckpt_after_load)")
+            self.replaced = None
 
     @contextlib.contextmanager
     def _clean_up_on_failure(self, step: int, folder: Path) -> Iterator[None]:

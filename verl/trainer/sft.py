@@ -77,7 +77,7 @@ class SFTTrainer:
         self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
-        self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note)
+        self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, settings.default_hdfs_dir)
         self.progress, self.summary = Progress.silent(), RunSummary()
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
 

@@ -5,14 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from verl.utils import hdfs_io
-from verl.utils.errors import ConfigError
+from verl.utils import hadoop
 from verl.utils.import_paths import refuse_missing_names
 
 
 def is_non_local(path: str) -> bool:
     """Whether `path` is in HDFS."""
-    return hdfs_io.is_hdfs(path)
+    return hadoop.is_hdfs(path)
 
 
 def copy_to_local(
@@ -25,20 +24,18 @@ def copy_to_local(
 ) -> str:
     """A local path with the content of `src`: `src` itself, or for an hdfs:// path its copy in `cache_dir`.
 
-    A copy that is there is used again, unless `always_recopy`. `filelock` has no effect: a copy gets its name when it
-    is complete.
+    A copy that is there is used again, unless `always_recopy`. `filelock` and `use_shm` have no effect: a copy gets
+    its name when it is complete, and what maps a file into memory shares it with the other processes.
     """
-    del filelock
-    if use_shm:
-        raise ConfigError(f"copy_to_local({src!r}, use_shm=True): staging files in shared memory is still to come")
-    if not hdfs_io.is_hdfs(src):
+    del filelock, use_shm
+    if not hadoop.is_hdfs(src):
         return src
     folder = Path(cache_dir or tempfile.gettempdir()) / hashlib.sha256(src.encode()).hexdigest()[:16]
     target = folder / src.rstrip("/").rpartition("/")[2]
     if always_recopy or not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            copied = Path(hdfs_io.copy(src, str(Path(unfinished) / target.name)))
+            copied = Path(hadoop.copy(src, str(Path(unfinished) / target.name)))
             if target.is_dir():
                 target.rename(Path(unfinished) / "replaced")
             copied.rename(target)

@@ -24,6 +24,7 @@ from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.pools import describe_pools
 from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_lengths
+from verl.trainer.capacity_block import CapacityBlock
 from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
@@ -103,7 +104,8 @@ class TrainingRun:
         if trainer.critic is not None:
             self.roles["critic"] = trainer.critic
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
-        self.checkpoints = Checkpoints(self.root, keep, note)
+        self.checkpoints = Checkpoints(self.root, keep, note, settings.default_hdfs_dir)
+        self.block = CapacityBlock.from_environment(settings.esi_redundant_time)
         self.ledger = Ledger(self.root / LEDGER, settings.ledger_keep_steps) if config.trainer.ledger else None
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
@@ -163,9 +165,16 @@ class TrainingRun:
             if self.validation and is_due(record.step, self.config.trainer.test_freq, last):
                 with timer("testing"):
                     metrics.update(self.validate())
-            if self.stop_requested or is_due(record.step, self.config.trainer.save_freq, last):
+            if self.block.save_is_due():
+                self.note(f"the capacity block ends in {self.block.seconds_left:.0f} s: saving after this step")
+            if (
+                self.stop_requested
+                or self.block.save_is_due()
+                or is_due(record.step, self.config.trainer.save_freq, last)
+            ):
                 with timer("save_checkpoint"):
                     self.save()
+        self.block.add_step(timer.seconds["step"], timer.seconds.get("save_checkpoint", 0.0))
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
         devices, num_tokens = self.trainer.pools.num_ranks, record.batch.num_tokens
@@ -255,6 +264,8 @@ class TrainingRun:
     def resume(self) -> None:
         """Restore the checkpoint that trainer.resume_mode selects, if any; drop records of steps that run again."""
         folder = find_resume(self.config.trainer, list(self.roles))
+        if self.config.trainer.del_local_ckpt_after_load and folder is not None and folder.parent == self.root:
+            self.checkpoints.replaced = folder
         if folder is not None:
             for name, role in self.roles.items():
                 role.load(folder / name)

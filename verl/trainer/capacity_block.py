@@ -1,0 +1,48 @@
+"""Saves before the end of a capacity block: rented machines that are taken away at a known time."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+from verl.utils.errors import ConfigError
+
+# Unix seconds at which the block ends; set by the provider of the machines.
+VARIABLES = ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP")
+FIRST_SAVE_S = 60.0  # assumed length of a save until one has been timed
+
+
+class CapacityBlock:
+    """When the block ends, and how long a step and a save have taken at most; `lead_s` more seconds are kept free."""
+
+    def __init__(self, ends_at: float = math.inf, lead_s: float = 0.0, clock: Callable[[], float] = time.time):
+        self.ends_at, self.lead_s, self.clock = ends_at, lead_s, clock
+        self.longest_step_s, self.longest_save_s = 0.0, FIRST_SAVE_S
+
+    @classmethod
+    def from_environment(cls, lead_s: float) -> "CapacityBlock":
+        """From the first of VARIABLES that is set; without one the block never ends. ConfigError unless a number."""
+        name = next((name for name in VARIABLES if os.environ.get(name)), None)
+        if name is None:
+            return cls()
+        try:
+            return cls(float(os.environ[name]), lead_s)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name}={os.environ[name]!r} is no time; set it to the Unix seconds at which the machines are taken "
+                "away, or unset it"
+            ) from error
+
+    def add_step(self, step_s: float, save_s: float) -> None:
+        """A step took `step_s` seconds, of which `save_s` were for its checkpoint (0: there was none)."""
+        self.longest_step_s = max(self.longest_step_s, step_s - save_s)
+        if save_s > 0:
+            self.longest_save_s = save_s if self.longest_save_s == FIRST_SAVE_S else max(self.longest_save_s, save_s)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at - self.clock()
+
+    def save_is_due(self) -> bool:
+        """Whether there may be no time for another step and its checkpoint."""
+        return self.seconds_left <= self.longest_step_s + self.longest_save_s + self.lead_s
