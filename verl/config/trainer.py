@@ -16,6 +16,10 @@ _LEAD = (
     "Before the end of a capacity block (MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP, or SAGEMAKER_...) a step "
     "saves if there may be no time for another one and its checkpoint; these seconds are kept free beside."
 )
+_STALL_TIMEOUT = (
+    "Seconds without CPU time and bytes after which ranks inside a call have stalled: the run says which one and "
+    "where, and ends. 0 is never. With trainer.runtime=processes, on Linux."
+)
 _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "
     "on with the new one. With experiment_name=auto, resume goes on with the newest run of this configuration."
@@ -60,6 +64,7 @@ class TrainerConfig(Section):
     n_gpus_per_node: int | None = key(
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
+    stall_timeout_s: float = key(30.0, _STALL_TIMEOUT, minimum=0.0)
     balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")
     critic_warmup: int = key(0, "Number of first steps that train only the critic.", minimum=0)
     val_before_train: bool = key(True, "Validate before the first step.")

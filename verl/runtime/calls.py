@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
@@ -23,6 +24,7 @@ class _Call:
     method: str
     futures: dict[int, Future] = field(default_factory=dict)
     first_error: WorkerError | None = None
+    sent: float = field(default_factory=time.time)  # seconds since 1970
 
 
 class RemoteGroup(WorkerGroup):
@@ -51,6 +53,11 @@ class RemoteGroup(WorkerGroup):
     @abstractmethod
     def _kill_ranks(self) -> None:
         """End all ranks at once."""
+
+    def _find_cause(self, error: WorkerError, since: float, stuck: Sequence[int] = ()) -> WorkerError:
+        """The error to raise for `error`: the earliest one of all ranks after the time `since`, if that is known, and
+        where the ranks are that are `stuck` since."""
+        return error
 
     def _label(self, rank: int) -> str:
         return f"{self.name} rank {rank}".lstrip()
@@ -94,12 +101,16 @@ class RemoteGroup(WorkerGroup):
         futures = list(call.futures.values())
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         if any(future.exception() for future in done):
-            _, stuck = wait(futures, timeout=GRACE_S)
-            error = self._failure or call.first_error
-            assert error is not None
-            if stuck:
-                self._fail_and_kill(error)
-            raise error
+            wait(futures, timeout=GRACE_S)
+            stuck = [rank for rank, future in call.futures.items() if not future.done()]
+            if self._failure is not None:
+                raise self._failure
+            assert call.first_error is not None
+            if not stuck:
+                raise self._find_cause(call.first_error, call.sent)
+            self._fail_and_kill(call.first_error, stuck)
+            assert self._failure is not None
+            raise self._failure
         return [future.result() for future in futures]
 
     def _resolve(self, rank: int, number: int, succeeded: bool, value: Any) -> None:
@@ -117,6 +128,16 @@ class RemoteGroup(WorkerGroup):
                 del self._calls[number]
         with contextlib.suppress(InvalidStateError):  # the group has failed meanwhile and set the exception
             future.set_result(value) if succeeded else future.set_exception(error)
+
+    def _open_calls(self) -> dict[int, dict[int, str]]:
+        """By rank that has not answered all its calls: their methods by number. Without calls that have failed."""
+        found: dict[int, dict[int, str]] = {}
+        with self._lock:
+            for number, call in self._calls.items():
+                for rank, future in call.futures.items():
+                    if not future.done() and call.first_error is None:
+                        found.setdefault(rank, {})[number] = call.method
+        return found
 
     def _is_ending(self, rank: int) -> bool:
         """Whether the end of `rank` was to be expected; its calls then fail here."""
@@ -137,15 +158,18 @@ class RemoteGroup(WorkerGroup):
         for number in waiting:
             self._resolve(rank, number, False, reason)
 
-    def _fail_and_kill(self, error: WorkerError) -> None:
-        """Fail every call in flight with `error`, and kill every process."""
+    def _fail_and_kill(self, error: WorkerError, stuck: Sequence[int] = ()) -> None:
+        """Fail every call in flight with the cause of `error`, and kill every process."""
+        with self._lock:
+            since = min((call.sent for call in self._calls.values()), default=time.time())
+        cause = self._find_cause(error, since, stuck)
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = error
+            self._failure = cause
             unanswered = [f for call in self._calls.values() for f in call.futures.values() if not f.done()]
             self._calls.clear()
         self._kill_ranks()
         for future in unanswered:
             with contextlib.suppress(InvalidStateError):  # its reply arrived meanwhile
-                future.set_exception(error)
+                future.set_exception(cause)

@@ -2,7 +2,7 @@
 
 The driver sends calls and stores a future for each. One thread receives the replies and watches the processes, so it
 reports the death of a rank at once, even while other ranks wait in a collective. It forwards the ranks' stderr to the
-driver's; when a rank dies, the error quotes the last part of its stderr.
+driver's; when a rank dies, the error quotes the last part of its stderr. Another thread watches for ranks that stall.
 """
 
 import atexit
@@ -12,9 +12,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +25,10 @@ from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S, RemoteGroup
 from verl.runtime.group import Layout
 from verl.runtime.rank import RankInfo
+from verl.runtime.rank_reports import RankReports, ask_for_stacks, blame_earliest, read_errors
+from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
 from verl.runtime.wire import deserialize, serialize
+from verl.utils.errors import WorkerError
 
 STDERR_TAIL_BYTES = 4000  # bytes of a rank's stderr that are quoted when it dies
 
@@ -32,8 +37,9 @@ class ProcessGroup(RemoteGroup):
     """`layout.world_size` local processes, each with a worker built by `factory()` in that process.
 
     `factory` must be importable, and the program's main module must guard its code (`if __name__ == "__main__":`).
-    Arguments and results have types that wire.py supports. Raises WorkerError when a rank fails or dies; after a death
-    the group is unusable and its processes have ended.
+    Arguments and results have types that wire.py supports. Raises WorkerError when a rank fails, dies or stalls (inside
+    a call, `stall_timeout_s` without CPU time or bytes; 0: never); after a death or a stall the group is unusable and
+    its processes have ended.
 
     Its ranks use the devices from `first_device` on, and a share of the cores of `ranks_on_machine` (default: its own);
     `name` distinguishes its messages from those of other groups.
@@ -46,13 +52,18 @@ class ProcessGroup(RemoteGroup):
         name: str = "",
         first_device: int = 0,
         ranks_on_machine: int | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ):
         super().__init__(layout, name)
+        self._reports = tempfile.TemporaryDirectory(prefix="verl-ranks-", ignore_cleanup_errors=True)
         self.first_device, self.ranks_on_machine = first_device, ranks_on_machine or layout.world_size
         atexit.register(self.close)  # before multiprocessing sends SIGTERM, which ranks ignore, and waits
         self._start(factory)
         _, building = self._register_call("__init__", range(layout.world_size))
         threading.Thread(target=self._watch, daemon=True).start()
+        processes = {rank: process.pid for rank, process in enumerate(self._processes)}
+        folder = Path(self._reports.name)
+        self._stall_watch = StallWatch(processes, self._open_calls, self._fail_and_kill, folder, stall_timeout_s)
         try:
             self._wait_for_results(building)
         except BaseException:
@@ -74,7 +85,8 @@ class ProcessGroup(RemoteGroup):
             driver_end, rank_end = context.Pipe()
             stderr_reader, stderr_writer = context.Pipe(duplex=False)
             info = RankInfo(rank, size, self.first_device + rank, self.ranks_on_machine)
-            args = (info, port, loopback_interface(), rank_end, stderr_writer, factory)
+            reports = RankReports(Path(self._reports.name), rank)
+            args = (info, port, loopback_interface(), rank_end, stderr_writer, reports, factory)
             process = context.Process(target=rank_server.serve, args=args, daemon=True, name=self._label(rank))
             process.start()
             rank_end.close()  # so that the driver reads end-of-file once the process has ended
@@ -96,6 +108,11 @@ class ProcessGroup(RemoteGroup):
     def _kill_ranks(self) -> None:
         for process in self._processes:
             process.kill()
+
+    def _find_cause(self, error: WorkerError, since: float, stuck: Sequence[int] = ()) -> WorkerError:
+        folder = Path(self._reports.name)
+        texts = ask_for_stacks(folder, {rank: self._processes[rank].pid for rank in stuck})
+        return blame_earliest(error, since, read_errors(folder), [describe_stuck(*item) for item in texts.items()])
 
     # --- replies, in the watching thread ---------------------------------------------------------------------------
 
@@ -145,6 +162,7 @@ class ProcessGroup(RemoteGroup):
         if self._closing:
             return
         self._closing = True
+        self._stall_watch.end()
         atexit.unregister(self.close)
         if self._sending.acquire(timeout=GRACE_S):  # else a stopped rank blocks another thread's message
             for pipe in self._connections:
@@ -156,6 +174,7 @@ class ProcessGroup(RemoteGroup):
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._reports.cleanup()
 
 
 def describe_exit(code: int | None) -> str:

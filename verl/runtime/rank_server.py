@@ -6,7 +6,6 @@ import inspect
 import os
 import signal
 import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from verl.runtime.rank import RankInfo, end_rank
+from verl.runtime.rank_reports import RankReports, error_text
 from verl.runtime.wire import deserialize, serialize
-from verl.utils.errors import VerlError
 
 BUILD_CALL = 0  # number of every rank's first call, which builds its worker
 ADDRESS = "127.0.0.1"
@@ -29,11 +28,13 @@ def serve(
     interface: str | None,
     connection: Connection,
     stderr: Connection,
+    reports: RankReports,
     factory: Callable[[], Any],
 ) -> None:
     """The main function of a rank's process."""
     os.dup2(stderr.fileno(), 2)
     stderr.close()
+    reports.open()
     faulthandler.enable()  # prints a traceback after a crash in native code
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a job; only the driver handles them
         signal.signal(number, signal.SIG_IGN)
@@ -46,7 +47,7 @@ def serve(
         rank.init_process_group(dist.PrefixStore("ranks", dist.TCPStore(ADDRESS, port, is_master=False)))
         return factory()
 
-    asyncio.run(_PipeServer(connection).run(build))
+    asyncio.run(_PipeServer(connection, reports).run(build))
     end_rank()
 
 
@@ -73,17 +74,20 @@ class CallServer(ABC):
     def send(self, reply: tuple[int, bool, Any]) -> None:
         """Send (number of the call, whether it succeeded, result or error) to the driver."""
 
+    def record(self, method: str, error: BaseException) -> None:  # noqa: B027  # nothing, where nobody reads it
+        """Note the failure of a call before the driver is told."""
+
     async def run(self, build: Callable[[], Any]) -> None:
         """Build the worker, then serve until the driver asks to end."""
         self.listen(asyncio.get_running_loop())
         try:
             worker = build()
         except Exception as error:
-            self.reply(BUILD_CALL, False, _error_text(error))
+            self.reply_error(BUILD_CALL, "__init__", error)
             while await self.inbox.get() is not None:  # until the driver has read the error and asks to end
                 pass
             return
-        self.reply(BUILD_CALL, True, None)
+        self.reply(BUILD_CALL, "__init__", None)
         while (message := await self.inbox.get()) is not None:
             self.run_calls(worker, *message)
         for task in self.tasks:
@@ -94,45 +98,53 @@ class CallServer(ABC):
         calls: list[tuple[int, str]] = self.unpack(header)
         try:
             arguments = self.unpack(body)
-        except Exception:
-            for number, _ in calls:
-                self.reply(number, False, traceback.format_exc())
+        except Exception as error:
+            for number, method in calls:
+                self.reply_error(number, method, error)
             return
         for (number, method), args in zip(calls, arguments, strict=True):
             try:
                 result = attrgetter(method)(worker)(*args)
             except Exception as error:
-                self.reply(number, False, _error_text(error))
+                self.reply_error(number, method, error)
                 continue
+            except BaseException as error:  # SystemExit, which ends the process
+                self.record(method, error)
+                raise
             if inspect.iscoroutine(result):
-                task = asyncio.create_task(self.run_coroutine(number, result))
+                task = asyncio.create_task(self.run_coroutine(number, method, result))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
             else:
-                self.reply(number, True, result)
+                self.reply(number, method, result)
 
-    async def run_coroutine(self, number: int, coroutine: Any) -> None:
+    async def run_coroutine(self, number: int, method: str, coroutine: Any) -> None:
         try:
             result = await coroutine
         except Exception as error:
-            self.reply(number, False, _error_text(error))
+            self.reply_error(number, method, error)
         else:
-            self.reply(number, True, result)
+            self.reply(number, method, result)
 
-    def reply(self, number: int, succeeded: bool, value: Any) -> None:
-        """Send the result or error text of call `number`."""
+    def reply(self, number: int, method: str, value: Any) -> None:
+        """Send the result of call `number`."""
         try:
-            self.send((number, succeeded, value))
-        except Exception:  # a result of an unsupported type fails the call
-            self.send((number, False, traceback.format_exc()))
+            self.send((number, True, value))
+        except Exception as error:  # a result of an unsupported type fails the call
+            self.reply_error(number, method, error)
+
+    def reply_error(self, number: int, method: str, error: Exception) -> None:
+        """Record and send the failure of call `number`."""
+        self.record(method, error)
+        self.send((number, False, error_text(error)))
 
 
 class _PipeServer(CallServer):
     """The calls come over a pipe. A thread receives them, so that a rank that is stuck ends with its driver."""
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: Connection, reports: RankReports):
         super().__init__()
-        self.connection = connection
+        self.connection, self.reports = connection, reports
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         threading.Thread(target=self.read, args=(loop,), daemon=True).start()
@@ -142,8 +154,9 @@ class _PipeServer(CallServer):
             try:
                 header = self.connection.recv_bytes()
                 message = (header, self.connection.recv_bytes()) if header else None
-            except (EOFError, OSError):
-                os._exit(1)  # the driver is gone
+            except (EOFError, OSError):  # the driver is gone
+                self.reports.remove()
+                os._exit(1)
             loop.call_soon_threadsafe(self.inbox.put_nowait, message)
             if message is None:
                 return
@@ -151,13 +164,12 @@ class _PipeServer(CallServer):
     def unpack(self, packed: bytes) -> Any:
         return deserialize(packed)
 
+    def record(self, method: str, error: BaseException) -> None:
+        self.reports.record(method, error)
+
     def send(self, reply: tuple[int, bool, Any]) -> None:
         data = serialize(reply)
         try:
             self.connection.send_bytes(data)
         except OSError:
             os._exit(1)  # the driver is gone
-
-
-def _error_text(error: Exception) -> str:
-    return str(error) if isinstance(error, VerlError) else traceback.format_exc()

@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.runtime.processes import describe_exit
+from verl.runtime.rank_reports import LOST_RANK
 from verl.utils.process_end import exit_now
 
 REPORTS = "VERL_RANK_REPORTS"  # folder that the launcher gives its ranks for their reports
 FILE_NAME = "lost_rank.txt"
-_LOST = re.compile(
-    r"Connection (reset|closed|refused)|Broken pipe|gloo/transport|ncclRemoteError|remote process exited", re.IGNORECASE
-)
 _CALL = re.compile(r'verl/trainer/sft\.py", line \d+,? in (\w+)')
 
 
@@ -51,7 +49,7 @@ def end_if_rank_lost(error: Exception, rank: int, root: Path) -> None:
     The traceback goes to the launcher's folder, which then says what happened. Under a user's own torchrun it goes to
     a file in `root`; torchrun's report repeats the one line, and names the rank that was lost as its root cause.
     """
-    if not (isinstance(error, RuntimeError) and _LOST.search(str(error))):
+    if not (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
         return
     text, folder = traceback.format_exc(), _reports_folder()
     if folder:

@@ -186,3 +186,11 @@ def test_a_token_in_the_home_folder_or_the_environment_is_shown_to_a_cluster(
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
     assert ray_cluster.has_token()
+
+
+def test_ranks_in_processes_are_watched_for_the_configured_time(monkeypatch: pytest.MonkeyPatch):
+    started: list[tuple] = []
+    monkeypatch.setattr(placement, "ProcessGroup", lambda *arguments: started.append(arguments))
+    config = load_config([*ON_CPU, "trainer.n_gpus_per_node=2", "trainer.stall_timeout_s=7"])
+    start_pools(config, 1, place_roles(config))
+    assert [arguments[-1] for arguments in started] == [7.0]

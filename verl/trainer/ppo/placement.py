@@ -106,6 +106,7 @@ def start_pools(
             return RayGroup(factory, layout, devices, name, num_ranks)
         if pool.num_ranks == 1 and "actor" in pool.roles and runtime != "processes":
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
-        return ProcessGroup(factory, layout, name, pool.first_device, num_ranks)
+        stall_timeout_s = config.trainer.stall_timeout_s
+        return ProcessGroup(factory, layout, name, pool.first_device, num_ranks, stall_timeout_s)
 
     return WorkerPools(pools, start, leave)

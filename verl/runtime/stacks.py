@@ -1,0 +1,81 @@
+"""Stacks that faulthandler has written: where a rank is, and whether it waits there for others."""
+
+import itertools
+import linecache
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import PurePath
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*:$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_SERVER = "verl/runtime/rank_server.py"  # whose frames are outside of every call
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+_PACKAGE = str(PurePath(__file__).parents[1])  # which may be installed among the libraries
+_INNERMOST = 6  # frames between a collective's own code and where its thread waits
+_SHOWN = 12  # frames
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function that is running."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line} in {self.function}()" + (f": {source}" if source else "")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The frames of a rank's main thread, the innermost first, and the collective in which any thread is."""
+
+    frames: tuple[Frame, ...] = ()
+    collective: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Stack":
+        """From what faulthandler has written of all threads."""
+        threads = [
+            tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(part))
+            for part in _THREAD.split(text)[1:]
+        ]
+        if not threads:
+            return cls()
+        main = next((t for t in threads if any(_is_server(f) and f.function == "serve" for f in t)), threads[-1])
+        call = itertools.takewhile(lambda frame: not _is_server(frame), main)
+        return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the rank waits for its driver: its event loop has nothing to run."""
+        files = [frame.file for frame in self.frames[:2]]
+        return len(files) == 2 and files[0].endswith("selectors.py") and files[1].endswith("asyncio/base_events.py")
+
+    @property
+    def where(self) -> str:
+        """The innermost frame outside of libraries, with its source line."""
+        own = (f for f in self.frames if f.file.startswith(_PACKAGE) or not f.file.startswith(_LIBRARIES))
+        frame = next(own, self.frames[0] if self.frames else None)
+        return "an unknown line" if frame is None else str(frame)
+
+    @property
+    def what_it_does(self) -> str:
+        """Where it is, and in which collective."""
+        return (f"waits in {self.collective}()" if self.collective else "is") + f" at {self.where}"
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {frame}" for frame in self.frames[:_SHOWN])
+
+
+def _collective(thread: tuple[Frame, ...]) -> str | None:
+    inner = thread[:_INNERMOST]
+    return next((frame.function for frame in inner if frame.file.endswith(_COLLECTIVES)), None)
+
+
+def _is_server(frame: Frame) -> bool:
+    return frame.file.endswith(_SERVER)

@@ -1,0 +1,195 @@
+"""Ranks inside a call are watched through Linux's /proc; when none moves, the one that the others wait for is named.
+
+A rank moves while its CPU time or its bytes read and written grow. Elsewhere than on Linux nothing is watched.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl.runtime.rank_reports import ask_for_stacks
+from verl.runtime.stacks import Stack
+from verl.utils.errors import WorkerError
+
+STALL_TIMEOUT_S = 30.0  # trainer.stall_timeout_s
+_PROC = Path("/proc")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+_IDLE_SHARE = 0.01  # of a core: less is the polling of idle threads
+_LOOK_FOR_HELPERS, _HELPERS_QUIET = 0.1, 0.8  # of the timeout: ranks quiet until helpers are watched, and those then
+HELP = "docs/when_a_run_hangs.md says what to look at"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a process has done so far."""
+
+    state: str  # of its main thread: R running, S sleeping, D waiting for a disk, T stopped, t in a debugger
+    cpu_s: float
+    num_bytes: int
+    parent: int
+
+    @classmethod
+    def read(cls, process: int) -> "Counters | None":
+        """None where the process has ended or cannot be looked at."""
+        try:
+            fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        try:
+            io = [line.split() for line in (_PROC / str(process) / "io").read_text().splitlines()]
+            num_bytes = sum(int(value) for name, value in io if name in ("rchar:", "wchar:", "read_bytes:"))
+        except OSError:  # a container that hides it
+            num_bytes = 0
+        return cls(fields[0], (int(fields[11]) + int(fields[12])) * _TICK_S, num_bytes, int(fields[1]))
+
+
+class Progress:
+    """For how long a process has not moved, and for how long it has been stopped, in seconds."""
+
+    def __init__(self, counters: Counters):
+        self.counters, self.state, self.quiet_s, self.stopped_s = counters, counters.state, 0.0, 0.0
+
+    def update(self, now: Counters, elapsed_s: float) -> None:
+        """Compare with the counters at the last move."""
+        self.state, self.quiet_s = now.state, self.quiet_s + elapsed_s
+        self.stopped_s = self.stopped_s + elapsed_s if now.state == "T" else 0.0
+        used = now.cpu_s - self.counters.cpu_s
+        has_moved = used > max(2 * _TICK_S, _IDLE_SHARE * self.quiet_s) or now.num_bytes != self.counters.num_bytes
+        if has_moved or now.state in "Rt":  # one that waits for a core, or for whoever debugs it, is not stalled
+            self.counters, self.quiet_s = now, 0.0
+
+
+class StallWatch:
+    """A thread that reports the culprit, as the WorkerError to raise, once the ranks' calls have stalled.
+
+    `processes`: by rank, the process id. `open_calls()`: by rank that is inside calls, their numbers and methods.
+    `folder`: where ranks write their stacks. `timeout_s`: 0 watches nothing.
+    """
+
+    def __init__(
+        self,
+        processes: dict[int, int],
+        open_calls: Callable[[], dict[int, dict[int, str]]],
+        report: Callable[[WorkerError], None],
+        folder: Path,
+        timeout_s: float,
+    ):
+        self.processes, self.open_calls, self.report = processes, open_calls, report
+        self.folder, self.timeout_s = folder, timeout_s
+        self._progress: dict[int, Progress] = {}  # by rank inside a call
+        self._helpers: dict[int, Progress] = {}  # by process id: other processes of this run, once the ranks are quiet
+        self._calls: dict[int, dict[int, str]] = {}
+        self._ended = threading.Event()
+        if timeout_s > 0 and Counters.read(os.getpid()) is not None:
+            threading.Thread(target=self._watch, name="stall watch", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        pause, last = min(1.0, self.timeout_s / 10), time.monotonic()
+        while not self._ended.wait(pause):
+            now = time.monotonic()
+            elapsed, last = min(now - last, 3 * pause), now  # a driver that was itself stopped counts no time
+            self._look(elapsed)
+            if (error := self._find_culprit()) is not None and not self._ended.is_set():
+                self.report(error)
+                return
+
+    def _look(self, elapsed_s: float) -> None:
+        before, self._calls = self._calls, self.open_calls()
+        progress = {}
+        for rank, calls in self._calls.items():
+            now = Counters.read(self.processes[rank])
+            if now is None:  # its death is reported elsewhere
+                continue
+            known = self._progress.get(rank)
+            if known is None or before.get(rank) != calls:  # it was given or has answered a call: a move
+                progress[rank] = Progress(now)
+            else:
+                progress[rank] = known
+                known.update(now, elapsed_s)
+        self._progress = progress
+        is_quiet = bool(progress) and min(p.quiet_s for p in progress.values()) >= _LOOK_FOR_HELPERS * self.timeout_s
+        self._helpers = self._look_at_helpers(elapsed_s) if is_quiet else {}
+
+    def _look_at_helpers(self, elapsed_s: float) -> dict[int, Progress]:
+        """Rollout servers and other processes below the driver or a rank, by CPU time: a rank may wait for one."""
+        counters = {int(path.name): Counters.read(int(path.name)) for path in _PROC.glob("[0-9]*")}
+        known = {process: replace(now, num_bytes=0) for process, now in counters.items() if now is not None}
+        family, size = {os.getpid()}, 0
+        while len(family) > size:
+            size = len(family)
+            family |= {process for process, now in known.items() if now.parent in family}
+        found = {}
+        for process in family - {os.getpid(), *self.processes.values()}:
+            found[process] = self._helpers.get(process) or Progress(known[process])
+            found[process].update(known[process], elapsed_s if process in self._helpers else 0.0)
+        return found
+
+    def _find_culprit(self) -> WorkerError | None:
+        stopped = [rank for rank, one in self._progress.items() if one.stopped_s >= self.timeout_s]
+        if not stopped and not self._is_stalled():
+            return None
+        asked = {rank: self.processes[rank] for rank in self._progress if rank not in stopped}
+        texts = ask_for_stacks(self.folder, asked) | dict.fromkeys(stopped, "")
+        stacks = {rank: Stack.parse(text) for rank, text in texts.items()}
+        if not stopped and all(stack.is_idle for stack in stacks.values()):
+            self._progress = {}  # their coroutines wait for the driver
+            return None
+        return self._name_culprit(stopped, stacks) if self.open_calls() == self._calls else None
+
+    def _is_stalled(self) -> bool:
+        moving = [one for one in self._progress.values() if one.quiet_s < self.timeout_s]
+        helping = [one for one in self._helpers.values() if one.quiet_s < _HELPERS_QUIET * self.timeout_s]
+        return bool(self._progress) and not moving and not helping
+
+    def _name_culprit(self, stopped: Sequence[int], stacks: dict[int, Stack]) -> WorkerError:
+        """The rank for which the others wait: one that is stopped, not in their collective, or done without it."""
+        waiting = {rank: stack for rank, stack in stacks.items() if stack.collective and rank not in stopped}
+        outside = [rank for rank in stacks if rank not in waiting and rank not in stopped]
+        done = [rank for rank in self.processes if rank not in stacks]
+        if stopped:
+            rank, what = stopped[0], "it is stopped: somebody sent it SIGSTOP, and nobody SIGCONT"
+        elif outside and waiting:
+            rank, what = outside[0], "it has not entered the collective in which others wait"
+        elif outside:
+            rank, what = outside[0], "it does not move, and is in no collective"
+        elif done:
+            rank, what = done[0], "it has left the call without entering the collective in which others wait"
+        elif len({stack.where for stack in stacks.values()}) > 1:
+            rank, what = min(stacks), "it waits in another collective than others do"
+        else:
+            rank, what = (
+                min(stacks),
+                "every rank waits in the same collective: the network between them does not answer",
+            )
+        calls = self._calls[rank if rank in stacks else min(stacks)]
+        method = calls[min(calls)]
+        lines = [what, self._describe_process(rank, method)]
+        if rank in stacks:
+            lines.append("it cannot say at which line" if rank in stopped else f"it is at {stacks[rank].where}")
+        lines += [f"rank {other} {stack.what_it_does}" for other, stack in stacks.items() if other != rank]
+        if rank in stacks and stacks[rank].frames:
+            lines += [f"the stack of rank {rank}, innermost first:", str(stacks[rank])]
+        return WorkerError(rank, method, "\n".join([*lines, HELP]))
+
+    def _describe_process(self, rank: int, method: str) -> str:
+        role, dot, _ = method.rpartition(".")
+        parts = [f"role {role}"] if dot else []
+        parts += [f"node {socket.gethostname()}", f"process {self.processes[rank]}"]
+        if (progress := self._progress.get(rank)) is None:
+            return ", ".join([*parts, "which waits for its next call"])
+        still = f"no CPU time and no bytes for {max(progress.quiet_s, progress.stopped_s):.1f} s"
+        return (
+            ", ".join([*parts, f"state {progress.state}"]) + f": {still} (trainer.stall_timeout_s={self.timeout_s:g})"
+        )
+
+
+def describe_stuck(rank: int, stacks: str) -> str:
+    """The line about a rank that was ended where it was after another had failed."""
+    return f"rank {rank} {Stack.parse(stacks).what_it_does}; it was ended there"
