@@ -164,10 +164,7 @@ class StallWatch:
         elif len({stack.where for stack in stacks.values()}) > 1:
             rank, what = min(stacks), "it waits in another collective than others do"
         else:
-            rank, what = (
-                min(stacks),
-                "every rank waits in the same collective: the network between them does not answer",
-            )
+            rank, what = min(stacks), "every rank waits in the same collective: their network does not answer"
         calls = self._calls[rank if rank in stacks else min(stacks)]
         method = calls[min(calls)]
         lines = [what, self._describe_process(rank, method)]
