@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3875,
+    "config": 3900,
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 5860,
-    "commands": 5095,
+    "trainer": 6385,
+    "commands": 5240,
     "utils": 1545,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 16590, 45310, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17260, 46190, 400
 
 
 def package_of(path: Path) -> str:

@@ -130,7 +130,10 @@ def test_a_publish_is_probed_and_a_refused_one_is_an_error(tmp_path: Path):
 
 
 def build(name: str, config: RolloutConfig) -> RolloutEngine:
-    return find_rollout_engine(name).build(EngineInputs(config, letters_tokenizer(), (EOS,), model_path="model"))
+    inputs = EngineInputs(
+        config, letters_tokenizer(), (EOS,), model_path="model", num_replicas=config.num_replicas or 1
+    )
+    return find_rollout_engine(name).build(inputs)
 
 
 def test_a_server_that_does_not_start_or_cannot_be_shared_is_told_before_the_run():
@@ -138,8 +141,8 @@ def test_a_server_that_does_not_start_or_cannot_be_shared_is_told_before_the_run
     server = ServerConfig(python=python, max_attempts=1, retry_delay=0.01, max_start_wait_time=30)
     with pytest.raises(WorkerError, match=r"the SGLang server ended with exit code 1: "):
         build("sglang", replace(CONFIG, server=server))
-    shared = replace(CONFIG, server=ServerConfig(url="http://127.0.0.1:1"), data_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"names one server, but data_parallel_size=2"):
+    shared = replace(CONFIG, server=ServerConfig(url="http://127.0.0.1:1"), num_replicas=2)
+    with pytest.raises(ConfigError, match=r"names one server, but num_replicas=2"):
         build("sglang", shared)
 
 

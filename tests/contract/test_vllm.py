@@ -255,7 +255,7 @@ def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
     rollout = "actor_rollout_ref.rollout"
     jobs.train(
         tmp_path, "run", f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True", f"{rollout}.kv_cache_bytes=16777216",
-        f"{rollout}.disable_log_stats=False", f"{rollout}.data_parallel_size={replicas}", f"{rollout}.n=8",
+        f"{rollout}.disable_log_stats=False", f"{rollout}.num_replicas={replicas}", f"{rollout}.n=8",
         f"{rollout}.checkpoint_engine.probe_every=2", "trainer.total_training_steps=12",
         f"trainer.n_gpus_per_node={ranks}", "trainer.device=cpu", f"{rollout}.checkpoint_engine.backend={backend}",
         f"{rollout}.checkpoint_engine.engine_kwargs.file.folder={tmp_path / 'shared'}",

@@ -55,8 +55,8 @@ def check(config: Any, combinations: bool = True) -> None:
     mistakes.raise_if_any(MISTAKES)
 
 
-def check_can_start(config: Any) -> None:
-    """ConfigError where a run cannot start: a feature still to come, no micro-batch size, no model, no tokenizer."""
+def check_values_can_start(config: Any) -> None:
+    """ConfigError for a value that is refused for good, or that needs a feature still to come."""
     root: type = type(config)
     foreign = foreign_keys.load_foreign_keys(root)
     for path, reasons in foreign.refused_values.items():
@@ -72,6 +72,11 @@ def check_can_start(config: Any) -> None:
                     or (isinstance(rule, str) and rule.startswith("> ") and (value or 0) > int(rule[2:]))
                 ):
                     raise ConfigError(foreign_keys.not_yet_supported_message(f"{path}={value}", feature))
+
+
+def check_can_start(config: Any) -> None:
+    """ConfigError where a run cannot start: a feature still to come, no micro-batch size, no model, no tokenizer."""
+    check_values_can_start(config)
     if isinstance(config, RunConfig):
         _check_micro_batches(config)
         teachers(config.distillation)

@@ -68,6 +68,11 @@ class Teacher:
     temperature: float | None
 
 
+def role_name(teacher: str) -> str:
+    """The role of this teacher, which is also the attribute of the rank's workers that does it."""
+    return f"teacher_{teacher}"
+
+
 def teachers(config: DistillationConfig) -> tuple[Teacher, ...]:
     """The teachers that have a model, by name; ConfigError for what cannot be used. None where it is not enabled."""
     if not config.enabled:

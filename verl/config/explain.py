@@ -40,7 +40,7 @@ DIFFERENT_DEFAULTS = (
     ("trainer.experiment_name", "gsm8k; test", "auto: grpo-2026-11-23-1", "a run overwrites no other"),
     ("trainer.save_freq", "-1 (never)", "null: the last step", "the trained model is kept"),
     ("actor_rollout_ref.rollout.name", "required", "native", "nothing to install"),
-    ("actor_rollout_ref.rollout.tensor_model_parallel_size", "2", "1", "one device"),
+    ("*rollout.tensor_model_parallel_size", "2", "1", "one device"),
     ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "a run must choose its model"),
     ("*fsdp_config.dtype, *fsdp.dtype, engine.dtype, *rollout.dtype", "bfloat16", "auto", "exact on a CPU"),
     ("*.strategy", "fsdp", "fsdp2", "fsdp is the original FSDP; critic.strategy follows the actor's"),

@@ -25,6 +25,27 @@ class RewardManagerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelRolloutConfig(Section):
+    """Devices of the servers of a reward model."""
+
+    tensor_model_parallel_size: int = key(1, "Devices that share every tensor of a replica.", minimum=1)
+    data_parallel_size: int = key(1, "Data parallelism inside one replica.", minimum=1)
+    gpu_memory_utilization: float = key(0.5, "Fraction of device memory, in (0, 1].", greater_than=0, maximum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRewardModelConfig(Section):
+    """A reward model in servers (planned by `verl plan`; serving it is still to come)."""
+
+    enable: bool = key(False, "Score answers with a reward model.")
+    model_path: str | None = key(None, "Folder of the reward model.")
+    enable_resource_pool: bool = key(False, "Devices of its own; False shares the actor's, asleep in turn.")
+    nnodes: int = key(0, "enable_resource_pool: machines.", minimum=0)
+    n_gpus_per_node: int = key(8, "enable_resource_pool: devices per machine.", minimum=1)
+    rollout: RewardModelRolloutConfig = section(RewardModelRolloutConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig(Section):
     """Scoring of answers."""
 
@@ -43,3 +64,4 @@ class RewardConfig(Section):
     reward_kwargs: dict[str, Any] = key({}, "Arguments of the built-in scorer, and of the dapo manager.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
+    reward_model: ServedRewardModelConfig = section(ServedRewardModelConfig)

@@ -113,9 +113,20 @@ class RolloutConfig(Section):
     cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null: automatic.")
     free_cache_engine: bool = key(True, "Free the KV cache while the trainer works.")
     enable_sleep_mode: bool = key(True, "vllm: its sleep mode frees memory between rollouts.")
-    tensor_model_parallel_size: int = key(1, "Devices per replica (tensor parallelism).", minimum=1)
-    data_parallel_size: int = key(1, "Replicas; several replicas run in their own processes.", minimum=1)
-    expert_parallel_size: int = key(1, "1, or tensor_model_parallel_size x data_parallel_size.")
+    tensor_model_parallel_size: int = key(1, "Devices that share every tensor of a replica.", minimum=1)
+    data_parallel_size: int = key(
+        1,
+        "Data parallelism inside one replica. Where no devices are counted (CPUs, `verl serve`): replicas.",
+        minimum=1,
+    )
+    num_replicas: int | None = key(
+        None, "Replicas; null is devices / (tensor_model_parallel_size x data_parallel_size).", minimum=1
+    )
+    nnodes: int = key(0, "Machines for the rollout alone, besides the trainer's; 0 is none.", minimum=0)
+    n_gpus_per_node: int | None = key(
+        None, "With nnodes or hybrid_engine=False: devices per machine for the rollout alone.", minimum=1
+    )
+    expert_parallel_size: int = key(1, "1, or tensor_model_parallel_size x data_parallel_size: the same devices.")
     pipeline_model_parallel_size: int = key(1, "Pipeline stages; only 1.")
     max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.", minimum=1)
     max_num_seqs: int = key(256, "Sequences decoded at once.", minimum=1)

@@ -20,6 +20,7 @@ from verl.config.trainer import TrainerConfig
 class ActorRolloutRefConfig(Section):
     """Policy, rollout engine and reference."""
 
+    hybrid_engine: bool = key(True, "Rollout on the actor's devices; False gives it devices of its own.")
     model: HFModelConfig = section(HFModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
@@ -59,6 +60,7 @@ def _follows() -> dict[str, str]:
         f"{arr}.ref.ulysses_sequence_parallel_size": f"{arr}.actor.fsdp_config.ulysses_sequence_parallel_size",
         f"{arr}.rollout.prompt_length": "data.max_prompt_length",
         f"{arr}.rollout.response_length": "data.max_response_length",
+        f"{arr}.rollout.n_gpus_per_node": "trainer.n_gpus_per_node",
         "data.tool_config_path": f"{arr}.rollout.multi_turn.tool_config_path",
         "data.function_tool_path": f"{arr}.rollout.multi_turn.function_tool_path",
         "critic.model.path": f"{arr}.model.path",

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from verl.config import HFModelConfig
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import EngineConfig
 from verl.data.data_files import data_paths
 from verl.models.folder_checks import check_model_for_run
 from verl.models.load import build_config, dtype_of, load_tokenizer, model_folder
+from verl.models.parameter_counts import stored_parameters
 from verl.observe.tracker_checks import check_trackers
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
@@ -74,7 +72,7 @@ class Findings:
         """The number that `look` finds; 0 where it cannot look, which another check says."""
         try:
             return look()
-        except (VerlError, SafetensorError):
+        except VerlError:
             return 0
 
     def warn(self, name: str, text: str) -> None:
@@ -168,16 +166,7 @@ class TrainedModel:
         contents = self.checkpoint.save_contents
         copies = ("model" in contents) + 2 * ("optimizer" in contents) + ("hf_model" in contents)
         size = dtype_of(self.engine.parameter_dtype.removeprefix("torch."), "model_dtype").itemsize
-        return copies * size * count_parameters(model_folder(self.model.path))
-
-
-def count_parameters(folder: Path) -> int:
-    """Numbers in the safetensors of a folder, from the heads of the files."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            total += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
-    return total
+        return copies * size * stored_parameters(model_folder(self.model.path)).all
 
 
 def check_disk_room(folder: str, trained: list[TrainedModel], keep: int | None, found: Findings) -> None:

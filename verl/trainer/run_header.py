@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import math
 import shlex
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ from typing import Any
 from verl import __version__
 from verl.config import PreferenceConfig, RewardModelConfig, RunConfig, SFTConfig
 from verl.config.run_name import same_command, values_given
+from verl.models.parameter_counts import stored_parameters
 from verl.trainer.run_files import LEDGER, complete_steps, step_folder
 from verl.trainer.run_folder import AnyConfig, RunPlace, metrics_of
 
-_LARGEST_HEADER_BYTES = 100_000_000  # of a safetensors file
 _ANSWER_KEYS = (  # those that a run and `verl generate` read alike, and on which answers depend
     *(
         f"actor_rollout_ref.rollout.{name}"
@@ -118,23 +116,9 @@ def describe_model(path: str) -> str:
     folder, parts = Path(path).expanduser(), []
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # loading the model says what is wrong
         parts.append(str(json.loads((folder / "config.json").read_text())["architectures"][0]))
-    if count := count_parameters(folder):
+    if count := stored_parameters(folder).all:
         parts.append(f"{format_count(count)} parameters")
     return ", ".join([*parts, f"from {path}"])
-
-
-def count_parameters(folder: Path) -> int:
-    """Parameters in the safetensors files of a folder, read from their headers; 0 where that cannot be read."""
-    total = 0
-    try:
-        for file in folder.glob("*.safetensors"):
-            with open(file, "rb") as stream:
-                (size,) = struct.unpack("<Q", stream.read(8))
-                header = json.loads(stream.read(min(size, _LARGEST_HEADER_BYTES)))
-            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
-        return 0
-    return total
 
 
 def format_count(count: int) -> str:

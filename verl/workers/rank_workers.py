@@ -5,7 +5,7 @@ from pathlib import Path
 
 from verl.config import RunConfig
 from verl.config.base import record_reads, recorded_reads
-from verl.config.distillation import teachers
+from verl.config.distillation import role_name, teachers
 from verl.models.fastest import keep_choices_in
 from verl.workers.actor import build_actor_worker
 from verl.workers.critic import build_critic_worker
@@ -13,7 +13,7 @@ from verl.workers.engine.rng import seed_generators
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.rank_rollout import RankRollout
 from verl.workers.reference import build_reference_worker
-from verl.workers.teacher import build_teacher_worker, role_name
+from verl.workers.teacher import build_teacher_worker
 
 
 class RankWorkers:

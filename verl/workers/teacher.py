@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from verl.algorithms.distillation import DISTILLATION_LOSSES
 from verl.config import HFModelConfig, RunConfig
 from verl.config.actor import LOG_PROB_BATCHING_KEYS
-from verl.config.distillation import Teacher, teachers
+from verl.config.distillation import Teacher, role_name, teachers
 from verl.data.balance import Shard
 from verl.data.batch import Batch
 from verl.models.head.chosen_tokens import TopLogits
@@ -64,11 +64,6 @@ class Teachers:
                 raise DataError(f"a sequence of row {row} has no teacher: the row is not one of the training data")
             out.setdefault(self.teacher_of_row[row], []).append(index)
         return out
-
-
-def role_name(teacher: str) -> str:
-    """The attribute of the rank's workers that is this teacher."""
-    return f"teacher_{teacher}"
 
 
 def teacher_model(config: RunConfig, teacher: Teacher) -> HFModelConfig:

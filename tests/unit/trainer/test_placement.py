@@ -5,12 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from verl.config import ConfigError, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import chosen_runtime, place_roles, start_pools
+from verl.trainer.ppo.placement import announce_plan, chosen_runtime, place_roles, start_pools
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]
@@ -121,6 +123,39 @@ def test_a_total_of_the_critic_is_divided_by_its_own_ranks():
         config = load_config([*words, "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=4"])
     assert config.critic.ppo_micro_batch_size_per_gpu == 2
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+
+
+def test_a_run_with_several_ranks_prints_a_line_for_each_pool_and_one_rank_none(tmp_path: Path):
+    said: list[str] = []
+    announce_plan(load_config(ON_CPU), said.append)
+    assert said == []
+    two = [*ON_CPU, "trainer.n_gpus_per_node=2", "critic.n_gpus_per_node=1"]
+    announce_plan(load_config([*two, "actor_rollout_ref.model.path=nowhere"]), said.append)
+    assert said == [
+        "placement    actor: 2 devices (cpu 0-1): actor, rollout (2 replicas of 1)",
+        "placement    critic: 1 device (cpu 2): critic",
+    ]
+    save_file({"w": torch.zeros(10**6)}, tmp_path / "model.safetensors")
+    announce_plan(load_config([*two, f"actor_rollout_ref.model.path={tmp_path}"]), said.append)
+    # fp32: half of weights, gradients and Adam's two, the whole sum between micro-batches; on one rank 16 bytes
+    assert "; about 1.1 GB of a device (collect)" in said[2] and said[3].endswith("0.0 GB of a device (update critic)")
+
+
+def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: pytest.MonkeyPatch):
+    on_gpus(monkeypatch, 8)
+    rollout = "actor_rollout_ref.rollout"
+    vllm = [*PPO, f"{rollout}.name=vllm"]
+    found = refusal(*vllm)
+    assert found.startswith("rollout.name=vllm: 8 replicas of 1 x 1 (tensor x data parallel) are planned")
+    assert f"set {rollout}.num_replicas=1" in found
+    assert place(*vllm, f"{rollout}.num_replicas=1")[0].num_ranks == 8
+    assert place(*vllm, f"{rollout}.tensor_model_parallel_size=8")[0].num_ranks == 8  # one replica
+    assert "1 replicas of 4 x 2" in refusal(
+        *vllm, f"{rollout}.tensor_model_parallel_size=4", f"{rollout}.data_parallel_size=2"
+    )
+    split = ["actor_rollout_ref.hybrid_engine=False", f"{rollout}.n_gpus_per_node=4"]
+    assert refusal(*vllm, *split).startswith("actor_rollout_ref.hybrid_engine=False is not supported yet")
+    assert refusal(*vllm, f"{rollout}.nnodes=1").startswith("actor_rollout_ref.rollout.nnodes=1 is not supported yet")
 
 
 def test_auto_is_ray_where_several_machines_or_a_cluster_are_asked_for(monkeypatch: pytest.MonkeyPatch):

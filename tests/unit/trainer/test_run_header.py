@@ -4,13 +4,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from verl.config import load_config
 from verl.trainer.ppo.rollout_setup import training_sampling, validation_sampling
 from verl.trainer.run_folder import RunPlace
-from verl.trainer.run_header import closing_lines, count_parameters, format_count, opening_lines, when_validated
+from verl.trainer.run_header import closing_lines, format_count, opening_lines, when_validated
 
 MODEL = "actor_rollout_ref.model.path=nowhere"
 
@@ -99,12 +97,7 @@ def test_the_folder_line_begins_with_the_path_alone_and_counts_what_it_does_not_
     ]
 
 
-def test_parameters_are_counted_from_the_headers_of_the_files(tmp_path: Path):
-    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors", metadata={"f": "pt"})
-    save_file({"c": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
-    assert count_parameters(tmp_path) == 24
-    (tmp_path / "model-3.safetensors").write_bytes(b"\xff" * 9)
-    assert count_parameters(tmp_path) == 0
+def test_counts_are_short():
     assert [format_count(n) for n in (12, 16_040, 596_049_920, 8_190_735_360)] == ["12", "16k", "596M", "8.19B"]
 
 

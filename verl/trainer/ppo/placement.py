@@ -1,11 +1,11 @@
 """Which ranks hold which roles, decided from the configuration and the devices; and how the ranks are run."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from verl.config import RunConfig
-from verl.config.check import check_batch_divides, uses_critic, uses_reference
-from verl.config.distillation import teachers
+from verl.config.check import check_values_can_start
 from verl.config.trainer import TrainerConfig
 from verl.plugin.platform import get_platform
 from verl.runtime import ray_cluster
@@ -15,65 +15,61 @@ from verl.runtime.pools import Pool, WorkerPools
 from verl.runtime.processes import ProcessGroup
 from verl.runtime.ray_cluster import Devices, join_cluster
 from verl.runtime.ray_group import RayGroup
+from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, Replicas, devices_beside_actor, plan_placement
+from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
+from verl.trainer.ppo.plan_tables import log_lines
 from verl.trainer.preflight import check_devices_asked_for
 from verl.trainer.run_header import say
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, VerlError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
-from verl.workers.teacher import role_name
+from verl.workers.rollout.registry import Weights, find_rollout_engine
+
+
+def plan_run(config: RunConfig) -> Plan:
+    """The plan of a run on this machine; ConfigError where it is impossible, or has too few devices here."""
+    platform, runtime = get_platform(), chosen_runtime(config.trainer)
+    if runtime == "ray":
+        ray_cluster.check_installed()
+    plan = plan_placement(config, Machine(platform.device_name, platform.device_count()), runtime)
+    check_devices_asked_for(config.trainer, platform, dict(devices_beside_actor(config).values()))
+    return plan
 
 
 def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     """The pools of a run; critic and reference have one of their own with their key `n_gpus_per_node`.
 
-    ConfigError where there are too few devices, or the ranks of a pool cannot share the sequences.
+    ConfigError where there are too few devices, the ranks of a pool cannot share the sequences, or the plan is one
+    that this version cannot start.
     """
-    used = {
-        "reference": ("actor_rollout_ref.ref", uses_reference(config), config.actor_rollout_ref.ref.n_gpus_per_node),
-        "critic": ("critic", uses_critic(config), config.critic.n_gpus_per_node),
-    }
-    nodes = config.trainer.nnodes
-    apart = {role: (f"{where}.n_gpus_per_node", own) for role, (where, is_used, own) in used.items() if is_used and own}
-    shared = [role for role, (_, is_used, own) in used.items() if is_used and not own]
-    roles = ["actor", *(role for role in shared if role == "reference"), "rollout"]
-    roles += [role_name(teacher.name) for teacher in teachers(config.distillation)]
-    roles += [role for role in shared if role == "critic"]
-    ranks = nodes * _count_actor_ranks(config, dict(apart.values()))
-    check_batch_divides(config, ranks)
-    pools = [Pool("actor", tuple(roles), ranks)]
-    for role, (_, own) in apart.items():
-        pools.append(Pool(role, (role,), nodes * own, first_device=sum(pool.num_ranks for pool in pools)))
-    return tuple(pools)
+    check_values_can_start(config)
+    plan = plan_run(config)
+    _check_replicas_can_start(config, plan.rollout)
+    return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in plan.pools)
 
 
-def _count_actor_ranks(config: RunConfig, others: dict[str, int]) -> int:
-    """Of one machine, one per device: `trainer.n_gpus_per_node`, or those `others` (by key) leave; one on a CPU."""
-    platform, configured, taken = get_platform(), config.trainer.n_gpus_per_node, sum(others.values())
-    asked = {"trainer.n_gpus_per_node": configured, **others}
-    text = " and ".join(f"{key}={count}" for key, count in asked.items() if count is not None)
-    runtime, nodes = chosen_runtime(config.trainer), config.trainer.nnodes
-    if runtime != "ray" and nodes > 1:
-        raise ConfigError(
-            f"trainer.runtime={runtime} is on one machine, but trainer.nnodes={nodes}; use trainer.runtime=ray, or one"
-        )
-    if runtime == "ray":
-        ray_cluster.check_installed()
-    if runtime == "inline":
-        if (configured or 1) + taken > 1:
-            raise ConfigError(
-                f"trainer.runtime=inline is one process, but {text}; use trainer.runtime=processes, or one device"
-            )
-        return 1
-    check_devices_asked_for(config.trainer, platform, others)
-    if platform.device_name == "cpu":
-        return configured or 1
-    available = max(platform.device_count(), 1)
-    if (configured or 1) + taken > available and runtime != "ray":  # Ray counts its nodes' devices itself
-        raise ConfigError(
-            f"{text}, but {available} {platform.device_name} devices are visible; "
-            f"lower {'their sum' if others else 'it'} to at most {available}"
-            + (f", or leave out {' or '.join(others)} to share the actor's" if others else "")
-        )
-    return configured or max(available - taken, 1)
+def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> None:
+    """Tell `announce` one line a pool, where there are several ranks: its devices, roles and memory."""
+    plan = plan_run(config)
+    memory: list[PoolMemory] = []
+    if log_lines(plan):
+        with suppress(VerlError):  # loading the model says what is wrong with it
+            memory = estimate_memory(config, plan, count_roles(config, plan))
+    for line in log_lines(plan, memory):
+        announce(line)
+
+
+def _check_replicas_can_start(config: RunConfig, replicas: Replicas) -> None:
+    """ConfigError for several replicas of an engine with weights of its own on the trainer's devices."""
+    rollout = config.actor_rollout_ref.rollout
+    is_copied = find_rollout_engine(rollout.name).weights is Weights.COPIED
+    if not (is_copied and replicas.on_devices) or (replicas.count == 1 and replicas.data == 1):
+        return
+    raise ConfigError(
+        f"rollout.name={rollout.name}: {replicas.count} replicas of {replicas.tensor} x {replicas.data} (tensor x data "
+        "parallel) are planned, which `verl plan` shows, but this version starts one, of data_parallel_size=1, on the "
+        f"trainer's devices; set {ROLLOUT}.num_replicas=1 to use the first devices alone, or rollout.name=native to "
+        "sample on every device"
+    )
 
 
 def chosen_runtime(settings: TrainerConfig) -> str:

@@ -29,7 +29,7 @@ from verl.trainer.ppo.needs import (
     forced_aggregation_notice,
     forced_loss_notice,
 )
-from verl.trainer.ppo.placement import place_roles
+from verl.trainer.ppo.placement import place_roles, plan_run
 from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
 from verl.trainer.preflight import (
     Findings,
@@ -104,7 +104,9 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
     settings = config.trainer
     found.check("processes", _check_started_once, "one process, which starts its ranks")
     if find_device(settings.device, found) is not None:
-        found.run("trainer.n_gpus_per_node", lambda: place_roles(config), describe_pools)
+        pools = found.run("trainer.n_gpus_per_node", lambda: place_roles(config), describe_pools)
+        for note in plan_run(config).notes if pools else ():
+            found.warn("placement", note)
     for name, folder in (("rollout", settings.rollout_data_dir), ("validation", settings.validation_data_dir)):
         if folder:
             key = f"trainer.{name}_data_dir"

@@ -1,5 +1,6 @@
 """Builds the rollout engine, its sampling parameters and its weight sync."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from verl.models.load import load_causal_lm, load_config, model_folder
 from verl.models.lora import add_adapters
 from verl.plugin.platform import get_platform
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
+from verl.trainer.ppo.placement import plan_run
+from verl.trainer.ppo.plan import replicas_without_devices
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -33,6 +36,8 @@ from verl.workers.rollout.registry import (
     why_not_trained,
 )
 
+logger = logging.getLogger(__name__)
+
 
 def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine of `rollout.name`, which takes the actor's weights; one that only generates is refused."""
@@ -42,7 +47,7 @@ def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedT
         raise ConfigError(why_not_trained(rollout.name))
     if registered.weights is Weights.IN_PLACE:
         return registered.build(in_place_inputs(rollout, actor.model, tokenizer, get_platform().device_name))
-    return registered.build(copied_inputs(rollout, model.path or "", tokenizer))
+    return registered.build(copied_inputs(rollout, model.path or "", tokenizer, plan_run(config).rollout.count))
 
 
 def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -67,13 +72,19 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
     if registered.weights is Weights.REMOTE:
         return registered.build(EngineInputs(rollout, tokenizer))
     loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
-    return registered.build(copied_inputs(loaded, settings.path or "", tokenizer))
+    notes: list[str] = []
+    replicas = replicas_without_devices(rollout, notes)
+    for note in notes:
+        logger.warning(note)
+    return registered.build(copied_inputs(loaded, settings.path or "", tokenizer, replicas))
 
 
-def copied_inputs(rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> EngineInputs:
-    """What an engine with a copy of the model in folder `path` is built from."""
+def copied_inputs(
+    rollout: RolloutConfig, path: str, tokenizer: PreTrainedTokenizerBase, num_replicas: int = 1
+) -> EngineInputs:
+    """What `num_replicas` engines with a copy each of the model in folder `path` are built from."""
     eos = eos_ids(SimpleNamespace(config=load_config(path)), tokenizer)  # type: ignore[arg-type]
-    return EngineInputs(rollout, tokenizer, eos, model_path=str(model_folder(path)))
+    return EngineInputs(rollout, tokenizer, eos, model_path=str(model_folder(path)), num_replicas=num_replicas)
 
 
 def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
@@ -101,7 +112,7 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
             raise ConfigError(
                 f"actor_rollout_ref.rollout.checkpoint_engine.backend={transport.backend} has nothing to carry: with "
                 f"rollout.name={rollout.name} the weights stay in this process; leave it at naive, or give vllm "
-                "servers of their own (rollout.data_parallel_size, rollout.server.python)"
+                "servers of their own (rollout.num_replicas, rollout.server.python)"
             )
     else:
         weight_transfer = WeightTransfer(transport_settings(rollout), actor.group, engine)

@@ -29,13 +29,13 @@ def build_native(inputs: EngineInputs) -> "RolloutEngine":
 def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     """vLLM in this process, or in a process per replica."""
     config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
-    if config.data_parallel_size == 1 and config.tensor_model_parallel_size == 1 and config.server.python is None:
+    if inputs.num_replicas == 1 and config.tensor_model_parallel_size == 1 and config.server.python is None:
         from verl.workers.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(config, path, inputs.tokenizer, eos)
     from verl.workers.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(config, path, eos, number) for number in range(config.data_parallel_size)]
+    engines = [RemoteEngine(config, path, eos, number) for number in range(inputs.num_replicas)]
     for engine in engines:  # they start in parallel
         engine.wait_until_ready()
     return routed(engines)
@@ -48,18 +48,19 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     how_to_install="Make an environment for it: scripts/install_sglang_server_env.sh",
     joins_server=True,
     graphs_collectives=True,
+    sleeps_with_weights=True,
 )
 def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
     """SGLang servers, started or joined."""
     from verl.workers.rollout.sglang_engine import SGLangEngine
 
     config = inputs.config
-    if config.server.url is not None and config.data_parallel_size > 1:
+    if config.server.url is not None and inputs.num_replicas > 1:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.server.url names one server, but data_parallel_size="
-            f"{config.data_parallel_size}; leave out one of the two"
+            f"actor_rollout_ref.rollout.server.url names one server, but num_replicas={inputs.num_replicas}; leave out "
+            "one of the two"
         )
-    numbers = range(config.data_parallel_size)
+    numbers = range(inputs.num_replicas)
     servers = [SGLangEngine(config, inputs.model_path, inputs.eos_token_ids, number) for number in numbers]
     for server in servers:  # they start in parallel
         server.wait_until_ready()

@@ -45,6 +45,7 @@ class EngineInputs:
     module: "nn.Module | None" = None  # in place: the model that it samples from
     device: "device | str | None" = None  # in place: where it is
     model_path: str = ""  # copied: the folder of the model
+    num_replicas: int = 1  # copied: engines that answer together
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class RegisteredEngine:
     how_to_install: str = ""
     joins_server: bool = False
     graphs_collectives: bool = False
+    sleeps_with_weights: bool = False
 
     @property
     def can_train(self) -> bool:
@@ -87,16 +89,19 @@ def register_rollout_engine(
     how_to_install: str = "",
     joins_server: bool = False,
     graphs_collectives: bool = False,
+    sleeps_with_weights: bool = False,
 ) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
     """Decorator of the function that builds the engine `rollout.name=NAME`; names after the first are aliases.
 
     `package`: module that must be importable here, or in `rollout.server.python`; `joins_server`: unless
     `rollout.server.url` names a server. `graphs_collectives`: captures collectives of several devices in graphs.
+    `sleeps_with_weights`: asleep, it holds its weights and frees the KV cache alone.
     """
 
     def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
         way = how_to_install or f"Install it: pip install {package}"
-        engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, joins_server, graphs_collectives)
+        flags = joins_server, graphs_collectives, sleeps_with_weights
+        engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, *flags)
         for name in names:
             _ENGINES.register(name)(engine)
         return builder

@@ -1,0 +1,160 @@
+"""Which devices every role gets, by hand-counted cases, and the plans that are refused."""
+
+import pytest
+
+from verl.config import ConfigError, load_config
+from verl.trainer.ppo.plan import Machine, Plan, PlannedPool, Replicas, plan_placement
+from verl.trainer.ppo.plan_tables import devices_table, log_lines
+
+ROLLOUT = "actor_rollout_ref.rollout"
+REWARD = "reward.reward_model"
+GRPO = ["algorithm.adv_estimator=grpo", "data.train_batch_size=128", f"{ROLLOUT}.n=1"]
+VLLM = [*GRPO, f"{ROLLOUT}.name=vllm"]
+SPLIT = "actor_rollout_ref.hybrid_engine=False"
+EIGHT = Machine("cuda", 8)
+
+
+def plan(*words: str, machine: Machine = EIGHT, runtime: str = "auto") -> Plan:
+    return plan_placement(load_config(words), machine, runtime)
+
+
+def refusal(*words: str, machine: Machine = EIGHT, runtime: str = "auto") -> str:
+    with pytest.raises(ConfigError) as raised:
+        plan(*words, machine=machine, runtime=runtime)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "expected"), [(1, 1, 8), (2, 1, 4), (2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 4, 2)]
+)
+def test_replicas_are_the_devices_over_tensor_times_data_parallel_size(tensor: int, data: int, expected: int):
+    made = plan(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size={tensor}", f"{ROLLOUT}.data_parallel_size={data}")
+    assert made.pools == (PlannedPool("actor", ("actor", "rollout"), 8),)
+    assert made.rollout == Replicas("rollout", "actor", expected, tensor, data)
+
+
+def test_experts_use_the_devices_of_the_replica():
+    sizes = [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2"]
+    assert plan(*VLLM, *sizes, f"{ROLLOUT}.expert_parallel_size=4").rollout == plan(*VLLM, *sizes).rollout
+
+
+def test_a_replica_may_take_whole_machines():
+    two = [*VLLM, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    made = plan(*two, f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.data_parallel_size=2", runtime="ray")
+    assert made.rollout.count == 1
+    assert "part of replica 0" in devices_table(made)
+
+
+def test_num_replicas_takes_the_place_of_the_computed_number():
+    assert plan(*VLLM, f"{ROLLOUT}.num_replicas=3").rollout.count == 3
+    three = [*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=3"]
+    assert plan(*three, f"{ROLLOUT}.num_replicas=2").rollout.count == 2  # two devices sample nothing
+    found = refusal(*three, f"{ROLLOUT}.num_replicas=3")
+    assert "= 3 devices, and pool actor has 1 x 8, room for 2; lower actor_rollout_ref.rollout.num_replicas=3" in found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "nearest"),
+    [
+        (3, 1, "tensor_model_parallel_size=2, for 4 replicas"),
+        (5, 1, "tensor_model_parallel_size=4, for 2 replicas"),
+        (16, 1, "tensor_model_parallel_size=8, for 1 replicas"),
+        (4, 4, "tensor_model_parallel_size=2, for 1 replicas"),
+        (1, 3, "tensor_model_parallel_size=1 and data_parallel_size=1, for 8 replicas"),
+    ],
+)
+def test_replicas_that_do_not_divide_the_devices_are_refused_with_the_nearest(tensor: int, data: int, nearest: str):
+    words = [f"{ROLLOUT}.tensor_model_parallel_size={tensor}", f"{ROLLOUT}.data_parallel_size={data}"]
+    found = refusal(*VLLM, *words)
+    assert f"tensor_model_parallel_size={tensor} x data_parallel_size={data} = {tensor * data} devices" in found
+    assert "pool actor has 1 x 8" in found and found.endswith(nearest)
+    change = dict(part.split("=") for part in nearest.partition(",")[0].split(" and "))
+    assert plan(*VLLM, *words, *(f"{ROLLOUT}.{name}={value}" for name, value in change.items()))  # it does work
+
+
+def test_the_native_engine_samples_on_every_rank_and_says_what_it_does_not_read():
+    made = plan(*GRPO, f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2")
+    assert made.rollout == Replicas("rollout", "actor", 8)
+    assert [note.partition(" has no effect")[0] for note in made.notes] == [
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.data_parallel_size=2",
+    ]
+    assert "samples in the trainer's own ranks" in refusal(*GRPO, SPLIT, f"{ROLLOUT}.n_gpus_per_node=4")
+
+
+def test_where_no_devices_are_counted_data_parallel_size_means_replicas_and_says_so():
+    cpu = Machine("cpu", 1)
+    made = plan(*VLLM, f"{ROLLOUT}.data_parallel_size=2", machine=cpu)
+    assert made.rollout == Replicas("rollout", "actor", 2, on_devices=False)
+    [note] = made.notes
+    assert f"{ROLLOUT}.data_parallel_size=2 means 2 replicas" in note and f"write {ROLLOUT}.num_replicas=2" in note
+    named = plan(*VLLM, f"{ROLLOUT}.num_replicas=2", machine=cpu)
+    assert (named.rollout, named.notes) == (made.rollout, ())
+    both = refusal(*VLLM, f"{ROLLOUT}.num_replicas=2", f"{ROLLOUT}.data_parallel_size=2", machine=cpu)
+    assert "leave it at 1, num_replicas=2 alone says how many" in both
+    joined = plan(*GRPO, f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server.url=http://h:1")
+    assert joined.rollout == Replicas("rollout", "actor", 1, on_devices=False)
+
+
+def test_a_rollout_apart_takes_devices_of_the_same_machines_or_machines_of_its_own():
+    beside = plan(*VLLM, SPLIT, f"{ROLLOUT}.n_gpus_per_node=4")
+    assert beside.pools == (PlannedPool("actor", ("actor",), 4), PlannedPool("rollout", ("rollout",), 4, 1, 4))
+    assert beside.rollout == Replicas("rollout", "rollout", 4)
+    both = [*VLLM, "trainer.n_gpus_per_node=8", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=8"]
+    apart = plan(*both, runtime="ray")
+    assert apart.pools[1] == PlannedPool("rollout", ("rollout",), 8, 2, 0, 1) and apart.num_nodes == 3
+    found = refusal(*both, runtime="processes")
+    assert "(actor 1 x 8, rollout 2 x 8) take 3 machines of 8 devices, and trainer.runtime=processes" in found
+
+
+def test_pools_with_machines_of_their_own_fill_room_that_is_left():
+    reward = [f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True", f"{REWARD}.model_path=m"]
+    words = [*VLLM, "trainer.n_gpus_per_node=4", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2", *reward]
+    sized = [f"{REWARD}.nnodes=1", f"{REWARD}.n_gpus_per_node=2", f"{REWARD}.rollout.tensor_model_parallel_size=2"]
+    made = plan(*words, *sized)
+    assert made.num_nodes == 1 and [(p.name, p.first_device) for p in made.pools] == [
+        ("actor", 0),
+        ("rollout", 4),
+        ("reward_model", 6),
+    ]
+    assert made.replicas[1] == Replicas("reward_model", "reward_model", 1, 2)
+    assert plan(*words, f"{REWARD}.nnodes=1", f"{REWARD}.n_gpus_per_node=4").pools[2].first_node == 1
+    assert f"needs {REWARD}.nnodes of 1 or more" in refusal(*words)
+    shared = plan(*VLLM, f"{REWARD}.enable=True", f"{REWARD}.model_path=m")
+    assert shared.pools[0].roles == ("actor", "rollout", "reward_model") and shared.replicas[1].count == 8
+
+
+def test_a_rollout_apart_needs_numbers_and_gets_the_nearest_that_fit():
+    assert "say how many of a machine's with actor_rollout_ref.rollout.n_gpus_per_node=N" in refusal(*VLLM, SPLIT)
+    found = refusal(*VLLM, SPLIT, "trainer.n_gpus_per_node=8")  # the rollout's number follows it
+    assert found.endswith(
+        "the nearest that fits is trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.n_gpus_per_node=4"
+    )
+    assert "leave out actor_rollout_ref.hybrid_engine=False to share the actor's" in found
+    note = plan(*VLLM, f"{ROLLOUT}.n_gpus_per_node=4").notes[0]
+    assert f"{ROLLOUT}.n_gpus_per_node=4 has no effect" in note and SPLIT in note
+
+
+def test_devices_that_nobody_can_count_are_asked_for():
+    unknown = Machine("GPU")
+    assert "trainer.n_gpus_per_node is not set" in refusal(*GRPO, machine=unknown)
+    made = plan(*VLLM, "trainer.n_gpus_per_node=8", "trainer.nnodes=16", machine=unknown, runtime="ray")
+    assert made.rollout.count == 128 and made.num_nodes == 16
+
+
+def test_the_devices_are_shown_by_role():
+    words = [*VLLM, "algorithm.use_kl_in_reward=True", "actor_rollout_ref.ref.n_gpus_per_node=2", "trainer.nnodes=2"]
+    words += ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    made = plan(*words, runtime="ray")
+    assert devices_table(made).splitlines() == [
+        "node  devices   actor      rollout            reference",
+        "0     cuda 0-3  ranks 0-3  replicas 0-1 of 2",
+        "0     cuda 4-5                                ranks 0-1",
+        "1     cuda 0-3  ranks 4-7  replicas 2-3 of 2",
+        "1     cuda 4-5                                ranks 2-3",
+    ]
+    assert log_lines(made) == [
+        "placement    actor: 8 devices (cuda 0-3 of nodes 0-1): actor, rollout (4 replicas of 2)",
+        "placement    reference: 4 devices (cuda 4-5 of nodes 0-1): reference",
+    ]
+    assert log_lines(plan(*GRPO, machine=Machine("cpu", 1))) == []  # one rank says nothing new

@@ -1,0 +1,143 @@
+"""`verl plan [key=value ...]`: which role sits on which devices, and what it holds in memory. Nothing is started."""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from verl.config import RunConfig, load_config
+from verl.models.parameter_counts import ParameterCounts
+from verl.plugin.platform import get_platform
+from verl.plugin.platform.platform_manager import check_device_name
+from verl.trainer.ppo.placement import chosen_runtime
+from verl.trainer.ppo.plan import Machine, Plan, plan_placement
+from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
+from verl.trainer.ppo.plan_tables import plan_text
+from verl.utils.errors import ConfigError
+from verl.utils.process_end import end_process
+
+EPILOG = """Planned are the devices that the keys ask for, whether this machine has them or not; without
+trainer.n_gpus_per_node, those of this machine. Two tables are printed: devices x roles, and phases x memory for each
+pool. The memory is an estimate from the number of parameters: give actor_rollout_ref.model.path, a folder with a
+config.json; weights are not needed.
+
+  verl plan trainer.nnodes=2 trainer.n_gpus_per_node=8 actor_rollout_ref.model.path=DIR \\
+      actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=2
+  verl plan --device-memory 80 ... actor_rollout_ref.hybrid_engine=False actor_rollout_ref.rollout.n_gpus_per_node=4
+
+Exit code: 0 the plan can work, 2 it cannot; the message has the numbers and the nearest plan that can."""
+ROOM = (  # overrides that make room, the cheapest first
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "critic.fsdp.optimizer_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+    "critic.fsdp.param_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+    "critic.fsdp.offload_policy=True",
+    "actor_rollout_ref.actor.fsdp_config.offload_policy=True",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan. 0: it can work."""
+    parser = argparse.ArgumentParser(
+        prog="verl plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--placement", action="store_true", help="the same: placement and memory are what is planned")
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GB", help="memory of a device (default: this machine's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    config = _load(words)
+    machine = planned_machine(config)
+    plan = plan_placement(config, machine, chosen_runtime(config.trainer))
+    counts: dict[str, ParameterCounts] = {}
+    memory: list[PoolMemory] = []
+    unknown = ""
+    device_bytes = _device_bytes(options.device_memory, machine)
+    try:
+        counts = count_roles(config, plan)
+        memory = estimate_memory(config, plan, counts, device_bytes)
+    except ConfigError as error:
+        unknown = f"not known: {error}"
+    print(_json(plan, memory, unknown) if options.json else plan_text(plan, memory, unknown))
+    if device_bytes is not None and memory:
+        check_fits(words, counts, memory, device_bytes)
+    return 0
+
+
+def planned_machine(config: RunConfig) -> Machine:
+    """This machine, or where it has no accelerators, the ones that the configuration asks for."""
+    settings, here = config.trainer, get_platform()
+    if settings.device != "auto":
+        check_device_name(settings.device)
+    asked = (settings.n_gpus_per_node or 1) > 1 or settings.nnodes > 1
+    if settings.device in ("auto", here.device_name) and not (here.device_name == "cpu" and asked):
+        return Machine(here.device_name, here.device_count())
+    if settings.device == "cpu":
+        return Machine("cpu")
+    return Machine("GPU" if settings.device == "auto" else settings.device)
+
+
+def _device_bytes(given: float | None, machine: Machine) -> int | None:
+    """`given` GB, else what this machine's devices have, if it is planned for them; None where nobody knows."""
+    if given is not None:
+        if not given > 0:
+            raise ConfigError(f"--device-memory {given} must be above 0: the GB of one device")
+        return int(given * 1e9)
+    platform = get_platform()
+    if machine.devices is None or platform.device_name == "cpu" or not platform.is_available():
+        return None
+    return platform.memory_info()[1]
+
+
+def check_fits(
+    words: Sequence[str], counts: Mapping[str, ParameterCounts], memory: Sequence[PoolMemory], device_bytes: int
+) -> None:
+    """ConfigError where a pool needs more memory than a device has, with the overrides of `ROOM` that are enough."""
+    full = [pool for pool in memory if pool.peak[0] > device_bytes]
+    if not full:
+        return
+    size, phase = full[0].peak
+    added = _room(words, counts, device_bytes)
+    move = "offloading alone does not help: take more devices, adapters (lora_rank), or a smaller model"
+    raise ConfigError(
+        f"pool {full[0].pool} needs {size / 1e9:.1f} GB of a device in phase {phase!r}, and a device has "
+        f"{device_bytes / 1e9:.1f} GB; " + (f"the nearest that fits adds {' '.join(added)}" if added else move)
+    )
+
+
+def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_bytes: int) -> list[str]:
+    """Overrides of `ROOM` with which the plan fits, none of them in vain; empty where all are not enough."""
+
+    def fits(added: list[str]) -> bool:
+        config = _load([*words, *added])
+        plan = plan_placement(config, planned_machine(config), chosen_runtime(config.trainer))
+        return all(pool.peak[0] <= device_bytes for pool in estimate_memory(config, plan, counts, device_bytes))
+
+    enough = next((list(ROOM[:count]) for count in range(1, len(ROOM) + 1) if fits(list(ROOM[:count]))), [])
+    for override in list(enough):
+        if fits(rest := [other for other in enough if other != override]):
+            enough = rest
+    return enough
+
+
+def _load(words: Sequence[str]) -> RunConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = load_config(words)
+    if not isinstance(config, RunConfig):
+        raise ConfigError("verl plan is for runs of main_ppo; drop --config-name")
+    return config
+
+
+def _json(plan: Plan, memory: Sequence[PoolMemory], unknown: str) -> str:
+    pools = [{**asdict(pool), "sums": pool.sums} for pool in memory]
+    return json.dumps({**asdict(plan), "memory": pools, "memory_unknown": unknown}, indent=2)
+
+
+if __name__ == "__main__":
+    end_process(main())
