@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3900,
+    "config": 3920,
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
@@ -25,7 +25,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 6385,
+    "trainer": 6480,
     "commands": 5240,
     "utils": 1545,
 }
