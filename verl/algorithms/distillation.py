@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import KL_ESTIMATORS, kl_k1, kl_penalty
-from verl.algorithms.policy_loss import TokenMetrics, aggregation_mode, get_policy_loss
+from verl.algorithms.policy_loss import TokenMetrics, aggregation_mode, get_policy_loss, losses_per_token
 from verl.config import ActorConfig, DistillationLossConfig
 from verl.config.own_keys import with_value
 from verl.data.batch import Batch
@@ -113,18 +113,16 @@ class DistillationTerm:
         teacher = seen["teacher_top_logprobs" if self.divergence.use_topk else "teacher_logprobs"]
         if config.log_prob_min_clamp is not None:
             logprobs, teacher = (x.clamp(min=config.log_prob_min_clamp) for x in (logprobs, teacher))
-        losses, more = self.divergence.function(logprobs, teacher, batch, config, self.actor)
-        if losses.shape != outputs["logprobs"].shape:
-            raise ConfigError(
-                f"distillation loss {config.loss_mode!r} returned losses of shape {tuple(losses.shape)}; it must "
-                f"return one per token, {tuple(outputs['logprobs'].shape)}"
-            )
+        returned = self.divergence.function(logprobs, teacher, batch, config, self.actor)
+        losses, more = losses_per_token(f"distillation loss {config.loss_mode!r}", returned, outputs["logprobs"])
         if config.loss_max_clamp is not None:
             losses = losses.clamp(-config.loss_max_clamp, config.loss_max_clamp)
         metrics = {"loss": losses, "abs_loss": losses.abs(), "loss_min": losses, "loss_max": losses, **more}
         if self.policy_loss is not None:
             advantages = -losses.detach()
-            losses, of_policy = self.policy_loss(outputs["logprobs"], old_logprobs, advantages, batch, self.actor)
+            returned = self.policy_loss.function(outputs["logprobs"], old_logprobs, advantages, batch, self.actor)
+            what = f"policy loss {config.policy_loss_mode!r}"
+            losses, of_policy = losses_per_token(what, returned, outputs["logprobs"])
             metrics |= {"pg_loss": losses, **of_policy}
         return config.distillation_loss_coef * losses, {f"distillation/{name}": m for name, m in metrics.items()}
 

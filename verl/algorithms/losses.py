@@ -25,6 +25,7 @@ from verl.algorithms.policy_loss import (
     aggregation_mode,
     detach_metrics,
     get_policy_loss,
+    losses_per_token,
     register_policy_loss,
     with_chosen_tokens,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "check_clip_ratios",
     "detach_metrics",
     "get_policy_loss",
+    "losses_per_token",
     "make_actor_loss",
     "make_value_loss",
     "register_policy_loss",
@@ -112,7 +114,8 @@ class ActorLoss:
         batch = Batch(torch.tensor([0, len(logprobs)]) if cu_seqlens is None else cu_seqlens, seen, {})
         # Without old log-probs the trained policy is the one that sampled: the ratio is 1, and its gradient is kept.
         old = columns["old_logprobs"] if "old_logprobs" in columns else logprobs.detach()
-        losses, metrics = self.policy_loss(logprobs, old, columns["advantages"], batch, config)
+        returned = self.policy_loss.function(logprobs, old, columns["advantages"], batch, config)
+        losses, metrics = losses_per_token(f"policy loss {config.policy_loss.loss_mode!r}", returned, logprobs)
         if self.multiplied:
             losses = losses * columns["rollout_is_weights"]
         metrics["pg_loss"] = losses

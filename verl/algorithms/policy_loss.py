@@ -7,6 +7,7 @@ built-in ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,22 +43,6 @@ class PolicyLoss:
     choose_tokens: TokenChoice | None = None
     aggregation: str | None = None
     multiplies_weights: bool = False
-
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Batch, config: ActorConfig
-    ) -> tuple[Tensor, TokenMetrics]:
-        """The function's result; ConfigError if that is not one loss per token, which broadcasting would hide."""
-        returned = self.function(logprobs, old_logprobs, advantages, batch, config)
-        losses = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
-        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
-            received = (
-                type(returned).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
-            )
-            raise ConfigError(
-                f"policy loss {config.policy_loss.loss_mode!r} returned {received}; it must return (losses, metrics) "
-                f"with one loss per token, {tuple(logprobs.shape)}: the trainer reduces, by actor.loss_agg_mode"
-            )
-        return losses, returned[1]
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
@@ -105,6 +90,20 @@ def get_policy_loss(name: str) -> PolicyLoss:
 def limited_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """log(p / p_old), at most ±20 nats."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def losses_per_token(name: str, returned: Any, logprobs: Tensor) -> tuple[Tensor, TokenMetrics]:
+    """What the loss `name` returned; ConfigError if that is not one loss per token, which broadcasting would hide."""
+    losses = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+    if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+        received = (
+            type(returned).__name__ if losses is None else f"losses of shape {tuple(getattr(losses, 'shape', ()))}"
+        )
+        raise ConfigError(
+            f"{name} returned {received}; it must return (losses, metrics) with one loss per token, "
+            f"{tuple(logprobs.shape)}: the trainer reduces, by actor.loss_agg_mode"
+        )
+    return losses, returned[1]
 
 
 def aggregation_mode(config: ActorConfig) -> str:

@@ -65,7 +65,7 @@ def test_the_losses_are_those_of_the_definition():
     batch, config = full_batch(), actor(bonus=0.5)
     batch = with_chosen_tokens(batch, config, torch.rand(batch.num_tokens))
     logprobs, old, advantages = batch["current_logprobs"], batch["old_logprobs"], batch["advantages"]
-    found, metrics = get_policy_loss(LOSS)(logprobs, old, advantages, batch, config)
+    found, metrics = get_policy_loss(LOSS).function(logprobs, old, advantages, batch, config)
     for t in range(batch.num_tokens):
         ratio, a = math.exp(float(logprobs[t] - old[t])), float(advantages[t])
         weight = min(math.exp(float(old[t] - batch["rollout_logprobs"][t])), 2.0)

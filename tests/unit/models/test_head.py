@@ -165,7 +165,7 @@ def test_vocabulary_blocks_do_not_change_the_result(columns, monkeypatch):
     whole = result()
     blocks = BlockSizes(rows=4, columns=columns)
     monkeypatch.setattr("verl.models.head.autograd.narrow_blocks", lambda *_, **__: blocks)
-    monkeypatch.setattr("verl.models.head.autograd.one_pass_blocks", lambda *_: blocks)
+    monkeypatch.setattr("verl.models.head.token_outputs.one_pass_blocks", lambda *_: blocks)
     monkeypatch.setattr("verl.models.head.elementwise.TILE_BYTES", 24)
     for got, want in zip(result(), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
@@ -214,7 +214,7 @@ def test_one_pass_in_several_blocks_equals_the_definition(temperature, with_entr
     want = loss_of({"logprobs": logprobs, "entropy": entropy}, columns)[0][keep].sum()
     blocks = BlockSizes(rows=4, columns=columns_at_once)
     assert len(list(blocks.row_slices(int(keep.sum())))) > 2
-    monkeypatch.setattr("verl.models.head.autograd.one_pass_blocks", lambda *_: blocks)
+    monkeypatch.setattr("verl.models.head.token_outputs.one_pass_blocks", lambda *_: blocks)
     loss = token_loss_one_pass(
         hidden, *args[:3], OutputHead(weight, temperature, bias), loss_of, columns, with_entropy=with_entropy
     )[0]

@@ -116,7 +116,7 @@ def test_gradients_of_peaked_distributions_are_as_good_as_eager(dtype, with_entr
     monkeypatch.setattr("verl.models.head.autograd.narrow_blocks", lambda *_, **__: BlockSizes(rows=6, columns=5))
     for columns_at_once in (5, V):  # logits recomputed, and kept
         blocks = BlockSizes(rows=6, columns=columns_at_once)
-        monkeypatch.setattr("verl.models.head.autograd.one_pass_blocks", lambda *_, blocks=blocks: blocks)
+        monkeypatch.setattr("verl.models.head.token_outputs.one_pass_blocks", lambda *_, blocks=blocks: blocks)
         for one_pass in (True, False):
             for got, eager, exactly in zip(gradients(one_pass, hidden, weight), plain, want, strict=True):
                 assert relative(got, exactly) < 2 * relative(eager, exactly) + max(torch.finfo(dtype).eps, 5e-6)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import ActorLoss, PolicyLoss, aggregation_mode
+from verl.algorithms.losses import ActorLoss, PolicyLoss, aggregation_mode, losses_per_token
 from verl.commands.certify import formulas
 from verl.config import ActorConfig, CriticConfig
 from verl.data.batch import Batch
@@ -153,7 +153,8 @@ def single_sequence_policy_loss(
 ) -> Tensor:
     """(L,) a registered loss, computed on one sequence alone."""
     alone = Batch(torch.tensor([0, len(logprobs)]), dict(sequence), {})
-    return policy_loss(logprobs, sequence["old_logprobs"], sequence["advantages"], alone, config)[0]
+    returned = policy_loss.function(logprobs, sequence["old_logprobs"], sequence["advantages"], alone, config)
+    return losses_per_token(f"policy loss {config.policy_loss.loss_mode!r}", returned, logprobs)[0]
 
 
 def external_policy_loss(

@@ -22,9 +22,6 @@ from verl.models.head.blockwise import (
 )
 from verl.models.head.elementwise import CompiledKernels, Kernels, TiledKernels, statistics_dtype
 
-# (loss, d loss / d logprob, d loss / d entropy) of a block of rows; None if the loss does not depend on it
-BlockLoss = Callable[[slice, SoftmaxStatistics], tuple[Tensor, Tensor | None, Tensor | None]]
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -195,35 +192,13 @@ class ChunkedHead(torch.autograd.Function):
         return (*out.finish(None if bias is None else bias.dtype), *(None,) * 5)
 
 
-class OnePassHead(torch.autograd.Function):
-    """The scalar sum of `block_loss` over blocks of rows; the gradient is computed while their logits exist."""
+class KnownGradient(torch.autograd.Function):
+    """The scalar `loss_sum`; `backward` hands over its `gradients` by the `inputs`, once, times its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias: Tensor | None,
-        source: Tensor,
-        targets: Tensor,
-        temperature: Tensor | None,
-        options: PassOptions,
-        block_loss: BlockLoss,
-    ) -> Tensor:
-        blocks = one_pass_blocks(weight_VD, len(targets), options.chunk_size)
-        head = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(options.kernels))
-        out = head.new_gradients(*ctx.needs_input_grad[:3])
-        loss_sum = torch.zeros((), dtype=head.dtype, device=hidden_TD.device)
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            for part in head.blocks.row_slices(len(targets)):
-                rows = head.row_block(source, targets, temperature, part)
-                stats = head.statistics(rows, options.with_entropy)
-                loss, grad_logprobs, grad_entropy = block_loss(part, stats)
-                loss_sum += loss
-                if out.wanted and not (grad_logprobs is None and grad_entropy is None):
-                    head.add_gradients(rows, stats, grad_logprobs, grad_entropy, out)
-        ctx.gradients = out.finish(None if bias is None else bias.dtype)
-        return loss_sum
+    def forward(ctx: Any, loss_sum: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor | None) -> Tensor:
+        ctx.gradients = gradients
+        return loss_sum.clone()
 
     @staticmethod
     @once_differentiable
@@ -237,7 +212,7 @@ class OnePassHead(torch.autograd.Function):
         scale = float(grad_loss)
         if scale != 1.0:
             gradients = tuple(None if g is None else g.mul_(scale) for g in gradients)
-        return (*gradients, *(None,) * 5)
+        return (None, None, *gradients)
 
 
 def _part(values: Tensor | None, part: slice) -> Tensor | None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from verl.config import FSDPEngineConfig, HFModelConfig
-from verl.models.head.autograd import ChunkedHead, OnePassHead, PassOptions
-from verl.models.head.blockwise import SoftmaxStatistics
+from verl.models.head.autograd import ChunkedHead, KnownGradient, PassOptions, make_kernels, one_pass_blocks
+from verl.models.head.blockwise import BlockwiseHead
 from verl.models.head.chosen_tokens import TopLogits, top_tokens
 from verl.models.head.elementwise import statistics_dtype
 from verl.plugin.platform import get_platform
@@ -172,25 +172,32 @@ def token_loss_one_pass(
     `backward` on the sum scales that gradient, once.
     """
     positions = needed_positions(cu_seqlens, needed_T, tokens_T)
-    token_outputs = _TokenOutputs(positions, len(tokens_T), statistics_dtype(head.weight_VD))
-
-    def block_loss(part: slice, stats: SoftmaxStatistics) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        where = positions[part]
-        leaves = {"logprobs": stats.logprobs.detach().requires_grad_()}
-        if stats.entropy is not None:
-            leaves["entropy"] = stats.entropy.detach().requires_grad_()
-        with torch.enable_grad():
-            losses, metrics = token_loss(leaves, {name: column[where] for name, column in columns.items()}, None)
-            loss = losses.sum()
-        gradients = (None, None)
-        if loss.requires_grad:
-            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        token_outputs.add(part, leaves, metrics)
-        return loss.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None
-
-    inputs = _head_inputs(hidden_TD, tokens_T, positions, head)
-    options = PassOptions(head.chunk_size, with_entropy, head.kernels)
-    loss_sum = OnePassHead.apply(*inputs, options, block_loss)
+    hidden_TD, weight_VD, bias, source, targets, temperature_M = _head_inputs(hidden_TD, tokens_T, positions, head)
+    blocks = one_pass_blocks(weight_VD, len(positions), head.chunk_size)
+    blockwise = BlockwiseHead(hidden_TD, weight_VD, bias, blocks, make_kernels(head.kernels))
+    total = blockwise.new_gradients(*(x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias)))
+    loss_sum = torch.zeros((), dtype=blockwise.dtype, device=hidden_TD.device)
+    token_outputs = _TokenOutputs(positions, len(tokens_T), blockwise.dtype)
+    with torch.no_grad(), torch.autocast(hidden_TD.device.type, enabled=False):
+        for part in blocks.row_slices(len(positions)):
+            where = positions[part]
+            rows = blockwise.row_block(source, targets, temperature_M, part)
+            stats = blockwise.statistics(rows, with_entropy)
+            leaves = {"logprobs": stats.logprobs.detach().requires_grad_()}
+            if stats.entropy is not None:
+                leaves["entropy"] = stats.entropy.detach().requires_grad_()
+            with torch.enable_grad():
+                losses, metrics = token_loss(leaves, {name: column[where] for name, column in columns.items()}, None)
+                loss = losses.sum()
+            loss_sum += loss
+            token_outputs.add(part, leaves, metrics)
+            if total.wanted and loss.requires_grad:
+                gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                if any(gradient is not None for gradient in gradients):
+                    grad_entropy = gradients[1] if with_entropy else None
+                    blockwise.add_gradients(rows, stats, gradients[0], grad_entropy, total)
+    gradients = total.finish(None if bias is None else bias.dtype)
+    loss_sum = KnownGradient.apply(loss_sum, gradients, hidden_TD, weight_VD, bias)
     return SummedLoss(loss_sum, token_outputs.outputs, token_outputs.metrics)
 
 

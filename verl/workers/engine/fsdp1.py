@@ -4,7 +4,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from verl.models.device_moves import move_model
 from verl.utils.errors import ConfigError
 from verl.workers.engine.fsdp2 import META, broadcast, convert_keeping_parameters, tensors_by_name
 from verl.workers.engine.fsdp_units import sharding_units
-from verl.workers.engine.model_parameters import ModelParameters
+from verl.workers.engine.model_parameters import ModelParameters, T, Ts
 from verl.workers.engine.oom_rescue import OOMRescue, UnitCollectives, copy_to_all_parts
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.tensor_shards import LocalShard, boxes_of_range
-
-T = TypeVar("T")
 
 
 class FSDP1Parameters(ModelParameters):
@@ -92,14 +90,18 @@ class FSDP1Parameters(ModelParameters):
         sizes = self._all_gather(local)
         return dict(zip((name for name, _ in self.named_parameters), sizes.T.tolist(), strict=True))
 
-    def run(self, function: Callable[[], T]) -> T:
-        return self._oom_rescue.run(functools.partial(self._root, function))
+    def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        with self._oom_rescue.forward_pass():
+            return self._root(functools.partial(function, *args))
 
-    def backward(self, loss_sum: Tensor) -> None:
+    def backward(self, loss_sum: Tensor, is_last: bool) -> None:
+        self._no_sync.close()
+        if self._defers_reduction and not is_last:
+            self._no_sync.enter_context(self._root.no_sync())
         self._oom_rescue.backward(loss_sum * self.gradient_scale)
 
-    def finish_pass(self, run_dummy: Callable[[], None]) -> None:
-        self._oom_rescue.finish_pass(run_dummy)
+    def repeat_pass(self) -> None:
+        self._oom_rescue.repeat_pass()
 
     def _forget_pass(self) -> None:
         self.zero_grad()
@@ -111,11 +113,6 @@ class FSDP1Parameters(ModelParameters):
         super().zero_grad()
         for module in self._modules:
             module._handle.flat_param.grad = None
-
-    def set_gradient_sync(self, last: bool) -> None:
-        self._no_sync.close()
-        if self._defers_reduction and not last:
-            self._no_sync.enter_context(self._root.no_sync())
 
     def reshard(self) -> None:
         for module in self._modules:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,12 @@ from verl.models.device_moves import move_model
 from verl.utils.errors import ConfigError
 from verl.workers.engine.fsdp2_collectives import FSDP2Collectives
 from verl.workers.engine.fsdp_units import sharding_units
-from verl.workers.engine.model_parameters import ModelParameters
+from verl.workers.engine.model_parameters import ModelParameters, T, Ts
 from verl.workers.engine.oom_rescue import OOMRescue
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.shared_memory_collectives import SharedMemoryCollectives
 
-T = TypeVar("T")
 META = torch.device("meta")
 
 
@@ -98,14 +97,16 @@ class FSDP2Parameters(ModelParameters):
             else:
                 tensor.copy_(full)
 
-    def run(self, function: Callable[[], T]) -> T:
-        return self._oom_rescue.run(functools.partial(self.model, run=function))
+    def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        with self._oom_rescue.forward_pass():
+            return self.model(run=functools.partial(function, *args))
 
-    def backward(self, loss_sum: Tensor) -> None:
+    def backward(self, loss_sum: Tensor, is_last: bool) -> None:
+        self._modules[0].set_requires_gradient_sync(is_last)
         self._oom_rescue.backward(loss_sum)
 
-    def finish_pass(self, run_dummy: Callable[[], None]) -> None:
-        self._oom_rescue.finish_pass(run_dummy)
+    def repeat_pass(self) -> None:
+        self._oom_rescue.repeat_pass()
 
     def _forget_pass(self) -> None:
         if not hasattr(self.model, "reset_iter_state"):
@@ -114,9 +115,6 @@ class FSDP2Parameters(ModelParameters):
                 f"torch 2.13 or later, strategy=fsdp, or smaller micro-batches"
             )
         self.model.reset_iter_state()
-
-    def set_gradient_sync(self, last: bool) -> None:
-        self._modules[0].set_requires_gradient_sync(last)
 
     def reshard(self) -> None:
         for module in self._modules:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from verl.workers.engine.rank_mesh import RankMesh
 from verl.workers.engine.tensor_shards import LocalShard, local_shard
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class ModelParameters(ABC):
@@ -33,22 +34,20 @@ class ModelParameters(ABC):
     def trainable(self) -> list[nn.Parameter]:
         return [p for _, p in self.named_parameters if p.requires_grad]
 
-    def run(self, function: Callable[[], T]) -> T:
-        """`function()` with the parameters outside the layers gathered; each layer is gathered when it is called."""
-        return function()
+    def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """`function(*args)` with the parameters outside the layers gathered; each layer when it is called."""
+        return function(*args)
 
-    def backward(self, loss_sum: Tensor) -> None:
+    def backward(self, loss_sum: Tensor, is_last: bool) -> None:
         """Add the gradient of the loss that `run` returned to the trained parameters.
 
-        After an out-of-memory error here or in `run`, the gradient is invalid, and `finish_pass` must be called.
+        The last backward pass before an optimiser step sums over the ranks. After an out-of-memory error here or in
+        `run`, the gradient is invalid, and `repeat_pass` must be called.
         """
         (loss_sum * self.gradient_scale).backward()
 
-    def finish_pass(self, run_dummy: Callable[[], None]) -> None:  # noqa: B027  (for one rank nobody waits)
-        """After an out-of-memory error: run the pass's other collectives, which the other ranks wait for.
-
-        `run_dummy()` runs the pass again with a dummy micro-batch.
-        """
+    def repeat_pass(self) -> None:  # noqa: B027  (for one rank nobody waits)
+        """After an out-of-memory error: the next pass, with a dummy, runs only the collectives that were left."""
 
     @property
     def has_gradient(self) -> bool:
@@ -59,9 +58,6 @@ class ModelParameters(ABC):
         """Drop everything that has been added to the gradient since the last optimiser step."""
         for parameter in self.trainable:
             parameter.grad = None
-
-    def set_gradient_sync(self, last: bool) -> None:  # noqa: B027  (one rank has nothing to sum)
-        """Set whether the next backward pass is the `last` before an optimiser step, which sums over the ranks."""
 
     def reshard(self) -> None:  # noqa: B027  (one rank gathers nothing)
         """Free the parameters that were gathered for the forward pass."""

@@ -7,7 +7,8 @@ stop together, see `ulysses.check_peers`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -58,56 +59,55 @@ class UnitCollectives(ABC):
 
 
 class OOMRescue:
-    """Runs the passes of a sharded model. `reset()` makes it forget a pass that stopped in the middle."""
+    """Counts the passes of a sharded model. `reset()` makes it forget a pass that stopped in the middle."""
 
     def __init__(
         self, units: Sequence[UnitCollectives], reset: Callable[[], None], sequence_group: dist.ProcessGroup | None
     ):
         self.units, self.reset, self.sequence_group = units, reset, sequence_group
         self._repeats = False
+        self._reduced: list[UnitCollectives] = []
+        self._notice: dist.Work | None = None
 
-    def run(self, forward: Callable[[], T]) -> T:
-        """`forward()`, the first part of a pass, or all of it without gradients."""
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around the first part of a pass, or all of it without gradients."""
         if not self._repeats:
             for unit in self.units:
                 unit.start_pass()
             if self.sequence_group is not None:
                 clear_out_of_memory(self.sequence_group)
-        result = forward()
+        yield
         if not torch.is_grad_enabled():
             self._end_pass()
-        return result
 
     def backward(self, loss_sum: Tensor) -> None:
-        """The backward pass of what `run` returned."""
+        """The backward pass of what the forward pass returned."""
+        for unit in self._reduced:
+            unit.set_reduces(False)
         loss_sum.backward()
         self._end_pass()
 
-    def _end_pass(self) -> None:
-        if self.sequence_group is not None and not self._repeats:
-            check_peers(self.sequence_group)
-
-    def finish_pass(self, run_dummy: Callable[[], None]) -> None:
-        """After an out-of-memory error: `run_dummy()`, a pass with a dummy micro-batch, without what has run."""
-        notice = None if self.sequence_group is None else announce_out_of_memory(self.sequence_group)
-        reduced = [unit for unit in self.units if unit.has_reduced()]
+    def repeat_pass(self) -> None:
+        """After an out-of-memory error: the next pass, with a dummy micro-batch, leaves out what has run."""
+        self._notice = None if self.sequence_group is None else announce_out_of_memory(self.sequence_group)
+        self._reduced = [unit for unit in self.units if unit.has_reduced()]
         self.reset()
         get_platform().empty_cache()
         for unit in self.units:
             unit.repeat_pass()
-        for unit in reduced:
-            unit.set_reduces(False)
         self._repeats = True
-        try:
-            run_dummy()
-        finally:
-            self._repeats = False
-        for unit in reduced:
+
+    def _end_pass(self) -> None:
+        if self.sequence_group is not None and not self._repeats:
+            check_peers(self.sequence_group)
+        for unit in self._reduced:
             unit.set_reduces(True)
-        if reduced:
+        if self._reduced:
             self.reset()  # drops what would be added to their next sum: zeros, or NaN where wrong weights overflow
-        if notice is not None:
-            notice.wait()
+        if self._notice is not None:
+            self._notice.wait()
+        self._repeats, self._reduced, self._notice = False, [], None
 
 
 def copy_to_all_parts(gathered: Tensor, local: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -50,32 +50,34 @@ class OOMEvent:
 
 @dataclass
 class Attempt:
-    """One pass over the micro-batches of a batch, split as in `micro`. After the first that runs out of memory the
-    others are dummies, for the other ranks' collectives, or left out if there are none."""
+    """One time over the micro-batches of a batch, split as in `micro`."""
 
     micro: MicroBatching
     alone: bool
     oom: OOMEvent | None = None
 
-    def unless_out_of_memory(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches, dummies in place of those that come after an error."""
+    def until_out_of_memory(
+        self, micro_batches: Iterable[MicroBatch], repeat_pass: Callable[[], None]
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches until one does not fit; then dummies in place of it and of those after it, for the other
+        ranks' collectives, or nothing if there are no other ranks. `repeat_pass()` is called before the first dummy."""
         for micro_batch in micro_batches:
-            if self.oom is not None and self.alone:
+            if self.oom is None:
+                yield micro_batch
+                if self.oom is None:
+                    continue
+                repeat_pass()
+            if self.alone:
                 return
-            yield micro_batch if self.oom is None else micro_batch.dummy()
+            yield micro_batch.dummy()
 
-    def run(
-        self,
-        compute: Callable[[MicroBatch], None],
-        micro_batch: MicroBatch,
-        finish_pass: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """`compute(micro_batch)`; an out-of-memory error is recorded in place of raising it, and the pass finished."""
+    @contextmanager
+    def catch_out_of_memory(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Records an out-of-memory error in place of raising it."""
         try:
-            return compute(micro_batch)
+            yield
         except RuntimeError as error:
             self.oom = OOMEvent.of(error, micro_batch)
-        finish_pass(partial(compute, micro_batch.dummy()))
 
 
 class TokenLimit:

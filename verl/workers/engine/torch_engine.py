@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -164,15 +163,13 @@ class TorchEngine(BaseEngine):
         self._set_training(False)
         for attempt in self.forward_limit.attempts(batch, micro or MicroBatching(), self.weights.reshard):
             out = {name: new_column(name, batch.num_tokens, self.output_dtype, self.top) for name in outputs}
-            compute = partial(self._write_outputs, out, temperature)
-            for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, (), attempt.micro)):
-                attempt.run(compute, micro_batch, self.weights.finish_pass)
+            micro_batches = self._micro_batches(batch, (), attempt.micro)
+            for micro_batch in attempt.until_out_of_memory(micro_batches, self.weights.repeat_pass):
+                with attempt.catch_out_of_memory(micro_batch):
+                    columns = self.weights.run(self._outputs, micro_batch, tuple(out), temperature)
+                    write_outputs(out, columns, micro_batch)
             self.weights.reshard()
         return {name: column.to(batch.device) for name, column in out.items()}
-
-    def _write_outputs(self, out: dict[str, Tensor], temperature: float, micro_batch: MicroBatch) -> None:
-        columns = self.weights.run(partial(self._outputs, micro_batch, tuple(out), temperature))
-        write_outputs(out, columns, micro_batch)
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, micro: MicroBatching | None = None, temperature: float = 1.0
@@ -185,41 +182,33 @@ class TorchEngine(BaseEngine):
             raise ConfigError("this engine only runs forward (forward_only, or no optimizer); it cannot train")
         self._set_training(True)
         names = (*loss.columns, *(name for name in loss.optional_columns if name in batch), "loss_weights")
-        undo = partial(self._undo_attempt, had_gradient=self.weights.has_gradient)
+        undo = _refuse_to_undo if self.weights.has_gradient else self.weights.zero_grad
         for attempt in self.train_limit.attempts(batch, micro or MicroBatching(), undo):
             kept = [name for name in loss.outputs if name != AT_IDS]  # which would be k numbers per token
             out = {name: new_column(name, batch.num_tokens, self.output_dtype, self.top) for name in kept}
             metric_sums = TokenMetricSums()
-            compute = partial(self._add_gradient, loss, temperature, metric_sums, out)
-            for micro_batch in attempt.unless_out_of_memory(self._micro_batches(batch, names, attempt.micro)):
-                self.weights.set_gradient_sync(micro_batch.is_last)
-                attempt.run(compute, micro_batch, self.weights.finish_pass)
+            micro_batches = self._micro_batches(batch, names, attempt.micro)
+            for micro_batch in attempt.until_out_of_memory(micro_batches, self.weights.repeat_pass):
+                with attempt.catch_out_of_memory(micro_batch):
+                    self._add_gradient(micro_batch, loss, temperature, metric_sums, out)
         metrics = metric_sums.metrics(int(batch["loss_mask"].sum()), updates=1 if self.rank_mesh.data_rank == 0 else 0)
         self.train_limit.add_metrics(metrics)
         return TrainResult(metrics, {name: column.to(batch.device) for name, column in out.items()})
 
     def _add_gradient(
         self,
+        micro_batch: MicroBatch,
         loss: TokenLoss,
         temperature: float,
         metric_sums: TokenMetricSums,
         out: dict[str, Tensor],
-        micro_batch: MicroBatch,
     ) -> None:
         """Forward and backward of a micro-batch: a function, so that after an error nothing holds its activations."""
         with self.training_forward():
-            result = self.weights.run(partial(self._forward_loss, micro_batch, loss, temperature))
-        self.weights.backward(result.loss_sum)
+            result = self.weights.run(self._forward_loss, micro_batch, loss, temperature)
+        self.weights.backward(result.loss_sum, micro_batch.is_last)
         metric_sums.add(result.loss_sum, result.token_metrics, micro_batch)
         write_outputs(out, result.outputs, micro_batch)
-
-    def _undo_attempt(self, had_gradient: bool) -> None:
-        if had_gradient:
-            raise ConfigError(
-                "training ran out of memory while adding to the gradient of an earlier call, and the two gradients "
-                "cannot be separated; use smaller micro-batches, or one call per optimiser step"
-            )
-        self.weights.zero_grad()
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str], micro: MicroBatching) -> Iterator[MicroBatch]:
         if batch.num_sequences:
@@ -257,7 +246,11 @@ class TorchEngine(BaseEngine):
         names = {*loss.columns, *loss.optional_columns, "loss_weights"}
         columns = {name: batch.token_column(name) for name in names if name in batch}
         if loss.per_token and not self.has_value_head and self.head_settings.mode != "eager":
-            return self._forward_loss_one_pass(micro_batch, loss, columns, temperature)
+            inputs, head = head_input(self._backbone, micro_batch, self.packed), self._output_head(temperature)
+            columns, with_entropy = inputs.select(columns), "entropy" in loss.outputs
+            loss_sum, outputs, metrics = token_loss_one_pass(*inputs.rows, head, loss, columns, with_entropy)
+            to_columns = inputs.scatter_to_columns
+            return SummedLoss(inputs.sum_over_group(loss_sum), to_columns(outputs), to_columns(metrics))
         outputs = self._outputs(micro_batch, loss.outputs, temperature)
         losses, metrics = loss(outputs, columns, batch.cu_seqlens)
         mask = batch["loss_mask"]
@@ -265,17 +258,6 @@ class TorchEngine(BaseEngine):
             losses.masked_fill(~mask, 0.0).sum(),
             {name: value.detach() for name, value in outputs.items()},
             {name: value.detach().masked_fill(~mask, 0.0) for name, value in metrics.items()},
-        )
-
-    def _forward_loss_one_pass(
-        self, micro_batch: MicroBatch, loss: TokenLoss, columns: dict[str, Tensor], temperature: float
-    ) -> SummedLoss:
-        inputs = head_input(self._backbone, micro_batch, self.packed)
-        head = self._output_head(temperature)
-        result = token_loss_one_pass(*inputs.rows, head, loss, inputs.select(columns), "entropy" in loss.outputs)
-        columns_of = inputs.scatter_to_columns
-        return SummedLoss(
-            inputs.sum_over_group(result.loss_sum), columns_of(result.outputs), columns_of(result.token_metrics)
         )
 
     @property
@@ -369,6 +351,13 @@ class TorchEngine(BaseEngine):
     def eval_mode(self) -> AbstractContextManager[None]:
         """A context with the parameters on the device."""
         return on_device(self, training=False)
+
+
+def _refuse_to_undo() -> None:
+    raise ConfigError(
+        "training ran out of memory while adding to the gradient of an earlier call, and the two gradients "
+        "cannot be separated; use smaller micro-batches, or one call per optimiser step"
+    )
 
 
 def _check_outputs(wanted: tuple[str, ...], available: tuple[str, ...], whose: str) -> None:

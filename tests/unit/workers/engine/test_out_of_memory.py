@@ -1,6 +1,8 @@
 """A micro-batch that does not fit costs a restart and nothing else: the same gradient, weights and metrics."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -154,6 +156,27 @@ def test_memory_options_that_are_set_already_are_no_advice(folder, checkpointing
         engine.forward(random_batch())
     assert ("enable_gradient_checkpointing" in str(training.value)) is not checkpointing
     assert "enable_gradient_checkpointing" not in str(forward.value)
+
+
+@pytest.mark.parametrize("place", ["layer", "backward"])
+def test_nothing_holds_the_activations_of_what_did_not_fit(folder, place, monkeypatch):
+    engine = build_engine(folder, model={"enable_gradient_checkpointing": False})
+    activations, alive, zero_grad = [], [], engine.weights.zero_grad
+    saved = engine.model.model.layers[0].mlp.down_proj  # whose input the backward pass needs
+    saved.register_forward_pre_hook(lambda _, args: activations.append(weakref.ref(args[0])))
+    limit_memory(engine, place, most=20)
+
+    def undo() -> None:
+        alive.append(sum(activation() is not None for activation in activations))
+        zero_grad()
+
+    monkeypatch.setattr(engine.weights, "zero_grad", undo)
+    gc.disable()  # memory that only the collector frees comes too late
+    try:
+        engine.forward_backward(random_batch(), SquaredLogprob(), MicroBatching(max_tokens=50))
+    finally:
+        gc.enable()
+    assert activations and alive == [0]
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_that_says_so(folder):
