@@ -11,11 +11,11 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3920,
+    "config": 3925,
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 2160,
+    "runtime": 2175,
     "observe": 2170,
     "models": 5905,
     "workers/engine": 3700,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 6480,
+    "trainer": 6640,
     "commands": 5240,
     "utils": 1545,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17260, 46190, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17435, 46325, 400
 
 
 def package_of(path: Path) -> str:

@@ -253,12 +253,22 @@ def test_memory_is_that_of_the_rank_that_needs_most(folder: Path):
 
 
 def test_ranks_are_started_only_where_they_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+
     def missing(*extra: str) -> int:
         return rank_launch.num_ranks_to_start(config(folder, "run", "trainer.device=cpu", *extra))
 
     assert missing() == 0 and missing("trainer.n_gpus_per_node=3") == 3 and missing("trainer.runtime=processes") == 1
-    with pytest.raises(ConfigError, match=r"torchrun --nnodes=2 --nproc-per-node"):
+    with pytest.raises(ConfigError, match=r"needs trainer.runtime=ray .* torchrun --nnodes=2 --nproc-per-node"):
+        missing("trainer.nnodes=2", "trainer.runtime=processes")
+    monkeypatch.setattr(rank_launch.ray_cluster, "is_installed", lambda: True)
+    assert missing("trainer.runtime=ray") == 1 and missing("trainer.nnodes=2", "trainer.n_gpus_per_node=3") == 6
+    monkeypatch.setattr(rank_launch.ray_cluster, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="torchrun --nnodes=2"):
         missing("trainer.nnodes=2")
+    with pytest.raises(ConfigError, match="needs Ray, which is not installed"):
+        missing("trainer.runtime=ray")
     with pytest.raises(ConfigError, match=r"runtime=inline is one process, but trainer.n_gpus_per_node=2"):
         missing("trainer.runtime=inline", "trainer.n_gpus_per_node=2")
     for name, value in {"WORLD_SIZE": 4, "RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "here"}.items():

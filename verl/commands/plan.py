@@ -11,10 +11,10 @@ from verl.config import RunConfig, load_config
 from verl.models.parameter_counts import ParameterCounts
 from verl.plugin.platform import get_platform
 from verl.plugin.platform.platform_manager import check_device_name
-from verl.trainer.ppo.placement import chosen_runtime
 from verl.trainer.ppo.plan import Machine, Plan, plan_placement
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import plan_text
+from verl.trainer.preflight import chosen_runtime
 from verl.utils.errors import ConfigError
 from verl.utils.process_end import end_process
 

@@ -1,7 +1,6 @@
 """The whole configuration of a run, and the keys whose default is the value of another key."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.algorithm import AlgorithmConfig
@@ -13,7 +12,7 @@ from verl.config.model import HFModelConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.trainer import TrainerConfig
+from verl.config.trainer import RayKwargsConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +24,6 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayKwargsConfig(Section):
-    """Arguments for Ray."""
-
-    ray_init: dict[str, Any] = key({}, "Arguments of ray.init, such as num_cpus or runtime_env.")
-    timeline_json_file: str | None = key(None, "File for Ray's timeline, written at the end.")
 
 
 @dataclass(frozen=True, kw_only=True)

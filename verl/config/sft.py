@@ -9,7 +9,7 @@ from verl.config.engine import EngineConfig, FSDPEngineConfig, engine_section
 from verl.config.model import HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
-from verl.config.trainer import SFTTrainerConfig
+from verl.config.trainer import RayKwargsConfig, SFTTrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class SFTConfig(Section):
     optim: FSDPOptimizerConfig = section(FSDPOptimizerConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     profiler: ProfilerConfig = section(ProfilerConfig, tool="torch")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 
     @property
     def training_engine(self) -> EngineConfig:

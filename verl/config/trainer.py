@@ -1,6 +1,7 @@
 """The training loop: length, devices, logging, checkpoints."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.base import LARGEST_SEED, Section, key, section
 
@@ -92,6 +93,14 @@ class TrainerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RayKwargsConfig(Section):
+    """Arguments for Ray."""
+
+    ray_init: dict[str, Any] = key({}, "Arguments of ray.init, such as num_cpus or runtime_env.")
+    timeline_json_file: str | None = key(None, "File for Ray's timeline, written at the end.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTTrainerConfig(Section):
     """The loop of supervised fine-tuning."""
 
@@ -101,9 +110,9 @@ class SFTTrainerConfig(Section):
     experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is sft-<date>-<counter>.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
     seed: int = key(1, "Seed of data order and initialisation.", minimum=0, maximum=LARGEST_SEED)
-    runtime: str = key("auto", "Where ranks run; auto is inline on one device.", choices=RUNTIMES)
+    runtime: str = key("auto", _RUNTIME, choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")
-    nnodes: int = key(1, "Machines.", minimum=1)
+    nnodes: int = key(1, "Machines, with the same number of ranks each: through Ray, or a torchrun on each.", minimum=1)
     n_gpus_per_node: int | None = key(
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )

@@ -33,9 +33,14 @@ RANK_ENVIRONMENT = {
 PREFIXES = ("VERL_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "HCCL_", "VLLM_", "OMP_", "CUDA_DEVICE_MAX_")
 
 
+def is_installed() -> bool:
+    """Whether Ray can be imported; it is not yet."""
+    return importlib.util.find_spec("ray") is not None
+
+
 def check_installed() -> None:
     """ConfigError without Ray."""
-    if importlib.util.find_spec("ray") is None:
+    if not is_installed():
         raise ConfigError("trainer.runtime=ray needs Ray, which is not installed: pip install -e '.[ray]'")
 
 
@@ -204,7 +209,8 @@ def _free() -> dict[str, float]:
 def rank_environment(platform: PlatformBase) -> dict[str, str]:
     """Variables of the ranks: the shell's by prefix, over the defaults, and what keeps Ray from hiding devices."""
     own = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
-    known = {name: os.environ.get(name, value) for name, value in RANK_ENVIRONMENT.items()}
+    defaults = RANK_ENVIRONMENT | ({"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} if platform.vendor_name == "amd" else {})
+    known = {name: os.environ.get(name, value) for name, value in defaults.items()}
     visible = {name: os.environ[name] for name in platform.ray_noset_envvars() if name in os.environ}
     return {**known, **own, **visible}
 

@@ -7,6 +7,7 @@ request for replies with each rank, and so hears of its death.
 
 import atexit
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -85,7 +86,7 @@ class RayGroup(RemoteGroup):
             on_machine = ranks_on_machine if len(set(nodes)) == 1 else len(local)
             info = RankInfo(rank, len(nodes), device, on_machine)
             share_cores = "OMP_NUM_THREADS" not in environment
-            started.append(self._actors[rank].start.remote(info, address, port, share_cores, factory))
+            started.append(self._actors[rank].start.remote(info, address, port, share_cores, os.getcwd(), factory))
         self._ask(started)  # fails where a node cannot import the worker
 
     def _ask(self, refs: list[Any]) -> list[Any]:

@@ -86,8 +86,17 @@ class RankActor:
         )
         return port
 
-    def start(self, info: RankInfo, address: str, port: int, share_cores: bool, factory: Callable[[], Any]) -> None:
-        """Join the other ranks and build the worker, in the thread of the calls; the reply says how that ended."""
+    def start(
+        self, info: RankInfo, address: str, port: int, share_cores: bool, folder: str, factory: Callable[[], Any]
+    ) -> None:
+        """Join the other ranks and build the worker, in the thread of the calls; the reply says how that ended.
+
+        Paths are relative to `folder`, that of the driver.
+        """
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            warnings.warn(f"this node has not the folder of the run, only whole paths lead on: {error}", stacklevel=1)
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors in the object store
         if share_cores:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the cores it counts for this rank

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from verl.config import HFModelConfig
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.engine import EngineConfig
+from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.data.data_files import data_paths
 from verl.models.folder_checks import check_model_for_run
 from verl.models.load import build_config, dtype_of, load_tokenizer, model_folder
@@ -19,6 +20,7 @@ from verl.observe.tracker_checks import check_trackers
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
 from verl.runtime.rank import num_cores
+from verl.runtime.ray_cluster import asked_for_by_environment
 from verl.trainer.early_checks import WHAT
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 
@@ -104,6 +106,13 @@ def check_devices_asked_for(settings: Any, platform: PlatformBase, others: dict[
             f"{asked} asks for {count} GPUs, but this machine has none; trainer.device=cpu "
             f"starts {count} ranks on its {num_cores()} CPU cores, trainer.n_gpus_per_node=1 starts one"
         )
+
+
+def chosen_runtime(settings: TrainerConfig | SFTTrainerConfig) -> str:
+    """`trainer.runtime`; auto is ray where several machines or a Ray cluster are asked for, and otherwise stays auto:
+    one rank inline, several in processes."""
+    asked = settings.nnodes > 1 or asked_for_by_environment() is not None
+    return "ray" if settings.runtime == "auto" and asked else settings.runtime
 
 
 def _platform_is_chosen() -> bool:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from verl.config import SFTConfig
 from verl.plugin.platform import choose_platform
+from verl.runtime import ray_cluster
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo, num_cores
 from verl.trainer.lost_ranks import REPORTS, report_lost_rank
-from verl.trainer.preflight import check_devices_asked_for
+from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
 from verl.utils.errors import ConfigError
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -26,13 +27,16 @@ def num_ranks_to_start(config: SFTConfig) -> int:
     if "WORLD_SIZE" in os.environ:
         _check_against_torchrun(config, RankInfo.from_environment())
         return 0
-    if settings.nnodes > 1:
+    runtime, count = chosen_runtime(settings), settings.n_gpus_per_node
+    if settings.nnodes > 1 and not (runtime == "ray" and ray_cluster.is_installed()):
         raise ConfigError(
-            f"trainer.nnodes={settings.nnodes} needs one start per machine: torchrun --nnodes={settings.nnodes} "
-            f"--nproc-per-node=DEVICES --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m {config.module} key=value ..."
+            f"trainer.nnodes={settings.nnodes} needs trainer.runtime=ray (pip install -e '.[ray]'), or one start per "
+            f"machine: torchrun --nnodes={settings.nnodes} --nproc-per-node=DEVICES --rdzv-backend=c10d "
+            f"--rdzv-endpoint=HOST:PORT -m {config.module} key=value ..."
         )
-    count = settings.n_gpus_per_node
-    if settings.runtime == "inline":
+    if runtime == "ray":
+        ray_cluster.check_installed()
+    if runtime == "inline":
         if (count or 1) > 1:
             raise ConfigError(
                 f"trainer.runtime=inline is one process, but trainer.n_gpus_per_node={count}; drop one of them"
@@ -41,7 +45,7 @@ def num_ranks_to_start(config: SFTConfig) -> int:
     check_devices_asked_for(settings, platform)
     if count is None:
         count = 1 if platform.device_name == "cpu" else platform.device_count()
-    return count if count > 1 or settings.runtime == "processes" else 0
+    return count * settings.nnodes if count > 1 or runtime in ("processes", "ray") else 0
 
 
 def _check_against_torchrun(config: SFTConfig, rank: RankInfo) -> None:

@@ -32,6 +32,7 @@ usage: python3 -m verl.trainer.sft_trainer [--config-name NAME] [--config-dir DI
 
   python3 -m verl.trainer.sft_trainer model.path=DIR data.train_files=rows.jsonl data.max_length=1024
   torchrun --standalone --nproc-per-node=8 -m verl.trainer.sft_trainer key=value ...   (the same with that many ranks)
+  python3 -m verl.trainer.sft_trainer_ray key=value ...   (the same, as actors of Ray)
 
 Keys follow the dotted paths of docs/reference/config.md; lists are [a,b], +key adds, ~key resets to the default.
   verl config explain KEY      what a key means and what it does here
@@ -55,16 +56,20 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_if_rank_lost
+    from verl.trainer.preflight import chosen_runtime
     from verl.trainer.rank_launch import run_torchrun
+    from verl.trainer.sft_on_ray import run_on_ray
 
     is_one_of_many = False
     try:
         with BeforeFirstStep():
             if count := check_and_count_ranks(config, said):
                 config, place = named_for_ranks(config)
-                name = f"trainer.experiment_name={config.trainer.experiment_name}"
-                say(f"starting {count} ranks; {place.state}")
-                return run_torchrun(count, config.module, [*arguments, name], Path(config.trainer.default_local_dir))
+                words = [*arguments, f"trainer.experiment_name={config.trainer.experiment_name}"]
+                say(f"starting {count} rank{'s' * (count > 1)}; {place.state}")
+                if chosen_runtime(config.trainer) == "ray":
+                    return run_on_ray(config, preset, words, count)
+                return run_torchrun(count, config.module, words, Path(config.trainer.default_local_dir))
             if is_one_of_many := RankInfo.from_environment().world_size > 1:
                 end_with_parent(parent)
             run_sft(config, said=said)
@@ -106,7 +111,10 @@ def check_and_count_ranks(config: SFTConfig, said: Sequence[VerlError] = ()) -> 
 
 
 def run_sft(
-    config: SFTConfig, announce: Callable[[str], None] = say, said: Sequence[VerlError] = ()
+    config: SFTConfig,
+    announce: Callable[[str], None] = say,
+    said: Sequence[VerlError] = (),
+    before_steps: "Callable[[SFTTrainer], None]" = lambda trainer: None,
 ) -> dict[str, float]:
     """Train as configured; returns the metrics of the last step. `announce` gets the lines of header and summary."""
     is_first = os.environ.get("RANK", "0") == "0"
@@ -124,6 +132,7 @@ def run_sft(
         if is_first:
             for line in trainer.header_lines():
                 announce(line)
+        before_steps(trainer)
         try:
             return trainer.fit()
         finally:

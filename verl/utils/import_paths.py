@@ -52,7 +52,6 @@ REPLACEMENTS = {
     "verl.trainer.ppo.rollout_corr_helper": "set algorithm.rollout_correction.*; verl.algorithms.rollout_correction "
     "computes it for packed batches",
     "verl.trainer.ppo.v1": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
-    "verl.trainer.sft_trainer_ray": "python3 -m verl.trainer.sft_trainer starts a rank per device without Ray",
     "verl.utils.checkpoint": "checkpoints are written by verl.workers.engine.checkpoint; `verl merge` merges shards",
     "verl.utils.config": "verl.config.load_config loads a configuration and names every mistake",
     "verl.utils.dataset.multiturn_sft_dataset": _SFT,

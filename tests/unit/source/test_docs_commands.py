@@ -28,7 +28,8 @@ from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
 from verl.utils.external_code import load_object
 
-PRESETS = {"sft": "sft_trainer", "sft_trainer": "sft_trainer", "eval": "evaluation", "main_eval": "evaluation"}
+PRESETS = {"sft": "sft_trainer", "eval": "evaluation", "main_eval": "evaluation"}
+PRESETS |= {"sft_trainer": "sft_trainer", "sft_trainer_ray": "sft_trainer"}
 PRESETS |= {"dpo": "dpo_trainer", "dpo_trainer": "dpo_trainer"}
 PRESETS |= {"reward-model": "reward_trainer", "reward_trainer": "reward_trainer"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

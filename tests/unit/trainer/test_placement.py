@@ -12,7 +12,8 @@ from verl.config import ConfigError, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import announce_plan, chosen_runtime, place_roles, start_pools
+from verl.trainer.ppo.placement import announce_plan, place_roles, start_pools
+from verl.trainer.preflight import chosen_runtime
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]

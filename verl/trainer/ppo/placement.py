@@ -6,7 +6,6 @@ from functools import partial
 
 from verl.config import RunConfig
 from verl.config.check import check_values_can_start
-from verl.config.trainer import TrainerConfig
 from verl.plugin.platform import get_platform
 from verl.runtime import ray_cluster
 from verl.runtime.group import Layout, WorkerGroup
@@ -18,7 +17,7 @@ from verl.runtime.ray_group import RayGroup
 from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, Replicas, devices_beside_actor, plan_placement
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import log_lines
-from verl.trainer.preflight import check_devices_asked_for
+from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
 from verl.trainer.run_header import say
 from verl.utils.errors import ConfigError, VerlError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
@@ -70,13 +69,6 @@ def _check_replicas_can_start(config: RunConfig, replicas: Replicas) -> None:
         f"trainer's devices; set {ROLLOUT}.num_replicas=1 to use the first devices alone, or rollout.name=native to "
         "sample on every device"
     )
-
-
-def chosen_runtime(settings: TrainerConfig) -> str:
-    """`trainer.runtime`; auto is ray where several machines or a Ray cluster are asked for, and otherwise stays auto:
-    one rank inline, several in processes."""
-    asked = settings.nnodes > 1 or ray_cluster.asked_for_by_environment() is not None
-    return "ray" if settings.runtime == "auto" and asked else settings.runtime
 
 
 def start_pools(

@@ -1,0 +1,106 @@
+"""What a run asks of Ray by platform, the environment of its ranks, and which Ray it joins; without a Ray."""
+
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.plugin.fake_devices import FakePlatform
+from verl.plugin.platform import PlatformBase
+from verl.plugin.platform.cpu import PlatformCPU
+from verl.plugin.platform.cuda import PlatformCUDA
+from verl.plugin.platform.npu import PlatformNPU
+from verl.plugin.platform.rocm import PlatformROCm
+from verl.runtime import ray_cluster
+from verl.runtime.ray_cluster import Devices, join_cluster, rank_environment
+from verl.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("platform", "bundle", "options"),
+    [
+        (PlatformCPU(), {"CPU": 4.0}, {"num_cpus": 1}),
+        (PlatformCUDA(), {"CPU": 4.0, "GPU": 2.0}, {"num_cpus": 1, "num_gpus": 0.5}),
+        (PlatformROCm(), {"CPU": 4.0, "GPU": 2.0}, {"num_cpus": 1, "num_gpus": 0.5}),
+        (PlatformNPU(), {"CPU": 4.0, "NPU": 2.0}, {"num_cpus": 1, "resources": {"NPU": 0.5}}),
+        (FakePlatform(), {"CPU": 4.0, "CHIP": 2.0}, {"num_cpus": 1, "resources": {"CHIP": 0.5}}),
+    ],
+    ids=lambda value: getattr(value, "vendor_name", None),
+)
+def test_ranks_ask_for_the_resource_of_their_platform(platform: PlatformBase, bundle: Any, options: Any):
+    devices = Devices(platform, share=0.5)
+    assert devices.of_ranks(4) == bundle and devices.actor_options() == options
+
+
+def test_the_shell_decides_the_environment_of_ranks_and_whether_ray_hides_devices(monkeypatch: pytest.MonkeyPatch):
+    hides = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+    names = (*ray_cluster.RANK_ENVIRONMENT, hides, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    npu = PlatformNPU()
+    assert ray_cluster.RANK_ENVIRONMENT.items() <= rank_environment(npu).items()
+    assert hides not in rank_environment(npu)
+    values = {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/models", hides: "1"}
+    for name, value in {**values, "SECRET": "of the shell"}.items():
+        monkeypatch.setenv(name, value)
+    assert values.items() <= rank_environment(npu).items() and "SECRET" not in rank_environment(npu)
+    assert hides not in rank_environment(PlatformCUDA())  # another vendor's
+    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in rank_environment(PlatformCUDA())
+    assert rank_environment(PlatformROCm())["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] == "0"
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    assert rank_environment(PlatformROCm())["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] == "1"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The arguments of every ray.init of a Ray that is not there; no head runs on this machine."""
+    calls: list[dict[str, Any]] = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **arguments: calls.append(arguments))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "is_installed", lambda: True)
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_AUTO_CONNECT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    return calls
+
+
+def test_ray_address_goes_before_the_configured_one_a_local_head_and_a_ray_of_its_own(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    assert join_cluster({}).how == "started on this machine" and calls[-1]["address"] == "local"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / ray_cluster.CURRENT_CLUSTER).write_text(address)
+        assert join_cluster({}).how == f"joined {address} (the head of this machine)"
+        assert join_cluster({"address": "local"}).how == "started on this machine"
+        assert join_cluster({"address": "a:1"}).how == "joined a:1 (ray_kwargs.ray_init.address)"
+        monkeypatch.setenv("RAY_ADDRESS", "b:2")
+        assert join_cluster({"address": "a:1"}).how == "joined b:2 (RAY_ADDRESS)"
+    assert [call["address"] for call in calls[1:]] == [address, "local", "a:1", "b:2"]
+
+
+def test_what_is_given_to_ray_init_arrives_but_for_what_a_running_ray_refuses(calls: list[dict[str, Any]]):
+    given = {"num_cpus": 3, "namespace": None, "runtime_env": {"py_executable": "/opt/python", "env_vars": None}}
+    join_cluster(given)
+    runtime_env = {"py_executable": "/opt/python"}
+    assert calls[-1].items() >= {"num_cpus": 3, "runtime_env": runtime_env}.items() and "namespace" not in calls[-1]
+    joined = join_cluster({**given, "address": "a:1"})
+    assert "num_cpus" not in calls[-1] and calls[-1]["runtime_env"] == runtime_env
+    assert joined.how.endswith("(ray_kwargs.ray_init: num_cpus without effect, it runs already)")
+
+
+def test_an_address_where_no_ray_answers_is_a_mistake_that_names_its_key(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(**arguments: Any) -> None:
+        raise ConnectionError("nothing listens there\nand more")
+
+    monkeypatch.setattr(sys.modules["ray"], "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "b:2")
+    with pytest.raises(ConfigError, match=r"no Ray can be joined at b:2 \(RAY_ADDRESS\): nothing listens there; start"):
+        join_cluster({})
