@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from verl.trainer.ppo.plan import Plan, PlannedPool, Replicas
 from verl.trainer.ppo.plan_memory import PoolMemory
+from verl.trainer.preflight import gigabytes
 
 ESTIMATE = "estimates; activations, logits and what libraries take for themselves are not counted"
 
@@ -29,7 +30,7 @@ def describe_pool(plan: Plan, pool: PlannedPool) -> str:
 def _peak_text(memory: PoolMemory) -> str:
     size, phase = memory.peak
     share = f", with {memory.rollout_share:.0%} of it for a rollout that is awake" if memory.rollout_share else ""
-    return f"; about {size / 1e9:.1f} GB of a device ({phase}){share}"
+    return f"; about {gigabytes(int(size))} of a device ({phase}){share}"
 
 
 def plan_text(plan: Plan, memory: Sequence[PoolMemory], unknown: str = "") -> str:
