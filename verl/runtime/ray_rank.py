@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from verl.plugin.platform import get_platform
 from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S
 from verl.runtime.processes import loopback_interface
@@ -70,11 +71,14 @@ class RankActor:
         return self.label  # Ray writes it before what the rank prints
 
     def place(self, resource: str) -> tuple[str, str, list[str]]:
-        """Id and address of the node, and the ids of the devices that Ray has given this rank."""
+        """Id and address of the node, and the devices that Ray gave this rank: ids, or places among the visible."""
         import ray
 
         context, address = ray.get_runtime_context(), cast(Any, ray.util.get_node_ip_address)
         ids = context.get_accelerator_ids().get(resource, [])
+        visible = os.environ.get(get_platform().visible_devices_envvar() or "-", "").split(",")
+        if len(visible) > 1:  # Ray leaves them as they are (RAY_EXPERIMENTAL_NOSET_...), and its ids are from that list
+            ids = [str(visible.index(device)) for device in ids if device in visible]
         return context.get_node_id(), str(address()), ids
 
     def open_store(self, address: str) -> int:

@@ -14,7 +14,7 @@ from verl.plugin.platform.cpu import PlatformCPU
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.platform.npu import PlatformNPU
 from verl.plugin.platform.rocm import PlatformROCm
-from verl.runtime import ray_cluster
+from verl.runtime import ray_cluster, ray_rank
 from verl.runtime.ray_cluster import Devices, join_cluster, rank_environment
 from verl.utils.errors import ConfigError
 
@@ -104,3 +104,18 @@ def test_an_address_where_no_ray_answers_is_a_mistake_that_names_its_key(
     monkeypatch.setenv("RAY_ADDRESS", "b:2")
     with pytest.raises(ConfigError, match=r"no Ray can be joined at b:2 \(RAY_ADDRESS\): nothing listens there; start"):
         join_cluster({})
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "device"), [("", "2", "2"), ("2", "2", "2"), ("0,2", "2", "1"), ("0,2", "0", "0")]
+)
+def test_a_rank_takes_the_device_that_ray_gave_it_also_where_ray_leaves_several_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str, given: str, device: str
+):
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"CHIP": [given]}, get_node_id=lambda: "node")
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get_runtime_context=lambda: context, util=util))
+    platform = FakePlatform()
+    monkeypatch.setattr(ray_rank, "get_platform", lambda: platform)
+    monkeypatch.setenv(platform.visible_devices_envvar(), visible)
+    assert ray_rank.RankActor("rank 0").place("CHIP") == ("node", "10.0.0.1", [device])
