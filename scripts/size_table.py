@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 2175,
+    "runtime": 2220,
     "observe": 2170,
     "models": 5905,
     "workers/engine": 3700,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2030,
     "rewards": 1100,
-    "trainer": 6640,
+    "trainer": 6740,
     "commands": 5240,
-    "utils": 1545,
+    "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17435, 46325, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17590, 46500, 400
 
 
 def package_of(path: Path) -> str:

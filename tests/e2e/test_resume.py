@@ -376,14 +376,15 @@ def run_and_tell(folder: Path, writer: int, extra: list[str]) -> None:
 
 
 def test_a_run_saves_before_its_machines_go_copies_what_it_saves_and_deletes_what_it_went_on_from(folder, monkeypatch):
-    far = folder / "far"
-    own = ["trainer.save_freq=-1", f"trainer.default_hdfs_dir={far}", "trainer.del_local_ckpt_after_load=True"]
+    far, own = folder / "far" / "e2e", ["trainer.save_freq=-1", "trainer.del_local_ckpt_after_load=True"]
+    own.append(f"trainer.default_hdfs_dir={folder / 'far'}")
     with monkeypatch.context() as renting:
         renting.setenv("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 500))
         jobs.train(folder, "run", *own, "trainer.total_training_steps=1")
         assert not complete_steps(folder / "run")  # there is time enough
         jobs.train(folder, "run2", *own, "trainer.total_training_steps=2", "trainer.esi_redundant_time=600")
-    assert complete_steps(folder / "run2") == complete_steps(far) == [1, 2]
-    assert checkpoint_tensors(far / "global_step_2").keys() == checkpoint_tensors(folder / "run2/global_step_2").keys()
+    assert complete_steps(folder / "run2") == complete_steps(far / "run2") == [1, 2]
+    copied = checkpoint_tensors(far / "run2/global_step_2")
+    assert copied.keys() == checkpoint_tensors(folder / "run2/global_step_2").keys()
     jobs.train(folder, "run2", *own, EVERY_STEP, "trainer.total_training_steps=3")
-    assert complete_steps(folder / "run2") == [1, 3] and complete_steps(far) == [1, 2, 3]
+    assert complete_steps(folder / "run2") == [1, 3] and complete_steps(far / "run2") == [1, 2, 3]

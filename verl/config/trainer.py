@@ -76,7 +76,8 @@ class TrainerConfig(Section):
     )
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
     default_hdfs_dir: str | None = key(
-        None, "Folder, in HDFS or of this machine, that every saved checkpoint is copied to; null is none."
+        None,
+        "Folder, in HDFS or of this machine: every checkpoint is copied below <project_name>/<experiment_name> there.",
     )
     max_actor_ckpt_to_keep: int | None = key(None, "Newest actor checkpoints to keep; null is all.", minimum=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Newest critic checkpoints to keep; null is all.", minimum=1)
@@ -121,7 +122,8 @@ class SFTTrainerConfig(Section):
     save_freq: int | str = key(-1, "Save every save_freq steps, or after_each_epoch; <= 0 is only at the end.")
     default_local_dir: str = key(_DIR, "Folder of checkpoints.")
     default_hdfs_dir: str | None = key(
-        None, "Folder, in HDFS or of this machine, that every saved checkpoint is copied to; null is none."
+        None,
+        "Folder, in HDFS or of this machine: every checkpoint is copied below <project_name>/<experiment_name> there.",
     )
     max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null is all.", minimum=1)
     resume_mode: str = key(

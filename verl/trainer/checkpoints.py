@@ -8,6 +8,7 @@
 import contextlib
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from verl.config.trainer import SFTTrainerConfig, TrainerConfig
 from verl.models.tensor_file import file_digest
 from verl.trainer.checkpoint_copies import CheckpointCopies
 from verl.trainer.run_files import LATEST_STEP_FILE, TRAINER_STATE_FILE, complete_steps, step_folder
@@ -23,6 +25,7 @@ from verl.utils.errors import CheckpointError, WorkerError
 from verl.utils.paths import atomic_write_text, make_writable_folder, publish_directory
 from verl.workers.engine.manifest import MANIFEST, DamagedCheckpointError
 
+FIRST_SAVE_S = 60.0  # assumed length of a save, or of a copy, until one has been timed
 SAVED_WITH = "saved_with"  # in TRAINER_STATE_FILE: the step, and the sha256 of each role's manifest
 
 
@@ -47,7 +50,7 @@ class _PendingSave:
 class Checkpoints:
     """Saves below `root`; keeps the newest `keep[role]` of each role (None: all). At most one save is in progress.
 
-    Each is copied to `copy_to`, if that is given. `replaced` is a checkpoint that is deleted after the next save.
+    Each is copied to the folder `copy_to`, if that is given. `replaced` is a checkpoint that the next save deletes.
     Under torchrun every rank calls every method, and rank 0 writes the files of the run itself.
     """
 
@@ -59,7 +62,10 @@ class Checkpoints:
         copy_to: str | None = None,
     ):
         self.root, self.keep, self.note = make_writable_folder(root, "trainer.default_local_dir"), keep, note
-        self.copies = CheckpointCopies(copy_to, note) if copy_to else None
+        self.copies = CheckpointCopies(root, copy_to, note) if copy_to and is_rank_zero() else None
+        if self.copies is not None:
+            self.copies.check_target()
+        self.longest_save_s, self._began = 0.0, 0.0
         self.replaced: Path | None = None
         self._pending: _PendingSave | None = None
 
@@ -70,6 +76,7 @@ class Checkpoints:
         resumed from this one needs before that call.
         """
         self.finish_pending(wait=True)
+        self._began = time.monotonic()
         folder = self.root / f".global_step_{step}.tmp"
         with self._clean_up_on_failure(step, folder):
             if is_rank_zero():
@@ -80,14 +87,10 @@ class Checkpoints:
         self._pending = _PendingSave(step, folder, state, roles)
 
     def finish_pending(self, wait: bool) -> None:
-        """Publish the pending checkpoint once it is completely written; `wait` for that, and for its copy."""
-        if self._pending is not None:
-            self._publish_if_written(self._pending, wait)
-        if wait and self.copies is not None:
-            self.copies.wait()
-
-    def _publish_if_written(self, pending: _PendingSave, wait: bool) -> None:
-        """Publish the checkpoint once it is completely written; then delete the oldest ones."""
+        """Publish the pending checkpoint once it is completely written; then delete the oldest ones."""
+        pending = self._pending
+        if pending is None:
+            return
         target = step_folder(self.root, pending.step)
         with self._clean_up_on_failure(pending.step, pending.folder):
             if not all([role.finish_save(wait) for role in pending.roles.values()]):
@@ -101,7 +104,8 @@ class Checkpoints:
                 atomic_write_text(self.root / LATEST_STEP_FILE, str(pending.step))
         if is_rank_zero():
             if self.copies is not None:
-                self.copies.start(target)  # the copy before it has ended now: what it read may be deleted
+                self.copies.start(target)
+            self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._began)
             self._prune(pending.step)
             self.note(f"saved {target}")
             if self.replaced not in (None, target):
@@ -125,6 +129,18 @@ class Checkpoints:
                 f"(is the disk full?), then run the same command under the name of this run: it {newest}"
             ) from error
 
+    def finish_all(self) -> None:
+        """Wait for the pending checkpoint, and on the rank that copies until everything is copied."""
+        self.finish_pending(wait=True)
+        if self.copies is not None and self.copies.pending:
+            self.copies.wait()
+            self._prune(max(complete_steps(self.root), default=0))
+
+    def seconds_to_save(self) -> float:
+        """The longest save so far, and its copy; a minute each until there was one."""
+        copying = () if self.copies is None else (self.copies.longest_s or FIRST_SAVE_S,)
+        return sum(copying, start=self.longest_save_s or FIRST_SAVE_S)
+
     def log_and_finish_pending(self, log: Callable[[], None]) -> None:
         """Log the step, then finish the pending save, so that a resumed run lacks no line; also if logging fails."""
         try:
@@ -146,11 +162,19 @@ class Checkpoints:
                 self._drop(folder)
 
     def _drop(self, folder: Path) -> None:
-        """Rename a folder, then delete it: a kill leaves no partial folder under its name."""
+        """Rename a folder, then delete it: a kill leaves no partial folder under its name. Not while it is copied."""
+        if self.copies is not None and any(copied in (folder, folder.parent) for copied in self.copies.pending):
+            return
         if folder.is_dir():
             renamed = self.root / f".{'.'.join(folder.relative_to(self.root).parts)}.old.tmp"
             folder.rename(renamed)
             shutil.rmtree(renamed)
+
+
+def folder_of_copies(settings: TrainerConfig | SFTTrainerConfig) -> str | None:
+    """Where checkpoints are copied to: `default_hdfs_dir`/<project>/<experiment>, so that no run meets another's."""
+    target = settings.default_hdfs_dir
+    return target and f"{target.rstrip('/')}/{settings.project_name}/{settings.experiment_name}"
 
 
 def is_rank_zero() -> bool:

@@ -30,7 +30,7 @@ from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.collectives import Collectives
 from verl.runtime.group import Layout
-from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
+from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.lost_ranks import report_when_ended
 from verl.trainer.objectives import objective_of
@@ -77,7 +77,7 @@ class SFTTrainer:
         self.total_steps = limit if limit is not None else settings.total_epochs * self.steps_per_epoch
         self.seed = settings.seed if data.seed is None else data.seed
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
-        self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, settings.default_hdfs_dir)
+        self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, folder_of_copies(settings))
         self.progress, self.summary = Progress.silent(), RunSummary()
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
 
@@ -99,7 +99,7 @@ class SFTTrainer:
         with Interrupt(self), report_when_ended(self.collectives.rank):
             while self.global_step < self.total_steps and not self.stop_agreed:
                 metrics = self.one_step(self.progress)
-            self.checkpoints.finish_pending(wait=True)
+            self.checkpoints.finish_all()
         if self.stop_agreed and self.global_step < self.total_steps:
             folder = step_folder(self.root, self.global_step)
             raise interrupted(self.stop_agreed, self.global_step, self.total_steps, folder, same_command(self.config))

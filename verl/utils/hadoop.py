@@ -69,7 +69,12 @@ def rename(path: str, new: str) -> None:
 def _run_hdfs(*arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            ["hdfs", "dfs", *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            ["hdfs", "dfs", *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise DataError(

@@ -25,7 +25,7 @@ from verl.plugin.platform import get_platform
 from verl.runtime.pools import describe_pools
 from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_lengths
 from verl.trainer.capacity_block import CapacityBlock
-from verl.trainer.checkpoints import Checkpoints, read_state, step_folder
+from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
@@ -104,7 +104,7 @@ class TrainingRun:
         if trainer.critic is not None:
             self.roles["critic"] = trainer.critic
         keep = {"actor": settings.max_actor_ckpt_to_keep, "critic": settings.max_critic_ckpt_to_keep}
-        self.checkpoints = Checkpoints(self.root, keep, note, settings.default_hdfs_dir)
+        self.checkpoints = Checkpoints(self.root, keep, note, folder_of_copies(settings))
         self.block = CapacityBlock.from_environment(settings.esi_redundant_time)
         self.ledger = Ledger(self.root / LEDGER, settings.ledger_keep_steps) if config.trainer.ledger else None
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
@@ -147,7 +147,7 @@ class TrainingRun:
             step = self.trainer.global_step
             if self.stop_requested and self.trainer.first_step <= step != self.saved_step:
                 self.save()  # the signal came after the step had passed its own save
-            self.checkpoints.finish_pending(wait=True)
+            self.checkpoints.finish_all()
         if self.stop_requested and step < self.total_steps:
             folder, command = step_folder(self.root, step), same_command(self.config)
             raise interrupted(self.stop_requested, step, self.total_steps, folder, command)
@@ -165,16 +165,12 @@ class TrainingRun:
             if self.validation and is_due(record.step, self.config.trainer.test_freq, last):
                 with timer("testing"):
                     metrics.update(self.validate())
-            if self.block.save_is_due():
+            if ends_soon := self.block.save_is_due(self.checkpoints.seconds_to_save()):
                 self.note(f"the capacity block ends in {self.block.seconds_left:.0f} s: saving after this step")
-            if (
-                self.stop_requested
-                or self.block.save_is_due()
-                or is_due(record.step, self.config.trainer.save_freq, last)
-            ):
+            if ends_soon or self.stop_requested or is_due(record.step, self.config.trainer.save_freq, last):
                 with timer("save_checkpoint"):
                     self.save()
-        self.block.add_step(timer.seconds["step"], timer.seconds.get("save_checkpoint", 0.0))
+        self.block.add_step(timer.seconds["step"] - timer.seconds.get("save_checkpoint", 0.0))
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
         devices, num_tokens = self.trainer.pools.num_ranks, record.batch.num_tokens
@@ -183,6 +179,8 @@ class TrainingRun:
         metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
+        if ends_soon:
+            self.checkpoints.finish_all()
         progress.step(record.step, metrics)
         self.summary.add(record.step, metrics)
         self.note_advice(record.rollouts.engine_stats)
