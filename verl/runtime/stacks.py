@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import PurePath
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) .*:$", re.MULTILINE)
+_THREAD = re.compile(r"^(Current thread|Thread) .*:$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _SERVER = "verl/runtime/rank_server.py"  # whose frames are outside of every call
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -40,13 +40,12 @@ class Stack:
     @classmethod
     def parse(cls, text: str) -> "Stack":
         """From what faulthandler has written of all threads."""
-        threads = [
-            tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(part))
-            for part in _THREAD.split(text)[1:]
-        ]
+        _, *parts = _THREAD.split(text)
+        threads = [tuple(Frame(file, int(line), name) for file, line, name in _FRAME.findall(p)) for p in parts[1::2]]
         if not threads:
             return cls()
-        main = next((t for t in threads if any(_is_server(f) and f.function == "serve" for f in t)), threads[-1])
+        signalled = parts.index("Current thread") // 2 if "Current thread" in parts else -1  # the main one, if it can
+        main = next((t for t in threads if any(_is_server(f) and f.function == "serve" for f in t)), threads[signalled])
         call = itertools.takewhile(lambda frame: not _is_server(frame), main)
         return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None))
 

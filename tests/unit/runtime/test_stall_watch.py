@@ -54,16 +54,22 @@ def test_the_culprit_is_the_rank_for_which_the_others_wait(ranks, stacks, stoppe
         assert f"rank {other} " in str(error)
 
 
-def test_a_stack_of_this_interpreter_is_read(tmp_path: Path):
-    release = threading.Event()
-    other = threading.Thread(target=release.wait)
-    other.start()
-    with open(tmp_path / "stack", "w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        stack = Stack.parse(file.read())
+def test_a_stack_of_this_interpreter_is_read_whatever_its_other_threads_do(tmp_path: Path):
+    release, stacks = threading.Event(), []
+
+    def read() -> None:
+        with open(tmp_path / "stack", "w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks.append(Stack.parse(file.read()))
+
+    threading.Thread(target=release.wait).start()  # faulthandler writes the newest thread first
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join()
     release.set()
-    assert stack.frames[0].function == "test_a_stack_of_this_interpreter_is_read"
+    [stack] = stacks
+    assert stack.frames[0].function == "read"
     assert str(stack.frames[0]).endswith("faulthandler.dump_traceback(file, all_threads=True)")
     assert stack.where == str(stack.frames[0]) and stack.collective is None and not stack.is_idle
 
