@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
     options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     config = _load(words)
-    machine = planned_machine(config)
+    machine = planned_machine(config, options.device_memory is not None)
     plan = plan_placement(config, machine, chosen_runtime(config.trainer))
     counts: dict[str, ParameterCounts] = {}
     memory: list[PoolMemory] = []
@@ -60,36 +60,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     device_bytes = _device_bytes(options.device_memory, machine)
     try:
         counts = count_roles(config, plan)
-        memory = estimate_memory(config, plan, counts, device_bytes)
     except ConfigError as error:
         unknown = f"not known: {error}"
+    else:
+        memory = estimate_memory(config, plan, counts, device_bytes)
     print(_json(plan, memory, unknown) if options.json else plan_text(plan, memory, unknown))
     if device_bytes is not None and memory:
         check_fits(words, counts, memory, device_bytes)
     return 0
 
 
-def planned_machine(config: RunConfig) -> Machine:
-    """This machine, or where it has no accelerators, the ones that the configuration asks for."""
+def planned_machine(config: RunConfig, gives_memory: bool = False) -> Machine:
+    """This machine's devices without `trainer.n_gpus_per_node`, otherwise as many as are asked for; `gives_memory`, or
+    more than one device, asks for accelerators where this machine has none."""
     settings, here = config.trainer, get_platform()
     if settings.device != "auto":
         check_device_name(settings.device)
-    asked = (settings.n_gpus_per_node or 1) > 1 or settings.nnodes > 1
-    if settings.device in ("auto", here.device_name) and not (here.device_name == "cpu" and asked):
-        return Machine(here.device_name, here.device_count())
-    if settings.device == "cpu":
-        return Machine("cpu")
-    return Machine("GPU" if settings.device == "auto" else settings.device)
+    kind = here.device_name if settings.device == "auto" else settings.device
+    asked = gives_memory or (settings.n_gpus_per_node or 1) > 1 or settings.nnodes > 1
+    if kind == "cpu" and settings.device == "auto" and asked:
+        return Machine("GPU")
+    is_here = kind == here.device_name and settings.n_gpus_per_node is None
+    return Machine(kind, here.device_count() if is_here else None)
 
 
 def _device_bytes(given: float | None, machine: Machine) -> int | None:
-    """`given` GB, else what this machine's devices have, if it is planned for them; None where nobody knows."""
+    """`given` GB, else what this machine's devices have, if such are planned; None where nobody knows."""
     if given is not None:
         if not given > 0:
             raise ConfigError(f"--device-memory {given} must be above 0: the GB of one device")
         return int(given * 1e9)
     platform = get_platform()
-    if machine.devices is None or platform.device_name == "cpu" or not platform.is_available():
+    if machine.kind != platform.device_name or machine.kind == "cpu" or not platform.is_available():
         return None
     return platform.memory_info()[1]
 
@@ -113,12 +115,28 @@ def check_fits(
 def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_bytes: int) -> list[str]:
     """Overrides of `ROOM` with which the plan fits, none of them in vain; empty where all are not enough."""
 
-    def fits(added: list[str]) -> bool:
+    def fits(added: list[str]) -> bool | None:
+        """None where there is no such plan: the rollout's weights have no room in a smaller share."""
         config = _load([*words, *added])
-        plan = plan_placement(config, planned_machine(config), chosen_runtime(config.trainer))
-        return all(pool.peak[0] <= device_bytes for pool in estimate_memory(config, plan, counts, device_bytes))
+        plan = plan_placement(config, planned_machine(config, gives_memory=True), chosen_runtime(config.trainer))
+        try:
+            memory = estimate_memory(config, plan, counts, device_bytes)
+        except ConfigError:
+            return None
+        return all(pool.peak[0] <= device_bytes for pool in memory)
 
-    enough = next((list(ROOM[:count]) for count in range(1, len(ROOM) + 1) if fits(list(ROOM[:count]))), [])
+    config, enough = _load(words), list[str]()
+    strategies = {"critic": config.critic.fsdp.strategy}
+    strategies["actor_rollout_ref"] = config.actor_rollout_ref.actor.fsdp_config.strategy
+    for override in ROOM:
+        if "offload_policy" in override and strategies[override.partition(".")[0]] != "fsdp2":
+            continue  # no other engine has it
+        if (fitting := fits([*enough, override])) is not None:
+            enough.append(override)
+        if fitting:
+            break
+    else:
+        return []
     for override in list(enough):
         if fits(rest := [other for other in enough if other != override]):
             enough = rest

@@ -3,12 +3,14 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen3Config
 
 from tests.conftest import ROOT
 from verl import cli
+from verl.commands import plan as plan_command
 from verl.config import load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -42,6 +44,48 @@ def test_two_machines_are_planned_on_a_laptop_from_a_configuration_alone(
     assert "actor: parameters           2.05" in out and "memory: estimates;" in out  # 8.19e9 x 4 bytes / 16
 
 
+def on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(
+        device_name="cuda", device_count=lambda: 1, is_available=lambda: True, memory_info=lambda: (0, 40 * 10**9)
+    )
+    monkeypatch.setattr(plan_command, "get_platform", lambda: here)
+
+
+def test_more_devices_than_this_machine_has_are_planned(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    on_one_gpu(monkeypatch)
+    vllm = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm"]
+    assert plan("trainer.n_gpus_per_node=8", *vllm) == 0
+    assert "8 devices (cuda) on 1 machine" in capsys.readouterr().out
+    assert plan(*vllm) == 0
+    assert "1 device (cuda) on 1 machine" in capsys.readouterr().out
+    assert plan("trainer.n_gpus_per_node=2", model, *vllm) == 2  # of the memory that this machine's have
+    assert "a device has 40.0 GB" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_device_asks_for_one_where_there_is_none(model: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--device-memory", "300", "trainer.n_gpus_per_node=1", model, *TWO_NODES[2:]]
+    assert plan(*words) == 0
+    out = capsys.readouterr().out
+    assert "1 device (GPU) on 1 machine" in out and "rollout: KV cache" in out
+    assert plan(*words, "trainer.device=cpu") == 0
+    assert "1 device (cpu) on 1 machine" in capsys.readouterr().out
+
+
+def test_weights_without_room_are_refused(model: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--device-memory", "30", *TWO_NODES, model]
+    assert plan(*words) == 2
+    assert "the weights take 16.4 GB of a device, and gpu_memory_utilization=0.5" in capsys.readouterr().err
+
+
+def test_offloading_that_an_engine_refuses_is_not_offered(model: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--device-memory", "50", *TWO_NODES[1:], model, "trainer.n_gpus_per_node=4"]
+    for strategy, offered in (("fsdp2", True), ("fsdp", False)):
+        assert plan(*words, f"actor_rollout_ref.actor.strategy={strategy}") == 2
+        assert ("offload_policy" in capsys.readouterr().err) is offered
+
+
 def test_without_a_model_the_placement_alone_is_shown(capsys: pytest.CaptureFixture[str]):
     assert plan(*TWO_NODES) == 0
     out = capsys.readouterr().out
@@ -71,7 +115,7 @@ def test_a_device_that_is_too_small_is_refused_with_overrides_that_are_enough(
     assert added and plan(*words, *added) == 0
     assert all(plan(*words, *(other for other in added if other != one)) == 2 for one in added)
     capsys.readouterr()
-    assert plan("--device-memory", "2", *TWO_NODES, model) == 2
+    assert plan("--device-memory", "5", *TWO_NODES, model, f"{ROLLOUT}.tensor_model_parallel_size=8") == 2
     assert "offloading alone does not help" in capsys.readouterr().err
 
 

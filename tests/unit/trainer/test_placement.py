@@ -12,7 +12,7 @@ from verl.config import ConfigError, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import announce_plan, place_roles, start_pools
+from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.preflight import chosen_runtime
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
@@ -147,17 +147,44 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
     on_gpus(monkeypatch, 8)
     rollout = "actor_rollout_ref.rollout"
     vllm = [*PPO, f"{rollout}.name=vllm"]
-    found = refusal(*vllm)
-    assert found.startswith("rollout.name=vllm: 8 replicas of 1 x 1 (tensor x data parallel) are planned")
+    found = refusal(*vllm, f"{rollout}.num_replicas=2")
+    assert found.startswith(
+        f"{rollout}.num_replicas=2 with rollout.name=vllm is planned by `verl plan`, but this version"
+    )
     assert f"set {rollout}.num_replicas=1" in found
     assert place(*vllm, f"{rollout}.num_replicas=1")[0].num_ranks == 8
     assert place(*vllm, f"{rollout}.tensor_model_parallel_size=8")[0].num_ranks == 8  # one replica
-    assert "1 replicas of 4 x 2" in refusal(
-        *vllm, f"{rollout}.tensor_model_parallel_size=4", f"{rollout}.data_parallel_size=2"
-    )
+    for tensor in (2, 4):  # two replicas, and one
+        sizes = [f"{rollout}.tensor_model_parallel_size={tensor}", f"{rollout}.data_parallel_size=2"]
+        assert f"set {rollout}.data_parallel_size=1" in refusal(*vllm, *sizes)
     split = ["actor_rollout_ref.hybrid_engine=False", f"{rollout}.n_gpus_per_node=4"]
     assert refusal(*vllm, *split).startswith("actor_rollout_ref.hybrid_engine=False is not supported yet")
     assert refusal(*vllm, f"{rollout}.nnodes=1").startswith("actor_rollout_ref.rollout.nnodes=1 is not supported yet")
+
+
+def test_of_replicas_that_nobody_asked_for_by_number_the_run_starts_one_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    on_gpus(monkeypatch, 8)
+    rollout, said = "actor_rollout_ref.rollout", list[str]()
+    for tensor in (1, 2):
+        words = [*PPO, f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size={tensor}"]
+        config = load_config([*words, "trainer.n_gpus_per_node=8"])
+        assert place_roles(config)[0].num_ranks == 8
+        plan = plan_run(config)
+        assert plan.rollout.count == 1 and len(plan.notes) == 1  # preparation warns of every note
+        assert plan.notes[0].startswith(f"{8 // tensor} replicas of rollout.name=vllm are planned, and a run")
+    announce_plan(config, said.append)
+    assert said[0].endswith("actor, rollout (1 replica of 2), critic")
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, ConfigError])
+def test_the_line_of_the_placement_ends_no_run(error: type[Exception], monkeypatch: pytest.MonkeyPatch):
+    def fail(*of_a_run: object) -> None:
+        raise error("from a library")
+
+    monkeypatch.setattr(placement, "count_roles", fail)
+    said: list[str] = []
+    announce_plan(load_config([*ON_CPU, "trainer.n_gpus_per_node=2"]), said.append)
+    assert said == ["placement    actor: 2 devices (cpu 0-1): actor, rollout (2 replicas of 1), critic"]
 
 
 def test_auto_is_ray_where_several_machines_or_a_cluster_are_asked_for(monkeypatch: pytest.MonkeyPatch):

@@ -33,6 +33,14 @@ def test_replicas_are_the_devices_over_tensor_times_data_parallel_size(tensor: i
     assert made.rollout == Replicas("rollout", "actor", expected, tensor, data)
 
 
+def test_replicas_that_nobody_asked_for_by_number_are_planned_and_the_one_that_starts_is_noted():
+    [note] = plan(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2").notes
+    assert note.startswith("4 replicas of rollout.name=vllm are planned, and a run of this version starts one")
+    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note
+    for quiet in (f"{ROLLOUT}.num_replicas=1", f"{ROLLOUT}.num_replicas=4", f"{ROLLOUT}.tensor_model_parallel_size=8"):
+        assert plan(*VLLM, quiet).notes == ()
+
+
 def test_experts_use_the_devices_of_the_replica():
     sizes = [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2"]
     assert plan(*VLLM, *sizes, f"{ROLLOUT}.expert_parallel_size=4").rollout == plan(*VLLM, *sizes).rollout
@@ -58,8 +66,8 @@ def test_num_replicas_takes_the_place_of_the_computed_number():
     [
         (3, 1, "tensor_model_parallel_size=2, for 4 replicas"),
         (5, 1, "tensor_model_parallel_size=4, for 2 replicas"),
-        (16, 1, "tensor_model_parallel_size=8, for 1 replicas"),
-        (4, 4, "tensor_model_parallel_size=2, for 1 replicas"),
+        (16, 1, "tensor_model_parallel_size=8, for 1 replica"),
+        (4, 4, "tensor_model_parallel_size=2, for 1 replica"),
         (1, 3, "tensor_model_parallel_size=1 and data_parallel_size=1, for 8 replicas"),
     ],
 )
@@ -140,6 +148,9 @@ def test_devices_that_nobody_can_count_are_asked_for():
     assert "trainer.n_gpus_per_node is not set" in refusal(*GRPO, machine=unknown)
     made = plan(*VLLM, "trainer.n_gpus_per_node=8", "trainer.nnodes=16", machine=unknown, runtime="ray")
     assert made.rollout.count == 128 and made.num_nodes == 16
+    split = [*VLLM, "trainer.n_gpus_per_node=8", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8"]
+    found = refusal(*split, machine=unknown, runtime="processes")
+    assert "take 2 machines, and trainer.runtime=processes is on one" in found
 
 
 def test_the_devices_are_shown_by_role():

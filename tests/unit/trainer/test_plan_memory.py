@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config import load_config
+from verl.config import ConfigError, load_config
 from verl.models.parameter_counts import ParameterCounts
 from verl.trainer.ppo.plan import Machine, plan_placement
 from verl.trainer.ppo.plan_memory import PoolMemory, estimate_memory
@@ -80,7 +80,10 @@ def test_types_shards_and_optimisers_count():
         *VLLM, f"{ACTOR}.model_dtype=bf16", f"{ACTOR}.fsdp_size=2", "actor_rollout_ref.actor.optim.optimizer=SGD"
     )
     assert held(pool)["actor parameters"] == everywhere(pool, 8.0)  # 8e9 x 2 bytes / 2
-    assert held(pool)["actor gradients"] == {"update actor": 8.0 + 16.0}
+    assert held(pool)["actor gradients"] == {"update actor": 8.0 + 32.0}  # summed in float32
+    narrow = f"{ACTOR}.mixed_precision={{reduce_dtype: bf16}}"
+    [bf16] = memory(*VLLM, f"{ACTOR}.model_dtype=bf16", f"{ACTOR}.fsdp_size=2", narrow)
+    assert held(bf16)["actor gradients"] == {"update actor": 8.0 + 16.0}
     assert "actor optimiser state" not in held(pool)
     [zero2] = memory(*VLLM, f"{ACTOR}.reshard_after_forward=False")
     assert held(zero2)["actor gathered layers"] == {"log-probs": 16.0, "update actor": 16.0}
@@ -131,6 +134,28 @@ def test_the_native_engine_gathers_a_copy_on_every_rank_and_its_share_counts_wha
     found = held(pool)
     assert found["rollout weights"] == {"collect": 16.0, "publish": 16.0}
     assert found["rollout KV cache"]["collect"] == 40 - 16 - 12  # the trainer's 12 are within the half
+
+
+def test_weights_that_fill_the_rollouts_share_of_a_device_are_refused():
+    big = ParameterCounts(32_500_000_000, 0, 1)
+    with pytest.raises(ConfigError) as raised:
+        memory(*VLLM, counts=big)
+    assert str(raised.value) == (
+        f"{ROLLOUT}: the weights take 65.0 GB of a device, and gpu_memory_utilization=0.5 of its 80.0 GB is 40.0 GB; "
+        f"raise {ROLLOUT}.gpu_memory_utilization to 0.82 or more, or raise {ROLLOUT}.tensor_model_parallel_size to 2 "
+        "or more"
+    )
+    [more] = memory(*VLLM, f"{ROLLOUT}.gpu_memory_utilization=0.82", counts=big)
+    assert held(more)["rollout KV cache"]["collect"] == pytest.approx(0.6)
+    [two] = memory(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2", counts=big)
+    assert held(two)["rollout KV cache"]["collect"] == 7.5
+    served = ["reward.reward_model.enable=True", "reward.reward_model.model_path=m"]
+    with pytest.raises(ConfigError, match=r"^reward\.reward_model\.rollout: the weights take 65\.0 GB"):
+        memory(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2", *served, counts=big)
+    with pytest.raises(ConfigError) as native:
+        memory(*GRPO, "trainer.n_gpus_per_node=8", counts=big)
+    assert str(native.value).endswith(f"40.0 GB; raise {ROLLOUT}.gpu_memory_utilization to 0.82 or more")
+    assert memory(*VLLM, counts=big, device=None)[0].rollout_share == 0.5  # nobody knows
 
 
 def test_a_cache_without_a_known_device_has_a_share_or_the_given_size():

@@ -1,7 +1,8 @@
 """Which ranks hold which roles, decided from the configuration and the devices; and how the ranks are run."""
 
+import logging
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from verl.config import RunConfig
@@ -14,23 +15,30 @@ from verl.runtime.pools import Pool, WorkerPools
 from verl.runtime.processes import ProcessGroup
 from verl.runtime.ray_cluster import Devices, join_cluster
 from verl.runtime.ray_group import RayGroup
-from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, Replicas, devices_beside_actor, plan_placement
+from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, devices_beside_actor, plan_placement
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import log_lines
 from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
 from verl.trainer.run_header import say
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
 from verl.workers.rollout.registry import Weights, find_rollout_engine
 
+logger = logging.getLogger(__name__)
+
 
 def plan_run(config: RunConfig) -> Plan:
-    """The plan of a run on this machine; ConfigError where it is impossible, or has too few devices here."""
+    """The plan of a run on this machine; ConfigError where it is impossible, or has too few devices here.
+
+    Of several replicas that nobody asked for by number, on the trainer's devices, it has the one that can start.
+    """
     platform, runtime = get_platform(), chosen_runtime(config.trainer)
     if runtime == "ray":
         ray_cluster.check_installed()
     plan = plan_placement(config, Machine(platform.device_name, platform.device_count()), runtime)
     check_devices_asked_for(config.trainer, platform, dict(devices_beside_actor(config).values()))
+    if _has_copies_on_devices(config, plan) and config.actor_rollout_ref.rollout.num_replicas is None:
+        return replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
     return plan
 
 
@@ -42,7 +50,7 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     """
     check_values_can_start(config)
     plan = plan_run(config)
-    _check_replicas_can_start(config, plan.rollout)
+    _check_replicas_can_start(config, plan)
     return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in plan.pools)
 
 
@@ -51,23 +59,31 @@ def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> N
     plan = plan_run(config)
     memory: list[PoolMemory] = []
     if log_lines(plan):
-        with suppress(VerlError):  # loading the model says what is wrong with it
+        try:
             memory = estimate_memory(config, plan, count_roles(config, plan))
+        except Exception:  # of any library: loading the model says what is wrong with it
+            logger.debug("the memory of the placement is not known", exc_info=True)
     for line in log_lines(plan, memory):
         announce(line)
 
 
-def _check_replicas_can_start(config: RunConfig, replicas: Replicas) -> None:
-    """ConfigError for several replicas of an engine with weights of its own on the trainer's devices."""
-    rollout = config.actor_rollout_ref.rollout
-    is_copied = find_rollout_engine(rollout.name).weights is Weights.COPIED
-    if not (is_copied and replicas.on_devices) or (replicas.count == 1 and replicas.data == 1):
+def _has_copies_on_devices(config: RunConfig, plan: Plan) -> bool:
+    """Whether the rollout's engine has weights of its own, on counted devices."""
+    return (
+        plan.rollout.on_devices and find_rollout_engine(config.actor_rollout_ref.rollout.name).weights is Weights.COPIED
+    )
+
+
+def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
+    """ConfigError for several replicas, or one with data parallelism, of such an engine."""
+    replicas, name = plan.rollout, config.actor_rollout_ref.rollout.name
+    if not _has_copies_on_devices(config, plan) or (replicas.count == 1 and replicas.data == 1):
         return
+    key, asked = ("num_replicas", replicas.count) if replicas.count > 1 else ("data_parallel_size", replicas.data)
     raise ConfigError(
-        f"rollout.name={rollout.name}: {replicas.count} replicas of {replicas.tensor} x {replicas.data} (tensor x data "
-        "parallel) are planned, which `verl plan` shows, but this version starts one, of data_parallel_size=1, on the "
-        f"trainer's devices; set {ROLLOUT}.num_replicas=1 to use the first devices alone, or rollout.name=native to "
-        "sample on every device"
+        f"{ROLLOUT}.{key}={asked} with rollout.name={name} is planned by `verl plan`, but this version starts one "
+        f"replica, of data_parallel_size=1, on the trainer's devices; set {ROLLOUT}.{key}=1 to use the first devices "
+        "alone, or rollout.name=native to sample on every device"
     )
 
 

@@ -96,7 +96,8 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
     if plan.num_nodes > 1 and runtime in ("inline", "processes"):
         raise ConfigError(
             f"the pools ({', '.join(f'{p.name} {p.nodes} x {p.per_node}' for p in pools)}) take {plan.num_nodes} "
-            f"machines of {machine.devices} devices, and trainer.runtime={runtime} is on one; use trainer.runtime=ray"
+            f"machines{f' of {machine.devices} devices' if machine.devices else ''}, and trainer.runtime={runtime} is "
+            "on one; use trainer.runtime=ray"
         )
     return plan
 
@@ -259,7 +260,13 @@ def _rollout_replicas(config: RunConfig, pool: PlannedPool, machine: Machine, no
     joins_server = registered.joins_server and rollout.server.url is not None
     if joins_server or registered.weights is Weights.REMOTE or (machine.kind == "cpu" and not split):
         return Replicas("rollout", pool.name, replicas_without_devices(rollout, notes), tensor, on_devices=False)
-    return _fitted(Replicas("rollout", pool.name, 0, tensor, data), pool, rollout.num_replicas, ROLLOUT)
+    made = _fitted(Replicas("rollout", pool.name, 0, tensor, data), pool, rollout.num_replicas, ROLLOUT)
+    if made.count > 1 and rollout.num_replicas is None and data == 1 and not split:
+        notes.append(
+            f"{made.count} replicas of rollout.name={rollout.name} are planned, and a run of this version starts one, "
+            f"on the first of the trainer's devices; {ROLLOUT}.num_replicas=1 plans that one"
+        )
+    return made
 
 
 def replicas_without_devices(rollout: RolloutConfig, notes: list[str]) -> int:
@@ -294,8 +301,8 @@ def _fitted(asked: Replicas, pool: PlannedPool, number: int | None, where: str) 
     data = asked.data if per_node % asked.data == 0 else 1
     near = [tensor for tensor in range(1, per_node + 1) if per_node % (tensor * data) == 0]
     tensor = min(near, key=lambda one: (abs(one - asked.tensor), one))
-    change = f" and data_parallel_size={data}" if data != asked.data else ""
+    change, number = f" and data_parallel_size={data}" if data != asked.data else "", total // (tensor * data)
     raise ConfigError(
         f"{text}, which replicas cannot divide evenly; the nearest that can is tensor_model_parallel_size={tensor}"
-        f"{change}, for {total // (tensor * data)} replicas"
+        f"{change}, for {number} replica{'s' * (number != 1)}"
     )

@@ -4,6 +4,7 @@ Counted are parameters, gradients, optimiser state, and the weights and the KV c
 gathered layers and what libraries take for themselves are not.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,8 @@ from verl.config.distillation import role_name, teachers
 from verl.config.engine import EngineConfig
 from verl.models.load import dtype_of
 from verl.models.parameter_counts import ParameterCounts, model_parameters
-from verl.trainer.ppo.plan import Plan, PlannedPool, splits_rollout
+from verl.trainer.ppo.plan import REWARD_MODEL, ROLLOUT, Plan, PlannedPool, splits_rollout
+from verl.utils.errors import ConfigError
 from verl.workers.rollout.base import rollout_dtype
 from verl.workers.rollout.native_engine import CPU_CACHE_BYTES
 from verl.workers.rollout.registry import Weights, find_rollout_engine
@@ -80,7 +82,10 @@ def _models(config: RunConfig, plan: Plan) -> dict[str, HFModelConfig]:
 def estimate_memory(
     config: RunConfig, plan: Plan, counts: Mapping[str, ParameterCounts], device_bytes: int | None = None
 ) -> list[PoolMemory]:
-    """The memory of every pool; `device_bytes` is that of one device, without which a KV cache may have no size."""
+    """The memory of every pool; `device_bytes` is that of one device, without which a KV cache may have no size.
+
+    ConfigError where the weights of a replica have no room in its share of the device.
+    """
     return [_PoolEstimate(config, plan, pool, counts, device_bytes).result() for pool in plan.pools]
 
 
@@ -132,7 +137,8 @@ class _PoolEstimate:
         if "reward_model" in self.pool.roles:
             served = self.config.reward.reward_model.rollout
             weights = 2.0 * self.counts["reward_model"].all / served.tensor_model_parallel_size
-            cache = self._cache(weights, served.gpu_memory_utilization, None)
+            tensor = served.tensor_model_parallel_size
+            cache = self._cache(weights, served.gpu_memory_utilization, f"{REWARD_MODEL}.rollout", tensor)
             holdings += self._of_server("reward_model", weights, cache, always=len(self.pool.roles) == 1)
         share = 0.0
         if "rollout" in self.pool.roles and self.plan.rollout.on_devices:
@@ -150,14 +156,14 @@ class _PoolEstimate:
         ranks, counts = self.pool.num_devices, self.counts[role]
         size = engine.get("fsdp_size", -1)
         shards = size if 0 < size < ranks else ranks
-        storage, compute = _bytes_of_types(engine, self.plan.machine.kind)
+        storage, compute, reduce = _bytes_of_types(engine, self.plan.machine.kind)
         storage = storage if optimizer else compute
         offloads_shards = ranks > 1 and engine.get("offload_policy", False)
         parameters = 0.0 if offloads_shards else counts.all * storage / shards
         if ranks == 1 and compute != storage:
             parameters += counts.all * compute  # the copy that computes
         gathered = 0 if ranks == 1 or engine.get("reshard_after_forward", True) else counts.all * compute
-        sums = counts.trained * storage * (shards > 1)  # between micro-batches
+        sums = counts.trained * reduce * (shards > 1)  # between micro-batches
         gradients = sums + (0 if offloads_shards else counts.trained * storage / shards)
         states = STATES_OF_OPTIMIZER.get(optimizer or "", 2) * counts.trained * storage / shards
         resident = 0.0 if engine.get("param_offload", False) else parameters
@@ -189,7 +195,10 @@ class _PoolEstimate:
         if _is_in_place(self.config):
             weights = 0.0 if self.pool.num_devices == 1 else weights
             taken = sum(holding.sizes[0] for holding in beside)  # the native engine's share counts what is there
-        cache = self._cache(weights + taken, rollout.gpu_memory_utilization, rollout.kv_cache_bytes)
+        tensor = None if _is_in_place(self.config) else replicas.tensor
+        cache: float | None = rollout.kv_cache_bytes
+        if cache is None:
+            cache = self._cache(weights, rollout.gpu_memory_utilization, ROLLOUT, tensor, taken)
         stays = not rollout.free_cache_engine or (rollout.name == "vllm" and not rollout.enable_sleep_mode)
         always = splits_rollout(self.config) or stays
         engine = find_rollout_engine(rollout.name)
@@ -205,19 +214,32 @@ class _PoolEstimate:
             self._row(role, "KV cache", lambda p: (cache or 0) if always or role in p.active else 0),
         ]
 
-    def _cache(self, beside: float, share: float, given: int | None) -> float | None:
-        """Bytes of a KV cache in a `share` of the device that holds `beside` too; None where no size is known."""
-        if given is not None:
-            return given
+    def _cache(self, weights: float, share: float, where: str, tensor: int | None, taken: float = 0.0) -> float | None:
+        """Bytes of a KV cache in a `share` of the device, beside `weights` and what is `taken`; None where no size is
+        known. ConfigError where the weights, divided by `tensor` unless it is None, fill the share."""
         if self.plan.machine.kind == "cpu":
             return CPU_CACHE_BYTES
-        return None if self.device_bytes is None else max(share * self.device_bytes - beside, 0.0)
+        if (device := self.device_bytes) is None:
+            return None
+        if weights < share * device:
+            return max(share * device - weights - taken, 0.0)
+        more = (math.floor(100 * weights / device) + 1) / 100
+        ways = [f"raise {where}.gpu_memory_utilization to {more} or more"] if more < 1 else []
+        if tensor is not None:
+            least = math.floor(weights * tensor / (share * device)) + 1
+            ways.append(f"raise {where}.tensor_model_parallel_size to {least} or more")
+        raise ConfigError(
+            f"{where}: the weights take {weights / 1e9:.1f} GB of a device, and gpu_memory_utilization={share} of its "
+            f"{device / 1e9:.1f} GB is {share * device / 1e9:.1f} GB; {', or '.join(ways) or 'take larger devices'}"
+        )
 
 
-def _bytes_of_types(engine: EngineConfig, kind: str) -> tuple[int, int]:
-    """Bytes of a parameter between passes, and of one that computes."""
+def _bytes_of_types(engine: EngineConfig, kind: str) -> tuple[int, int, int]:
+    """Bytes of a parameter between passes, of one that computes, and of a number of the gradients' sum."""
     storage = dtype_of(engine.parameter_dtype.removeprefix("torch."), "model_dtype").itemsize
-    name = (engine.get("mixed_precision") or {}).get("param_dtype", engine.get("dtype", "auto"))
+    mixed = engine.get("mixed_precision") or {}
+    reduce = dtype_of(mixed["reduce_dtype"], "reduce_dtype").itemsize if mixed.get("reduce_dtype") else max(storage, 4)
+    name = mixed.get("param_dtype", engine.get("dtype", "auto"))
     if name == "auto":
-        return storage, storage if kind == "cpu" else 2
-    return storage, dtype_of(name.removeprefix("torch."), "dtype").itemsize
+        return storage, storage if kind == "cpu" else 2, reduce
+    return storage, dtype_of(name.removeprefix("torch."), "dtype").itemsize, reduce
