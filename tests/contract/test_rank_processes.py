@@ -1,14 +1,19 @@
 """Worker groups whose ranks are processes of their own: errors, deaths and ends."""
 
+import atexit
+import errno
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 
@@ -178,6 +183,33 @@ def test_a_worker_that_only_one_rank_cannot_build_says_why_too(capfd: pytest.Cap
     with pytest.raises(WorkerError, match="cannot be built here"):
         ProcessGroup(BrokenOnOne, Layout.data_parallel(2))
     assert "Traceback" not in capfd.readouterr().err
+
+
+class SentOnce:
+    """Builds a worker; only the first rank can be sent it."""
+
+    def __init__(self) -> None:
+        self.is_sent = False
+
+    def __reduce__(self) -> tuple:
+        if self.is_sent:
+            raise OSError(errno.EMFILE, "too many open files")
+        self.is_sent = True
+        return partial, (Counter,)
+
+
+def test_ranks_that_have_started_end_where_another_cannot_start(monkeypatch: pytest.MonkeyPatch):
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(OSError, match="too many open files"):
+        ProcessGroup(SentOnce(), Layout.data_parallel(2))
+    assert set(multiprocessing.active_children()) <= before
+    [close] = at_exit
+    close()
+    monkeypatch.setattr(socket, "create_server", lambda *_: pytest.fail("no port is free"))
+    with pytest.raises(pytest.fail.Exception, match="no port is free"):
+        ProcessGroup(Counter, Layout())
 
 
 def test_ranks_end_with_their_driver(tmp_path: Path):

@@ -149,7 +149,7 @@ class RemoteGroup(WorkerGroup):
         """Fail the group because `rank` has ended; the error names the call that it ran."""
         with self._lock:
             running = [call.method for call in self._calls.values() if rank in call.futures]
-        self._fail_and_kill(WorkerError(rank, running[0] if running else "between calls", reason))
+        self._fail_and_kill(WorkerError(rank, running[0] if running else "between calls", reason, is_death=True))
 
     def _fail_calls_of(self, rank: int, reason: str) -> None:
         """Fail the calls that `rank` has not answered, which other threads may wait for."""

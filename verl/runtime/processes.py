@@ -57,16 +57,23 @@ class ProcessGroup(RemoteGroup):
         super().__init__(layout, name)
         self._reports = tempfile.TemporaryDirectory(prefix="verl-ranks-", ignore_cleanup_errors=True)
         self.first_device, self.ranks_on_machine = first_device, ranks_on_machine or layout.world_size
+        self._connections: list[connection.Connection] = []
+        self._stderrs: list[connection.Connection] = []
+        self._stderr_tails = [b""] * layout.world_size
+        self._processes: list[Any] = []
+        self._stall_watch: StallWatch | None = None
         atexit.register(self.close)  # before multiprocessing sends SIGTERM, which ranks ignore, and waits
-        self._start(factory)
-        _, building = self._register_call("__init__", range(layout.world_size))
-        threading.Thread(target=self._watch, daemon=True).start()
-        processes = {rank: process.pid for rank, process in enumerate(self._processes)}
-        folder = Path(self._reports.name)
-        self._stall_watch = StallWatch(processes, self._open_calls, self._fail_and_kill, folder, stall_timeout_s)
         try:
+            self._start(factory)
+            _, building = self._register_call("__init__", range(layout.world_size))
+            threading.Thread(target=self._watch, daemon=True).start()
+            processes = {rank: process.pid for rank, process in enumerate(self._processes)}
+            folder = Path(self._reports.name)
+            self._stall_watch = StallWatch(processes, self._open_calls, self._fail_and_kill, folder, stall_timeout_s)
             self._wait_for_results(building)
         except BaseException:
+            if self._stall_watch is None:  # ranks that have started would wait for those that have not
+                self._kill_ranks()
             self.close()
             raise
 
@@ -77,10 +84,6 @@ class ProcessGroup(RemoteGroup):
         self._store = dist.TCPStore(
             rank_server.ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._connections: list[connection.Connection] = []
-        self._stderrs: list[connection.Connection] = []
-        self._stderr_tails = [b""] * size
-        self._processes: list[Any] = []
         for rank in range(size):
             driver_end, rank_end = context.Pipe()
             stderr_reader, stderr_writer = context.Pipe(duplex=False)
@@ -162,7 +165,8 @@ class ProcessGroup(RemoteGroup):
         if self._closing:
             return
         self._closing = True
-        self._stall_watch.end()
+        if self._stall_watch is not None:
+            self._stall_watch.end()
         atexit.unregister(self.close)
         if self._sending.acquire(timeout=GRACE_S):  # else a stopped rank blocks another thread's message
             for pipe in self._connections:

@@ -22,6 +22,7 @@ LOST_RANK = re.compile(
 )
 _WRITING = threading.Lock()  # held by the thread that writes this process's errors
 _KEPT_ERRORS = 16  # of one rank, the newest
+_HEARD_WITHIN_S = 5.0  # the driver hears of a death this late at most
 _STACK_LIMIT_S, _SETTLED_S = 10.0, 0.2  # to wait for a stack, and how long one that is complete has not grown
 
 
@@ -34,17 +35,23 @@ class RecordedError:
     method: str  # the call
     text: str  # its message or traceback
     in_call: bool = True  # False: of another thread, or one that ended the process
+    is_death: bool = False  # True: its driver says so, with the last lines of its stderr
 
     @property
     def summary(self) -> str:
         """One line."""
         lines = self.text.strip().splitlines() or [""]
-        return lines[-1 if "Traceback (most recent call last)" in self.text else 0]
+        return lines[-1 if "Traceback (most recent call last)" in self.text and not self.is_death else 0]
 
     @property
     def is_of_a_lost_rank(self) -> bool:
         """Whether it only says that another rank is gone."""
-        return bool(LOST_RANK.search(self.summary))
+        return not self.is_death and bool(LOST_RANK.search(self.text if self.is_exit else self.summary))
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether it ended its process, by sys.exit."""
+        return not self.is_death and self.summary.partition(":")[0] == "SystemExit"
 
 
 class RankReports:
@@ -106,13 +113,19 @@ def blame_earliest(
     error: WorkerError, since: float, recorded: Iterable[RecordedError], stuck: Sequence[str] = ()
 ) -> WorkerError:
     """The earliest error of the ranks after the time `since`, with a line for each other one and those of `stuck`;
-    `error` itself if it is alone. Errors that say only that another rank is gone count as later.
+    `error` itself if it is alone. Errors that say only that another rank is gone count as later. A death counts as
+    earlier than what other ranks raised shortly before the driver heard of it, but follows what caused it.
     """
-    given = RecordedError(time.time(), error.rank, error.method, error.remote_traceback)
+    given = RecordedError(time.time(), error.rank, error.method, error.remote_traceback, is_death=error.is_death)
     found = [one for one in recorded if one.time >= since or not one.in_call]
     if not any((one.rank, one.text) == (given.rank, given.text) for one in found):
         found.append(given)
-    first = min(found, key=lambda e: (e.time < since, e.is_of_a_lost_rank, e.time))
+    own = [e.time for e in found if e.is_exit or (e.rank == given.rank and e is not given) if not e.is_of_a_lost_rank]
+    died = max([given.time - _HEARD_WITHIN_S, *own])
+    first = min(
+        found,
+        key=lambda e: (e.time < since, e.is_of_a_lost_rank, died if e.is_death else e.time, e.is_death),
+    )
     others = {one.summary: one for one in reversed(found) if one.summary != first.summary}
     if not (others or stuck) and first.text == given.text:
         return error
@@ -130,6 +143,8 @@ def _line(error: RecordedError, first: RecordedError, in_full: bool) -> str:
 def ask_for_stacks(folder: Path, processes: dict[int, int]) -> dict[int, str]:
     """By rank, where the threads of its process are; "" where it does not say so. `processes`: the process ids."""
     files = {rank: stack_file(folder, rank) for rank in processes if STACK_SIGNAL is not None}
+    if not files:
+        return dict.fromkeys(processes, "")
     before = {rank: _size(file) for rank, file in files.items()}
     for rank, size in before.items():
         with contextlib.suppress(OSError):  # it has ended

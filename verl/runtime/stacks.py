@@ -12,6 +12,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _SERVER = "verl/runtime/rank_server.py"  # whose frames are outside of every call
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+_SYNC = re.compile(r"\bf(data)?sync\w*\(|\bos\.sync\(")
 _PACKAGE = str(PurePath(__file__).parents[1])  # which may be installed among the libraries
 _INNERMOST = 6  # frames between a collective's own code and where its thread waits
 _SHOWN = 12  # frames
@@ -36,6 +37,7 @@ class Stack:
 
     frames: tuple[Frame, ...] = ()
     collective: str | None = None
+    is_in_fsync: bool = False  # any thread
 
     @classmethod
     def parse(cls, text: str) -> "Stack":
@@ -47,7 +49,7 @@ class Stack:
         signalled = parts.index("Current thread") // 2 if "Current thread" in parts else -1  # the main one, if it can
         main = next((t for t in threads if any(_is_server(f) and f.function == "serve" for f in t)), threads[signalled])
         call = itertools.takewhile(lambda frame: not _is_server(frame), main)
-        return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None))
+        return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None), any(map(_syncs, threads)))
 
     @property
     def is_idle(self) -> bool:
@@ -74,6 +76,11 @@ class Stack:
 def _collective(thread: tuple[Frame, ...]) -> str | None:
     inner = thread[:_INNERMOST]
     return next((frame.function for frame in inner if frame.file.endswith(_COLLECTIVES)), None)
+
+
+def _syncs(thread: tuple[Frame, ...]) -> bool:
+    """Whether its innermost Python line calls fsync or the like."""
+    return bool(thread) and _SYNC.search(str(thread[0])) is not None
 
 
 def _is_server(frame: Frame) -> bool:

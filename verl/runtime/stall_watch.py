@@ -1,16 +1,19 @@
 """Ranks inside a call are watched through Linux's /proc; when none moves, the one that the others wait for is named.
 
-A rank moves while its CPU time or its bytes read and written grow. Elsewhere than on Linux nothing is watched.
+A rank moves while its CPU time or its bytes read and written grow; one that waits for its storage may rest for long.
+Elsewhere than on Linux nothing is watched.
 """
 
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verl.runtime.rank import COLLECTIVE_TIMEOUT
 from verl.runtime.rank_reports import ask_for_stacks
 from verl.runtime.stacks import Stack
 from verl.utils.errors import WorkerError
@@ -19,6 +22,9 @@ STALL_TIMEOUT_S = 30.0  # trainer.stall_timeout_s
 _PROC = Path("/proc")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 _IDLE_SHARE = 0.01  # of a core: less is the polling of idle threads
+_STACK_CPU_S = 0.1  # more than a rank needs to write its stacks
+_STORAGE_TIMEOUT_S = COLLECTIVE_TIMEOUT.total_seconds()  # for a rank that waits for its storage
+_STORING = ("save", "finish_save", "load")  # methods that read and write checkpoints
 _LOOK_FOR_HELPERS, _HELPERS_QUIET = 0.1, 0.8  # of the timeout: ranks quiet until helpers are watched, and those then
 HELP = "docs/when_a_run_hangs.md says what to look at"
 
@@ -29,8 +35,9 @@ class Counters:
 
     state: str  # of its main thread: R running, S sleeping, D waiting for a disk, T stopped, t in a debugger
     cpu_s: float
-    num_bytes: int
+    num_bytes: int  # of its calls to read and write, also from the page cache; those of sockets are not known
     parent: int
+    storage_bytes: int = 0  # that a disk has read and written for it
 
     @classmethod
     def read(cls, process: int) -> "Counters | None":
@@ -40,11 +47,21 @@ class Counters:
         except OSError:
             return None
         try:
-            io = [line.split() for line in (_PROC / str(process) / "io").read_text().splitlines()]
-            num_bytes = sum(int(value) for name, value in io if name in ("rchar:", "wchar:", "read_bytes:"))
+            lines = (_PROC / str(process) / "io").read_text().splitlines()
+            io = {name: int(value) for name, value in (line.split(": ") for line in lines)}
         except OSError:  # a container that hides it
-            num_bytes = 0
-        return cls(fields[0], (int(fields[11]) + int(fields[12])) * _TICK_S, num_bytes, int(fields[1]))
+            io = dict.fromkeys(("rchar", "wchar", "read_bytes", "write_bytes"), 0)
+        cpu_s, storage_bytes = (int(fields[11]) + int(fields[12])) * _TICK_S, io["read_bytes"] + io["write_bytes"]
+        return cls(fields[0], cpu_s, io["rchar"] + io["wchar"], int(fields[1]), storage_bytes)
+
+
+def waits_for_disk(process: int) -> bool:
+    """Whether a thread of it is in state D, as in a read or an fsync that a disk or a server has not answered."""
+    for thread in (_PROC / str(process) / "task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if thread.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
 
 
 class Progress:
@@ -52,6 +69,7 @@ class Progress:
 
     def __init__(self, counters: Counters):
         self.counters, self.state, self.quiet_s, self.stopped_s = counters, counters.state, 0.0, 0.0
+        self.syncs = False  # whether its stack was in an fsync since its last move
 
     def update(self, now: Counters, elapsed_s: float) -> None:
         """Compare with the counters at the last move."""
@@ -59,8 +77,18 @@ class Progress:
         self.stopped_s = self.stopped_s + elapsed_s if now.state == "T" else 0.0
         used = now.cpu_s - self.counters.cpu_s
         has_moved = used > max(2 * _TICK_S, _IDLE_SHARE * self.quiet_s) or now.num_bytes != self.counters.num_bytes
+        has_moved = has_moved or now.storage_bytes != self.counters.storage_bytes
         if has_moved or now.state in "Rt":  # one that waits for a core, or for whoever debugs it, is not stalled
-            self.counters, self.quiet_s = now, 0.0
+            self.counters, self.quiet_s, self.syncs = now, 0.0, False
+
+    def update_after_stacks(self, before: Counters, now: Counters, size: int) -> bool:
+        """Whether it has moved while it wrote `size` bytes of stacks, which itself is no move."""
+        has_moved = now.cpu_s - before.cpu_s > _STACK_CPU_S or now.num_bytes - before.num_bytes not in (0, size)
+        has_moved = has_moved or now.state in "Rt" or (self.stopped_s > 0 and now.state != "T")
+        self.counters = now
+        if has_moved:
+            self.quiet_s, self.stopped_s, self.syncs = 0.0, 0.0, False
+        return has_moved
 
 
 class StallWatch:
@@ -120,7 +148,9 @@ class StallWatch:
     def _look_at_helpers(self, elapsed_s: float) -> dict[int, Progress]:
         """Rollout servers and other processes below the driver or a rank, by CPU time: a rank may wait for one."""
         counters = {int(path.name): Counters.read(int(path.name)) for path in _PROC.glob("[0-9]*")}
-        known = {process: replace(now, num_bytes=0) for process, now in counters.items() if now is not None}
+        known = {
+            process: replace(now, num_bytes=0, storage_bytes=0) for process, now in counters.items() if now is not None
+        }
         family, size = {os.getpid()}, 0
         while len(family) > size:
             size = len(family)
@@ -135,18 +165,41 @@ class StallWatch:
         stopped = [rank for rank, one in self._progress.items() if one.stopped_s >= self.timeout_s]
         if not stopped and not self._is_stalled():
             return None
-        asked = {rank: self.processes[rank] for rank in self._progress if rank not in stopped}
-        texts = ask_for_stacks(self.folder, asked) | dict.fromkeys(stopped, "")
-        stacks = {rank: Stack.parse(text) for rank, text in texts.items()}
+        stacks, moved = self._ask_for_stacks(stopped)
         if not stopped and all(stack.is_idle for stack in stacks.values()):
             self._progress = {}  # their coroutines wait for the driver
             return None
-        return self._name_culprit(stopped, stacks) if self.open_calls() == self._calls else None
+        for rank, one in self._progress.items():
+            one.syncs = stacks[rank].is_in_fsync and rank not in moved
+        if moved.intersection(stopped or stacks) or self.open_calls() != self._calls:
+            return None
+        return self._name_culprit(stopped, stacks) if stopped or self._is_stalled() else None
+
+    def _ask_for_stacks(self, stopped: Collection[int]) -> tuple[dict[int, Stack], set[int]]:
+        """The stacks by rank, empty for those `stopped`, and the ranks that have moved or ended meanwhile."""
+        before = {rank: Counters.read(self.processes[rank]) for rank in self._progress}
+        asked = {rank: self.processes[rank] for rank in self._progress if rank not in stopped}
+        texts = ask_for_stacks(self.folder, asked) | dict.fromkeys(stopped, "")
+        moved = set()
+        for rank, then in before.items():
+            now = Counters.read(self.processes[rank])
+            if then is None or now is None or self._progress[rank].update_after_stacks(then, now, len(texts[rank])):
+                moved.add(rank)
+        return {rank: Stack.parse(text) for rank, text in texts.items()}, moved
+
+    def _limit_s(self, rank: int) -> float:
+        """For how long a rank may rest: longer where it waits, or may wait, for its storage."""
+        methods = {method.rpartition(".")[2] for method in self._calls[rank].values()}
+        waits = not methods.isdisjoint(_STORING) or self._progress[rank].syncs or waits_for_disk(self.processes[rank])
+        return max(self.timeout_s, _STORAGE_TIMEOUT_S) if waits else self.timeout_s
 
     def _is_stalled(self) -> bool:
-        moving = [one for one in self._progress.values() if one.quiet_s < self.timeout_s]
+        quiet = {rank: one.quiet_s for rank, one in self._progress.items()}
+        if not quiet or min(quiet.values()) < self.timeout_s:
+            return False
+        moving = [rank for rank, quiet_s in quiet.items() if quiet_s < self._limit_s(rank)]
         helping = [one for one in self._helpers.values() if one.quiet_s < _HELPERS_QUIET * self.timeout_s]
-        return bool(self._progress) and not moving and not helping
+        return not moving and not helping
 
     def _name_culprit(self, stopped: Sequence[int], stacks: dict[int, Stack]) -> WorkerError:
         """The rank for which the others wait: one that is stopped, not in their collective, or done without it."""

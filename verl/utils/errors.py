@@ -47,12 +47,13 @@ class TransportError(VerlError):
 
 
 class WorkerError(VerlError):
-    """A failed call on one rank of a worker group: its remote traceback, or the message of an error of this module."""
+    """A failed call on one rank of a worker group: its remote traceback, the message of an error of this module, or how
+    its process ended (`is_death`)."""
 
-    def __init__(self, rank: int, method: str, remote_traceback: str):
+    def __init__(self, rank: int, method: str, remote_traceback: str, is_death: bool = False):
         separator = "\n" if "\n" in remote_traceback else " "
         super().__init__(f"rank {rank} failed in {method}():{separator}{remote_traceback}")
-        self.rank, self.method, self.remote_traceback = rank, method, remote_traceback
+        self.rank, self.method, self.remote_traceback, self.is_death = rank, method, remote_traceback, is_death
 
 
 MISTAKES = "mistakes in the configuration"

@@ -3,11 +3,13 @@
 import faulthandler
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from verl.runtime.rank_reports import RankReports, RecordedError, blame_earliest, read_errors
+from verl.runtime import stall_watch
+from verl.runtime.rank_reports import RankReports, RecordedError, ask_for_stacks, blame_earliest, read_errors
 from verl.runtime.stacks import Stack
 from verl.runtime.stall_watch import Counters, Progress, StallWatch
 from verl.utils.errors import ConfigError, WorkerError
@@ -90,6 +92,7 @@ def test_a_rank_waits_in_a_collective_also_where_another_thread_does():
         (Counters("t", 1.0, 500, 1), True),  # it is being debugged
         (Counters("T", 1.0, 500, 1), False),
         (Counters("D", 1.0, 500, 1), False),
+        (Counters("S", 1.0, 500, 1, 4096), True),
     ],
 )
 def test_cpu_time_and_bytes_are_moves(later: Counters, moves: bool):
@@ -139,3 +142,143 @@ def test_an_error_that_is_alone_stays_as_it_is(tmp_path: Path):
     [recorded] = read_errors(tmp_path)
     error = WorkerError(0, "update", "the key is wrong")
     assert blame_earliest(error, recorded.time - 1.0, [recorded]) is error
+
+
+class Machine:
+    """A made-up /proc in which ranks 0 and 1 are processes 10 and 11, inside one call."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder, self.stacks, self.while_asked = folder, {0: at(1, "all_reduce"), 1: at(2)}, lambda: None
+        monkeypatch.setattr(stall_watch, "_PROC", folder)
+        monkeypatch.setattr(stall_watch, "ask_for_stacks", self.ask)
+        self.num_asked = 0
+        for process in (10, 11):
+            self.write(process)
+
+    def write(self, process: int, states: str = "SS", ticks: int = 0, **io: int) -> None:
+        names = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes", "cancelled_write_bytes")
+        folder = self.folder / str(process)
+        for thread, state in enumerate(states):
+            task = folder / "task" / str(process + 100 * thread)
+            task.mkdir(parents=True, exist_ok=True)
+            (task / "stat").write_text(f"{process} (a) D name) {state} 1 {'0 ' * 9}{ticks} 0 0")
+        (folder / "stat").write_text((folder / "task" / str(process) / "stat").read_text())
+        (folder / "io").write_text("".join(f"{name}: {io.get(name, 0)}\n" for name in names))
+
+    def ask(self, folder: Path, processes: dict[int, int]) -> dict[int, str]:
+        self.num_asked += 1
+        for rank, process in processes.items():
+            self.write(process, wchar=len(self.stacks[rank]), write_bytes=4096)  # a rank writes its stack to a file
+        self.while_asked()
+        return {rank: self.stacks[rank] for rank in processes}
+
+    def watch(self, method: str = "actor.update") -> StallWatch:
+        watch = StallWatch({0: 10, 1: 11}, lambda: {0: {5: method}, 1: {5: method}}, lambda _: None, Path(), 30.0)
+        watch._look(0.0)
+        return watch
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def culprit_after(watch: StallWatch, seconds: float) -> int | None:
+    watch._look(seconds)
+    error = watch._find_culprit()
+    return None if error is None else error.rank
+
+
+def test_bytes_that_the_disk_wrote_are_counted(machine: Machine):
+    machine.write(10, rchar=1, wchar=2, read_bytes=4, write_bytes=8)
+    assert Counters.read(10) == Counters("S", 0.0, 3, 1, 12)
+
+
+def fsync_at(folder: Path) -> str:
+    """The stack of a rank of which another thread is inside os.fsync."""
+    source = folder / "disk.py"
+    source.write_text("def write():\n    os.fsync(fd)\n")
+    return f'{THREAD}  File "{source}", line 2 in write\n\n{at(3)}'
+
+
+@pytest.mark.parametrize("storing", ["thread in state D", "stack in fsync", "actor.save", "finish_save", "critic.load"])
+def test_a_rank_that_waits_for_its_storage_may_rest_as_long_as_a_collective_waits(machine: Machine, storing: str):
+    watch = machine.watch(storing if "." in storing or "_" in storing else "actor.update")
+    if storing == "thread in state D":
+        machine.write(11, "SD")
+    if storing == "stack in fsync":
+        machine.stacks[1] = fsync_at(machine.folder)
+    assert culprit_after(watch, 31.0) is None
+    assert culprit_after(watch, 1700.0) is None
+    assert machine.num_asked == (storing == "stack in fsync")  # once
+    assert culprit_after(watch, 70.0) == 1
+
+
+@pytest.mark.parametrize("method", ["offload", "actor.presave", "save.update"])
+def test_a_rank_that_neither_saves_nor_waits_for_its_storage_may_not(machine: Machine, method: str):
+    assert culprit_after(machine.watch(method), 31.0) == 1
+
+
+@pytest.mark.parametrize("moved", [{"ticks": 50}, {"rchar": 7}, {"states": "RS"}])
+@pytest.mark.parametrize("process", [10, 11])
+def test_a_rank_that_moves_while_it_is_asked_is_not_stalled(machine: Machine, process: int, moved: dict):
+    watch = machine.watch()
+    size = len(machine.stacks[process - 10])
+    machine.while_asked = lambda: machine.write(process, **{"wchar": size, **moved})
+    assert culprit_after(watch, 31.0) is None
+    assert culprit_after(watch, 29.0) is None  # it began to rest again
+    assert machine.num_asked == 1
+
+
+def test_a_stopped_rank_that_goes_on_while_others_are_asked_is_not_named(machine: Machine):
+    watch = machine.watch()
+    machine.write(11, "TT")
+    watch._look(31.0)
+    machine.while_asked = lambda: machine.write(11)
+    assert watch._find_culprit() is None
+    machine.write(11, "TT")
+    machine.while_asked = lambda: machine.write(10, ticks=500)  # another rank moves
+    assert culprit_after(watch, 31.0) == 1
+
+
+TAIL = "its process was killed by SIGKILL\nthe last lines of its stderr:\nTraceback (most recent call last):\n  ...\n"
+LOST = "Traceback (most recent call last):\n  ...\nRuntimeError: Connection closed by peer"
+
+
+def raised(what: str) -> str:
+    return f"Traceback (most recent call last):\n  ...\n{what}"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "first"),
+    [
+        ([(-0.1, 0, LOST)], "its process was killed"),
+        ([(-0.5, 0, raised("RuntimeError: rank 1 does not answer"))], "its process was killed"),
+        ([(-0.5, 1, LOST), (-0.6, 0, LOST)], "its process was killed"),
+        ([(-0.1, 1, raised("KeyError: 'x'"))], "KeyError"),
+        ([(-0.1, 1, raised("KeyError: 'x'")), (-0.05, 0, raised("ValueError: none"))], "KeyError"),
+        ([(-0.1, 2, raised("SystemExit: 3")), (-0.05, 0, LOST)], "SystemExit"),
+        ([(-0.1, 2, LOST + "\n\nDuring handling ...\n" + raised("SystemExit: 3"))], "its process was killed"),
+        ([(-20.0, 0, raised("KeyError: 'x'")), (-0.1, 2, LOST)], "KeyError"),
+    ],
+)
+def test_a_death_comes_before_what_others_raised_shortly_before_it_was_heard_of(recorded: list, first: str):
+    now = time.time()
+    found = [RecordedError(now + after, rank, "update", text) for after, rank, text in recorded]
+    death = WorkerError(1, "update", TAIL + "ConnectionResetError: Connection reset by peer", is_death=True)
+    error = blame_earliest(death, now - 60.0, sorted(found, key=lambda one: one.time))
+    lines = str(error).splitlines()
+    assert first in (lines[0] + lines[1] if "process" in first else lines[3])
+    (line,) = [line for line in lines if "its process was killed by SIGKILL" in line]
+    assert "consequence" not in line
+
+
+def test_a_death_is_summed_up_without_its_stderr_and_is_never_a_consequence():
+    death = RecordedError(0.0, 1, "update", TAIL + "ConnectionResetError: Connection reset by peer", is_death=True)
+    assert death.summary == "its process was killed by SIGKILL" and not death.is_of_a_lost_rank
+    assert not RecordedError(0.0, 1, "update", "Connection reset by peer", is_death=True).is_of_a_lost_rank
+
+
+def test_nobody_is_asked_for_stacks_where_there_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    assert ask_for_stacks(tmp_path, {}) == {}
