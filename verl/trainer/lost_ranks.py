@@ -43,15 +43,20 @@ def report_when_ended(rank: int) -> Iterator[None]:
             faulthandler.unregister(signal.SIGTERM)
 
 
-def end_if_rank_lost(error: Exception, rank: int, root: Path) -> None:
-    """End this process with status 1 if `error` says that another rank is gone; return otherwise.
+def end_if_rank_lost(error: BaseException, rank: int, root: Path) -> None:
+    """End this process with status 1 if `error`, or what it came from, says that another rank is gone; else return.
 
+    It comes from that where the launcher's signal arrives while this rank ends because of the lost one.
     The traceback goes to the launcher's folder, which then says what happened. Under a user's own torchrun it goes to
     a file in `root`; torchrun's report repeats the one line, and names the rank that was lost as its root cause.
     """
-    if not (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(earlier)
+    lost = next((one for one in chain if isinstance(one, RuntimeError) and LOST_RANK.search(str(one))), None)
+    if lost is None:
         return
-    text, folder = traceback.format_exc(), _reports_folder()
+    text, folder = "".join(traceback.format_exception(lost)), _reports_folder()
     if folder:
         _report(folder, rank).write_text(text)
     else:

@@ -76,6 +76,7 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
     except Interrupted as stop:
         if not is_one_of_many:
             raise
+        end_if_rank_lost(stop, RankInfo.from_environment().rank, Path(config.trainer.default_local_dir))
         if os.environ["RANK"] == "0":
             print(f"error: {stop}", file=sys.stderr)
         end_rank(stop.exit_code)
