@@ -26,11 +26,11 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2030,
     "rewards": 1100,
     "trainer": 6750,
-    "commands": 5255,
+    "commands": 5270,
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17630, 46540, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17630, 46565, 400
 
 
 def package_of(path: Path) -> str:

@@ -23,12 +23,20 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("verl.commands.report:main", "one page about a run, or several over each other, also while they train"),
     "show": ("verl.commands.show:main", "trajectories of a step as text, tokens coloured by advantage or log-prob"),
     "config": ("verl.config.explain:main", "explain a key, print the resolved configuration"),
-    "plan": ("verl.commands.plan:main", "which role sits on which devices, and what it holds in memory"),
+    "plan": ("verl.commands.plan.command:main", "which role sits on which devices, and what it holds in memory"),
     "doctor": ("verl.commands.doctor:main", "what this machine can and cannot do"),
     "check-template": ("verl.commands.parsers:template_main", "check that a chat template works for multi-turn runs"),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
-SPEAKS_FIRST = ("train", "sft", "dpo", "reward-model", "config", "report")  # these print before they load what is slow
+SPEAKS_FIRST = (
+    "train",
+    "sft",
+    "dpo",
+    "reward-model",
+    "config",
+    "report",
+    "plan",
+)  # these print before they load what is slow
 
 
 def usage() -> str:

@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 
 from tests.conftest import ROOT
 from verl import cli
-from verl.commands import plan as plan_command
+from verl.commands.plan import planning
 from verl.config import load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -48,7 +48,7 @@ def on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(
         device_name="cuda", device_count=lambda: 1, is_available=lambda: True, memory_info=lambda: (0, 40 * 10**9)
     )
-    monkeypatch.setattr(plan_command, "get_platform", lambda: here)
+    monkeypatch.setattr(planning, "get_platform", lambda: here)
 
 
 def test_more_devices_than_this_machine_has_are_planned(

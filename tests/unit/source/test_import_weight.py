@@ -25,6 +25,12 @@ def test_the_command_line_answers_without_heavy_libraries():
     assert loaded_by("import verl.cli; verl.cli.usage()", HEAVY) == []
 
 
+@pytest.mark.parametrize("word", ["--help", "trainer.n_gpu_per_node=8"], ids=["help", "a mistyped key"])
+def test_help_and_mistakes_of_a_plan_are_said_without_heavy_libraries(word: str):
+    statement = f"import contextlib, verl.cli\nwith contextlib.suppress(SystemExit): verl.cli.main(['plan', {word!r}])"
+    assert loaded_by(statement, HEAVY) == []
+
+
 def test_a_configuration_loads_without_heavy_libraries():
     statement = (
         "import verl.config\nverl.config.load_config(['actor_rollout_ref.model.path=/m', 'data.train_files=/t'])"

@@ -1,13 +1,11 @@
-"""`verl plan [key=value ...]`: which role sits on which devices, and what it holds in memory. Nothing is started."""
+"""The plan of a configuration on devices that this machine need not have, and whether it fits them."""
 
-import argparse
 import json
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from verl.config import RunConfig, load_config
+from verl.commands.plan.command import load_run_config
+from verl.config import RunConfig
 from verl.models.parameter_counts import ParameterCounts
 from verl.plugin.platform import get_platform
 from verl.plugin.platform.platform_manager import check_device_name
@@ -16,18 +14,7 @@ from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memor
 from verl.trainer.ppo.plan_tables import plan_text
 from verl.trainer.preflight import chosen_runtime
 from verl.utils.errors import ConfigError
-from verl.utils.process_end import end_process
 
-EPILOG = """Planned are the devices that the keys ask for, whether this machine has them or not; without
-trainer.n_gpus_per_node, those of this machine. Two tables are printed: devices x roles, and phases x memory for each
-pool. The memory is an estimate from the number of parameters: give actor_rollout_ref.model.path, a folder with a
-config.json; weights are not needed.
-
-  verl plan trainer.nnodes=2 trainer.n_gpus_per_node=8 actor_rollout_ref.model.path=DIR \\
-      actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=2
-  verl plan --device-memory 80 ... actor_rollout_ref.hybrid_engine=False actor_rollout_ref.rollout.n_gpus_per_node=4
-
-Exit code: 0 the plan can work, 2 it cannot; the message has the numbers and the nearest plan that can."""
 ROOM = (  # overrides that make room, the cheapest first
     "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     "critic.fsdp.optimizer_offload=True",
@@ -40,34 +27,23 @@ ROOM = (  # overrides that make room, the cheapest first
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan. 0: it can work."""
-    parser = argparse.ArgumentParser(
-        prog="verl plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--placement", action="store_true", help="the same: placement and memory are what is planned")
-    parser.add_argument(
-        "--device-memory", type=float, metavar="GB", help="memory of a device (default: this machine's)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    config = _load(words)
-    machine = planned_machine(config, options.device_memory is not None)
+def print_plan(words: Sequence[str], config: RunConfig, device_memory: float | None, as_json: bool) -> None:
+    """Print the plan of `config`, which `words` give, on devices of so many GB (None: this machine's)."""
+    machine = planned_machine(config, device_memory is not None)
     plan = plan_placement(config, machine, chosen_runtime(config.trainer))
     counts: dict[str, ParameterCounts] = {}
     memory: list[PoolMemory] = []
     unknown = ""
-    device_bytes = _device_bytes(options.device_memory, machine)
+    device_bytes = _device_bytes(device_memory, machine)
     try:
         counts = count_roles(config, plan)
     except ConfigError as error:
         unknown = f"not known: {error}"
     else:
         memory = estimate_memory(config, plan, counts, device_bytes)
-    print(_json(plan, memory, unknown) if options.json else plan_text(plan, memory, unknown))
+    print(_json(plan, memory, unknown) if as_json else plan_text(plan, memory, unknown))
     if device_bytes is not None and memory:
         check_fits(words, counts, memory, device_bytes)
-    return 0
 
 
 def planned_machine(config: RunConfig, gives_memory: bool = False) -> Machine:
@@ -117,7 +93,7 @@ def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_by
 
     def fits(added: list[str]) -> bool | None:
         """None where there is no such plan: the rollout's weights have no room in a smaller share."""
-        config = _load([*words, *added])
+        config = load_run_config([*words, *added])
         plan = plan_placement(config, planned_machine(config, gives_memory=True), chosen_runtime(config.trainer))
         try:
             memory = estimate_memory(config, plan, counts, device_bytes)
@@ -125,7 +101,7 @@ def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_by
             return None
         return all(pool.peak[0] <= device_bytes for pool in memory)
 
-    config, enough = _load(words), list[str]()
+    config, enough = load_run_config(words), list[str]()
     strategies = {"critic": config.critic.fsdp.strategy}
     strategies["actor_rollout_ref"] = config.actor_rollout_ref.actor.fsdp_config.strategy
     for override in ROOM:
@@ -143,19 +119,6 @@ def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_by
     return enough
 
 
-def _load(words: Sequence[str]) -> RunConfig:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = load_config(words)
-    if not isinstance(config, RunConfig):
-        raise ConfigError("verl plan is for runs of main_ppo; drop --config-name")
-    return config
-
-
 def _json(plan: Plan, memory: Sequence[PoolMemory], unknown: str) -> str:
     pools = [{**asdict(pool), "sums": pool.sums} for pool in memory]
     return json.dumps({**asdict(plan), "memory": pools, "memory_unknown": unknown}, indent=2)
-
-
-if __name__ == "__main__":
-    end_process(main())
