@@ -84,9 +84,9 @@ MANNERS = [{}, {"sliding_window": 4}, {"sliding_window": 1}, {"sliding_window": 
 MANNERS += [{"sliding_window": 3, "softcap": 1.5}, {"sinks": True}, {"scaling": 0.3}]
 
 
-def attend_both(how: dict):
+def attend_both(how: dict, batch: Batch | None = None):
     """(shared, unshared) outputs about the tokens of a batch, and the gradients of what was given to attention."""
-    batch = grouped_batch()
+    batch = batch or grouped_batch()
     part = batch.select(prefix_sharing_order(batch))
     layout, generator = plan_prefix_sharing(part, CPU), torch.Generator().manual_seed(0)
     shapes = [(1, n, len(layout.computed), SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -118,6 +118,21 @@ def test_attention_and_its_gradient_equal_those_of_whole_sequences(how, merging,
     if not merging:
         monkeypatch.setattr(prefix_sharing, "_can_merge", lambda *args: False)
     for found, expected in zip(*attend_both(how), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("answers", [([7, 8], [7, 8]), ([7, 8], [7, 8], [7, 8])], ids=str)
+@pytest.mark.parametrize("merging", [True, False])
+def test_a_group_of_equal_sequences_leaves_no_suffix(answers, merging, monkeypatch):
+    if not merging:
+        monkeypatch.setattr(prefix_sharing, "_can_merge", lambda *args: False)
+    prompts = [([3, 4], answers), ([5, 6, 9], ([7], [8, 8])), ([4, 3], answers)]
+    rows = [
+        Trajectory.from_completion(prompt, answer, [0.0] * len(answer), group_id=number)
+        for number, (prompt, group) in enumerate(prompts)
+        for answer in group
+    ]
+    for found, expected in zip(*attend_both({}, Batch.pack(rows)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 

@@ -239,6 +239,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: _Segments) -> tu
         return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     outs, lses = [], []
     for q, k, v in _batched_runs(queries, keys, (query,), (key, value)):
+        if not q.numel():  # of a group whose sequences are all equal; the kernel divides by the number of queries
+            continue
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         outs.append(_unbatched(out))
         lses.append(_unbatched(lse.unsqueeze(-1)))
@@ -260,6 +262,9 @@ def _flash_backward(
         return [x.transpose(0, 1).unsqueeze(0) for x in kernel_grads]
     gradients = []
     for g, q, o, s, k, v in _batched_runs(queries, keys, (grad_out, query, out, lse.unsqueeze(-1)), (key, value)):
+        if not q.numel():
+            gradients.append([_unbatched(x) for x in (q, torch.zeros_like(k), torch.zeros_like(v))])
+            continue
         kernel_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, o, s.squeeze(-1), 0.0, causal, scale=scale
         )
