@@ -126,7 +126,7 @@ def results(record: dict[str, Any]) -> str:
     lines = [
         "## Curves",
         "",
-        "Every recipe trains the same warm model of a seed (distillation: a random one, whose teacher is the warm one)",
+        "Every recipe trains the same warm model of a seed (distillation: with a teacher fine-tuned on right answers)",
         "for the same number of steps of 512 answers on the quickstart's task: 64 prompts x 8, or 512 prompts where no",
         "answers to one prompt are compared (ppo, reinforce_plus_plus). Accuracy is the share of exact",
         "sums. Before and after: 200 held-out problems, answered greedily, with the 95 % interval over seeds. Steps to",

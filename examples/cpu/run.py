@@ -8,14 +8,17 @@ The script of the recipe gets the variables of `VARIABLES`, so what belongs to t
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 FSDP = "run_qwen3_8b_fsdp.sh"
+DISTILLATION = "on_policy_distillation"
 RECIPES = {
     "grpo": f"grpo_trainer/{FSDP}",
     "dr_grpo": "grpo_trainer/run_qwen3_8b_drgrpo.sh",
@@ -37,7 +40,7 @@ RECIPES = {
     "otb": f"otb_trainer/{FSDP}",
     "gdpo": f"gdpo_trainer/{FSDP}",
     "rollout_correction": f"rollout_correction/{FSDP}",
-    "on_policy_distillation": f"on_policy_distillation_trainer/{FSDP}",
+    DISTILLATION: f"on_policy_distillation_trainer/{FSDP}",
     "prefix_grouper": f"prefix_grouper/{FSDP}",
     "lora": f"tuning/lora/{FSDP}",
     "scaling": f"tuning/scaling/{FSDP}",
@@ -66,6 +69,7 @@ VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
 }
 ONE_ANSWER_PER_PROMPT = {"TRAIN_BATCH_SIZE": "512", "PPO_MINI_BATCH_SIZE": "256", "ROLLOUT_N": "1"}
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")  # their baseline learns from many prompts, not from many answers to one
+TEACHER_EPOCHS = 2
 ARR = "actor_rollout_ref"
 KEEP_EXPLORING = f"{ARR}.actor.entropy_coeff=0.003"  # as each prompt is answered once, they are sure too early without
 OVERRIDES = (  # what a CPU and so small a model need
@@ -103,13 +107,36 @@ def prepare(out: Path, seed: int) -> Path:
     return out / "warm"
 
 
+def prepare_teacher(out: Path, seed: int) -> Path:
+    """The folder of `DISTILLATION`'s teacher: a model fine-tuned on worked answers to all training problems."""
+    from verl.commands.quickstart.addition_task import make_split, write_split
+    from verl.commands.quickstart.stages import NUM_HELD_OUT, keep_quiet, newest_checkpoint, sft_overrides
+    from verl.config import load_config
+    from verl.trainer.sft_trainer import run_sft
+
+    prepare(out, seed)
+    if not (out / "teacher" / "config.json").is_file():
+        split, folder = make_split(seed, NUM_HELD_OUT, num_worked=0), out / "teacher_run"
+        write_split(replace(split, worked=split.train), out / "teacher_data")
+        changed = {
+            "data.train_files": out / "teacher_data" / "worked.jsonl",
+            "trainer.total_epochs": TEACHER_EPOCHS,
+            "trainer.save_freq": -1,
+            "trainer.default_local_dir": folder,
+            "trainer.experiment_name": "teacher",
+        }
+        own = [f"{key}={value}" for key, value in changed.items()]
+        run_sft(load_config([*sft_overrides(out, seed), *own], config_name="sft_trainer"), announce=keep_quiet)
+        shutil.copytree(newest_checkpoint(folder) / "huggingface", out / "teacher", dirs_exist_ok=True)
+    return out / "teacher"
+
+
 def variables(name: str, out: Path) -> dict[str, str]:
     """What the script of recipe `name` gets for the model and the data below `out`."""
     train, test = (str(out / "data" / file) for file in ("train.jsonl", "test.jsonl"))
-    distils = name == "on_policy_distillation"  # a random model, from the one that all others begin with
     own = {
-        "MODEL_PATH": str(out / ("model" if distils else "warm")),
-        "TEACHER_MODEL_PATH": str(out / "warm"),
+        "MODEL_PATH": str(out / "warm"),
+        "TEACHER_MODEL_PATH": str(out / "teacher"),
         "TRAIN_FILE": train,
         "TEST_FILE": test,
         "EXPERIMENT_NAME": name,
@@ -147,7 +174,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     out = options.out.resolve()
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
-    prepare(out, options.seed)
+    (prepare_teacher if options.recipe == DISTILLATION else prepare)(out, options.seed)
     return run(options.recipe, out, options.seed, options.steps, options.overrides)
 
 

@@ -99,7 +99,7 @@ def run_seed(names: list[str], seed: int, options: argparse.Namespace, progress:
     folder = options.out.absolute() / f"seed_{seed}"
     os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.jobs))
-    cpu.prepare(folder, seed)
+    (cpu.prepare_teacher if cpu.DISTILLATION in names else cpu.prepare)(folder, seed)
     with ThreadPoolExecutor(options.jobs) as pool:
         done = list(pool.map(lambda name: run_case(name, seed, options.steps, folder, progress), names))
     return [case_name(name, seed) for name, trained in zip(names, done, strict=True) if not trained]

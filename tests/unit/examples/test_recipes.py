@@ -92,7 +92,8 @@ def test_divergence_and_turns_choose_the_other_form(launched):
 @pytest.mark.parametrize("name", cpu.RECIPES)
 def test_the_preflight_of_a_recipe_refuses_nothing_but_the_absent_gpus(name, launched, tmp_path):
     jobs.prepare(tmp_path)
-    (tmp_path / "warm").symlink_to(tmp_path / "model")
+    for copy in ("warm", "teacher"):
+        (tmp_path / copy).symlink_to(tmp_path / "model")
     sizes = cpu.variables(name, tmp_path) | {"NGPUS_PER_NODE": "8", "DEVICE": "gpu"}
     scoring = [o for o in cpu.OVERRIDES if o.startswith("reward.")]
     local = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]", *scoring]
@@ -109,9 +110,9 @@ def test_a_recipe_resolves_for_a_cpu(name, launched, tmp_path):
     config = load_supported(arguments)
     assert config.trainer.device == "cpu" and config.trainer.total_training_steps == 20
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 512
-    student = "model" if config.distillation.enabled else "warm"  # it begins away from its teacher, who is the warm one
-    assert config.actor_rollout_ref.model.path == str(tmp_path / student)
-    assert [teacher.path for teacher in teachers(config.distillation)] in ([], [str(tmp_path / "warm")])
+    assert config.actor_rollout_ref.model.path == str(tmp_path / "warm")
+    taught_by = [str(tmp_path / "teacher")] if name == cpu.DISTILLATION else []
+    assert [teacher.path for teacher in teachers(config.distillation)] == taught_by
 
 
 def test_the_generation_script_resolves(launched):
