@@ -73,6 +73,7 @@ docs: $(BASE)
 	$(BIN)/verl config markdown > docs/reference/config.md.tmp && mv docs/reference/config.md.tmp docs/reference/config.md
 	$(BIN)/python -m scripts.metrics_page > docs/metrics.md.tmp && mv docs/metrics.md.tmp docs/metrics.md
 	$(BIN)/python -m scripts.draw_architecture
+	$(BIN)/python -m scripts.draw_placements
 	$(BIN)/python -m scripts.algorithms_page
 
 BENCH ?= $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))

@@ -51,13 +51,14 @@ def devices_table(plan: Plan) -> str:
         for pool in plan.pools:
             if 0 <= node - pool.first_node < pool.nodes:
                 cells = [
-                    _cell(plan, pool, role, node - pool.first_node) if role in pool.roles else "" for role in roles
+                    describe_cell(plan, pool, role, node - pool.first_node) if role in pool.roles else ""
+                    for role in roles
                 ]
                 rows.append([str(node), f"{plan.machine.kind} {_range(pool.first_device, pool.per_node)}", *cells])
     return _columns(rows, numbers=False)
 
 
-def _cell(plan: Plan, pool: PlannedPool, role: str, node: int) -> str:
+def describe_cell(plan: Plan, pool: PlannedPool, role: str, node: int) -> str:
     """What of `role` is on the pool's machine number `node`."""
     replicas = next((r for r in plan.replicas if r.role == role), None)
     if replicas is None:
