@@ -1,5 +1,6 @@
 """A rollout server whose engine is a transformers module: the real process, socket and transports without an engine.
 
+It answers each request with the number of its replica, and sleeping until an update it loses its weights.
 Tensors of certain names make it misbehave: "fail 1" raises in replica 1, "stall 1" makes it stop, "die 1" ends it.
 """
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.contract.test_weight_sync import ModuleEngine
 from verl.models.fingerprint import fingerprint
 from verl.workers.rollout import engine_server
+from verl.workers.rollout.base import Completion, GenerationRequest
 
 
 class ReplicaModuleEngine(ModuleEngine):
@@ -37,6 +39,14 @@ class ReplicaModuleEngine(ModuleEngine):
         [arrived] = await super().load_bucket([named for named in bucket if named[0] in self.params])
         return [arrived | {name: fingerprint(tensor) for name, tensor in bucket if name not in arrived}]
 
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        assert all(bool(parameter.isfinite().all()) for parameter in self.params.values()), "no weights"
+        return [Completion([self.replica], [0.0], "length", (self.held, self.held))] * request.sampling.n
+
+    async def sleep_until_update(self) -> None:
+        for parameter in self.params.values():
+            parameter.data.fill_(float("nan"))
+
 
 def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) -> ReplicaModuleEngine:
     import torch
@@ -45,10 +55,13 @@ def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) 
     return ReplicaModuleEngine(replica, model.eval(), getattr(torch, config.dtype))
 
 
-def python_wrapper(folder: Path, module: str = "tests.rollout_server") -> str:
-    """A program to give as `rollout.server.python`: it runs `module` whatever module it is asked to run."""
+def python_wrapper(folder: Path, module: str = "tests.rollout_server", first: str = "shift 2") -> str:
+    """A program to give as `rollout.server.python`: it runs `module` whatever module it is asked to run.
+
+    The shell's command `first` drops the first two arguments, and may do more.
+    """
     script = folder / "python"
-    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -m {module} "$@"\n')
+    script.write_text(f'#!/bin/sh\n{first}\nexec {sys.executable} -m {module} "$@"\n')
     script.chmod(0o700)
     return str(script)
 

@@ -112,8 +112,6 @@ def test_unused_parts_are_not_held_against_a_run():
         ("global_profiler.tool=nsys", "profiling"),
         ("trainer.logger=[console,swanlab]", "this tracker"),
         ("reward.reward_manager.name=prime", "the prime reward manager"),
-        ("actor_rollout_ref.hybrid_engine=False", "a rollout apart from training, which `verl plan` shows,"),
-        (f"{ROLLOUT}.nnodes=1", "a rollout apart from training, which `verl plan` shows,"),
         ("reward.reward_model.enable=True", "a served reward model, which `verl plan` shows,"),
     ],
 )

@@ -1,5 +1,6 @@
 """What each vendor's platform says and calls; absent hardware is a fake module that records calls."""
 
+import os
 import sys
 import types
 
@@ -50,6 +51,17 @@ def test_ray_resources_and_device_names(monkeypatch):
     assert [FakePlatform().get_device_uuid(i) for i in (0, 1, 2)] == ["CHIP-4", "CHIP-6", "CHIP-2"]
 
 
+def test_a_rollout_process_sees_some_of_the_devices_that_this_one_sees(monkeypatch):
+    name = "CUDA_VISIBLE_DEVICES"
+    for visible, devices, shown in [("", [2, 3], "2,3"), ("4, 5,6", [2, 0], "6,4"), ("GPU-a,GPU-b", [1], "GPU-b")]:
+        monkeypatch.setenv(name, visible)
+        assert PlatformCUDA().rollout_environment(devices)[name] == shown
+        assert PlatformCUDA().rollout_environment()[name] == visible
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert PlatformCUDA().rollout_environment([0])["NCCL_CUMEM_ENABLE"] == "0"
+    assert PlatformCPU().rollout_environment([0, 1]) == os.environ  # its devices are only counted
+
+
 def test_cuda_names_and_calls(monkeypatch):
     cuda = PlatformCUDA()
     module = RecordingDeviceModule(get_device_capability=(9, 0), cudart="runtime")
@@ -97,6 +109,10 @@ def test_rocm_names(monkeypatch):
     assert rocm.ray_noset_envvars() == [
         f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "ROCR")
     ]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")  # which HIP obeys where both are set
+    shown = rocm.rollout_environment([1])
+    assert {shown[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")} == {"3"}
     monkeypatch.delenv("SGLANG_USE_AITER", raising=False)
     assert rocm.rollout_env_vars() == {"NCCL_CUMEM_ENABLE": "0", "SGLANG_USE_AITER": "1"}
     monkeypatch.setenv("SGLANG_USE_AITER", "0")

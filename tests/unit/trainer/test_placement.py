@@ -143,37 +143,42 @@ def test_a_run_with_several_ranks_prints_a_line_for_each_pool_and_one_rank_none(
     assert said[3].endswith("about 16.0 MB of a device (update critic)")
 
 
+def test_a_run_starts_the_replicas_of_its_plan_beside_the_trainer_or_apart(monkeypatch: pytest.MonkeyPatch):
+    on_gpus(monkeypatch, 8)
+    rollout, said = "actor_rollout_ref.rollout", list[str]()
+    vllm = [*PPO, f"{rollout}.name=vllm"]
+    for tensor in (1, 2):
+        config = load_config([*vllm, f"{rollout}.tensor_model_parallel_size={tensor}"])
+        assert place_roles(config) == (Pool("actor", ("actor", "rollout", "critic"), 8),)
+        assert plan_run(config).rollout.count == 8 // tensor and not plan_run(config).notes
+    announce_plan(config, said.append)
+    assert said[0].endswith("actor, rollout (4 replicas of 2), critic")
+    apart = [*vllm, "actor_rollout_ref.hybrid_engine=False", f"{rollout}.n_gpus_per_node=4"]
+    assert place(*apart) == (Pool("actor", ("actor", "critic"), 4),)  # replicas are no ranks
+    own = place(*vllm, f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=6")
+    assert own == (Pool("actor", ("actor", "critic"), 2),)
+
+
 def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: pytest.MonkeyPatch):
     on_gpus(monkeypatch, 8)
     rollout = "actor_rollout_ref.rollout"
-    vllm = [*PPO, f"{rollout}.name=vllm"]
-    found = refusal(*vllm, f"{rollout}.num_replicas=2")
-    assert found.startswith(
-        f"{rollout}.num_replicas=2 with rollout.name=vllm is planned by `verl plan`, but this version"
-    )
-    assert f"set {rollout}.num_replicas=1" in found
-    assert place(*vllm, f"{rollout}.num_replicas=1")[0].num_ranks == 8
-    assert place(*vllm, f"{rollout}.tensor_model_parallel_size=8")[0].num_ranks == 8  # one replica
+    vllm, ray = [*PPO, f"{rollout}.name=vllm"], "trainer.runtime=ray"
     for tensor in (2, 4):  # two replicas, and one
         sizes = [f"{rollout}.tensor_model_parallel_size={tensor}", f"{rollout}.data_parallel_size=2"]
-        assert f"set {rollout}.data_parallel_size=1" in refusal(*vllm, *sizes)
-    split = ["actor_rollout_ref.hybrid_engine=False", f"{rollout}.n_gpus_per_node=4"]
-    assert refusal(*vllm, *split).startswith("actor_rollout_ref.hybrid_engine=False is not supported yet")
-    assert refusal(*vllm, f"{rollout}.nnodes=1").startswith("actor_rollout_ref.rollout.nnodes=1 is not supported yet")
+        found = refusal(*vllm, *sizes)
+        assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in found
+    assert refusal(*vllm, f"{rollout}.num_replicas=2", ray).startswith(f"{rollout}.num_replicas with rollout.name=vllm")
+    assert place(*vllm, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
+    split = [*vllm, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]
+    for far in ([ray], ["trainer.n_gpus_per_node=8"]):  # on the machines of a cluster, and on a second one
+        assert refusal(*split, *far).startswith("actor_rollout_ref.hybrid_engine=False or rollout.nnodes with rollout")
 
 
-def test_of_replicas_that_nobody_asked_for_by_number_the_run_starts_one_and_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_beside_ranks_on_ray_the_run_starts_one_replica_and_says_so(monkeypatch: pytest.MonkeyPatch):
     on_gpus(monkeypatch, 8)
-    rollout, said = "actor_rollout_ref.rollout", list[str]()
-    for tensor in (1, 2):
-        words = [*PPO, f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size={tensor}"]
-        config = load_config([*words, "trainer.n_gpus_per_node=8"])
-        assert place_roles(config)[0].num_ranks == 8
-        plan = plan_run(config)
-        assert plan.rollout.count == 1 and len(plan.notes) == 1  # preparation warns of every note
-        assert plan.notes[0].startswith(f"{8 // tensor} replicas of rollout.name=vllm are planned, and a run")
-    announce_plan(config, said.append)
-    assert said[0].endswith("actor, rollout (1 replica of 2), critic")
+    plan = plan_run(load_config([*PPO, "actor_rollout_ref.rollout.name=vllm", "trainer.runtime=ray"]))
+    assert plan.rollout.count == 1
+    assert plan.notes[0].startswith("8 replicas of rollout.name=vllm are planned, and beside ranks on Ray a run")
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ConfigError])

@@ -33,12 +33,22 @@ def test_replicas_are_the_devices_over_tensor_times_data_parallel_size(tensor: i
     assert made.rollout == Replicas("rollout", "actor", expected, tensor, data)
 
 
-def test_replicas_that_nobody_asked_for_by_number_are_planned_and_the_one_that_starts_is_noted():
-    [note] = plan(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2").notes
-    assert note.startswith("4 replicas of rollout.name=vllm are planned, and a run of this version starts one")
-    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note
+def test_replicas_beside_ranks_on_ray_are_planned_and_the_one_that_starts_is_noted():
+    two = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    [note] = plan(*VLLM, two, runtime="ray").notes
+    assert note.startswith("4 replicas of rollout.name=vllm are planned, and beside ranks on Ray a run of this version")
+    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note and plan(*VLLM, two).notes == ()
     for quiet in (f"{ROLLOUT}.num_replicas=1", f"{ROLLOUT}.num_replicas=4", f"{ROLLOUT}.tensor_model_parallel_size=8"):
-        assert plan(*VLLM, quiet).notes == ()
+        assert plan(*VLLM, quiet, runtime="ray").notes == ()
+
+
+def test_replicas_take_the_devices_of_their_pool_in_order():
+    assert plan(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4").rollout_devices == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert plan(*VLLM, f"{ROLLOUT}.num_replicas=2").rollout_devices == ((0,), (1,))
+    apart = [*VLLM, SPLIT, f"{ROLLOUT}.n_gpus_per_node=2", "actor_rollout_ref.ref.n_gpus_per_node=1"]
+    made = plan(*apart, "trainer.n_gpus_per_node=4", "algorithm.use_kl_in_reward=True")
+    assert made.rollout_devices == ((5,), (6,))  # after the actor's and the reference's
+    assert plan(*VLLM, f"{ROLLOUT}.num_replicas=2", machine=Machine("cpu", 1)).rollout_devices == ()
 
 
 def test_experts_use_the_devices_of_the_replica():

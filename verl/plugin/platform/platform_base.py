@@ -133,9 +133,28 @@ class PlatformBase(ABC):
 
     def get_device_uuid(self, device_id: int) -> str:
         """A device name that is the same in processes with different visible devices."""
-        visible = [part.strip() for part in os.environ.get(self.visible_devices_envvar() or "-", "").split(",")]
-        known = device_id < len(visible) and visible[device_id] != ""
-        return f"{self.ray_resource_name()}-{visible[device_id] if known else device_id}"
+        visible = self.visible_devices()
+        return f"{self.ray_resource_name()}-{visible[device_id] if device_id < len(visible) else device_id}"
+
+    def visible_devices_envvars(self) -> tuple[str, ...]:
+        """All variables that set a process's visible devices, the one that the runtime obeys first."""
+        return (self.visible_devices_envvar(),) if self.visible_devices_envvar() else ()
+
+    def visible_devices(self) -> list[str]:
+        """Names of the devices that the environment shows to this process, in order; empty where it shows all."""
+        listed = (os.environ.get(name, "").strip() for name in self.visible_devices_envvars())
+        return [part.strip() for part in next(filter(None, listed), "").split(",") if part.strip()]
+
+    def rollout_environment(self, devices: Sequence[int] = ()) -> dict[str, str]:
+        """Environment of a process that serves rollouts and sees only `devices` (indices among this process's own),
+        or with none the same as this process."""
+        visible = self.visible_devices()
+        shown = ",".join(visible[device] if visible else str(device) for device in devices)
+        return {
+            **os.environ,
+            **self.rollout_env_vars(),
+            **{name: shown for name in self.visible_devices_envvars() if devices},
+        }
 
     def apply_model_patches(self, model_type: str) -> None:  # noqa: B027
         """Change model code for this device; called before a model of `model_type` is built."""

@@ -29,6 +29,10 @@ class PlatformROCm(PlatformCUDA):
             return self.check_smi_command("rocm-smi") or self.check_smi_command(["amd-smi", "list"])
         return self.is_available()
 
+    def visible_devices_envvars(self) -> tuple[str, ...]:
+        """Both names that HIP knows; it obeys its own first, and vLLM refuses two values."""
+        return ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
     def ray_noset_envvars(self) -> list[str]:
         names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
         return [f"RAY_EXPERIMENTAL_NOSET_{name}" for name in names]

@@ -15,7 +15,7 @@ from verl.runtime.pools import Pool, WorkerPools
 from verl.runtime.processes import ProcessGroup
 from verl.runtime.ray_cluster import Devices, join_cluster
 from verl.runtime.ray_group import RayGroup
-from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, devices_beside_actor, plan_placement
+from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, devices_beside_actor, plan_placement, splits_rollout
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import log_lines
 from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
@@ -30,14 +30,15 @@ logger = logging.getLogger(__name__)
 def plan_run(config: RunConfig) -> Plan:
     """The plan of a run on this machine; ConfigError where it is impossible, or has too few devices here.
 
-    Of several replicas that nobody asked for by number, on the trainer's devices, it has the one that can start.
+    Of several replicas that nobody asked for by number, beside ranks on Ray, it has the one that can start.
     """
     platform, runtime = get_platform(), chosen_runtime(config.trainer)
     if runtime == "ray":
         ray_cluster.check_installed()
     plan = plan_placement(config, Machine(platform.device_name, platform.device_count()), runtime)
     check_devices_asked_for(config.trainer, platform, dict(devices_beside_actor(config).values()))
-    if _has_copies_on_devices(config, plan) and config.actor_rollout_ref.rollout.num_replicas is None:
+    alone = runtime == "ray" and config.actor_rollout_ref.rollout.num_replicas is None and not splits_rollout(config)
+    if alone and _has_copies_on_devices(config, plan):
         return replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
     return plan
 
@@ -51,7 +52,8 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     check_values_can_start(config)
     plan = plan_run(config)
     _check_replicas_can_start(config, plan)
-    return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in plan.pools)
+    trained = [pool for pool in plan.pools if pool.roles != ("rollout",)]  # replicas are no ranks
+    return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in trained)
 
 
 def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> None:
@@ -75,16 +77,24 @@ def _has_copies_on_devices(config: RunConfig, plan: Plan) -> bool:
 
 
 def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
-    """ConfigError for several replicas, or one with data parallelism, of such an engine."""
+    """ConfigError for replicas of such an engine that `verl plan` plans and a run cannot start."""
     replicas, name = plan.rollout, config.actor_rollout_ref.rollout.name
-    if not _has_copies_on_devices(config, plan) or (replicas.count == 1 and replicas.data == 1):
+    if not _has_copies_on_devices(config, plan):
         return
-    key, asked = ("num_replicas", replicas.count) if replicas.count > 1 else ("data_parallel_size", replicas.data)
-    raise ConfigError(
-        f"{ROLLOUT}.{key}={asked} with rollout.name={name} is planned by `verl plan`, but this version starts one "
-        f"replica, of data_parallel_size=1, on the trainer's devices; set {ROLLOUT}.{key}=1 to use the first devices "
-        "alone, or rollout.name=native to sample on every device"
-    )
+    if replicas.data > 1:
+        raise ConfigError(
+            f"{ROLLOUT}.data_parallel_size={replicas.data} with rollout.name={name} is planned by `verl plan`, but a "
+            "run does not start it: the data-parallel engines of a replica step together, and here each steps when it "
+            f"has requests; set {ROLLOUT}.data_parallel_size=1, which makes {replicas.count * replicas.data} replicas"
+        )
+    splits = splits_rollout(config)
+    if (plan.runtime == "ray" and (replicas.count > 1 or splits)) or (splits and plan.num_nodes > 1):
+        key = "actor_rollout_ref.hybrid_engine=False or rollout.nnodes" if splits else f"{ROLLOUT}.num_replicas"
+        raise ConfigError(
+            f"{key} with rollout.name={name} on Ray or on several machines is planned by `verl plan`, but there this "
+            "version starts one replica, on the trainer's devices; drop it, use trainer.runtime=processes on one "
+            "machine, or rollout.name=native to sample on every device"
+        )
 
 
 def start_pools(

@@ -79,6 +79,15 @@ class Plan:
     def rollout(self) -> Replicas:
         return self.replicas[0]
 
+    @property
+    def rollout_devices(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the devices of each rollout replica, of one machine; none where they are not counted."""
+        if not self.rollout.on_devices:
+            return ()
+        size, pool = self.rollout.size, next(pool for pool in self.pools if pool.name == self.rollout.pool)
+        starts = [pool.first_device + number * size for number in range(self.rollout.count)]
+        return tuple(tuple(range(start, start + size)) for start in starts)
+
 
 def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -> Plan:
     """The placement of a run with `trainer.runtime=runtime` (auto: chosen already where it matters) on such machines.
@@ -87,7 +96,7 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
     """
     pools, notes = _place_pools(config, machine, runtime), list[str]()
     holder = {role: pool for pool in pools for role in pool.roles}
-    replicas = [_rollout_replicas(config, holder["rollout"], machine, notes)]
+    replicas = [_rollout_replicas(config, holder["rollout"], machine, runtime, notes)]
     if "reward_model" in holder:
         pool, served = holder["reward_model"], config.reward.reward_model.rollout
         asked = Replicas("reward_model", pool.name, 0, served.tensor_model_parallel_size, served.data_parallel_size)
@@ -236,7 +245,9 @@ def _first_fit(pool: PlannedPool, placed: list[PlannedPool], machine: Machine) -
     raise AssertionError("a new machine has room")
 
 
-def _rollout_replicas(config: RunConfig, pool: PlannedPool, machine: Machine, notes: list[str]) -> Replicas:
+def _rollout_replicas(
+    config: RunConfig, pool: PlannedPool, machine: Machine, runtime: str, notes: list[str]
+) -> Replicas:
     arr, rollout, split = config.actor_rollout_ref, config.actor_rollout_ref.rollout, splits_rollout(config)
     if not split and rollout.n_gpus_per_node not in (None, config.trainer.n_gpus_per_node):
         notes.append(
@@ -261,10 +272,10 @@ def _rollout_replicas(config: RunConfig, pool: PlannedPool, machine: Machine, no
     if joins_server or registered.weights is Weights.REMOTE or (machine.kind == "cpu" and not split):
         return Replicas("rollout", pool.name, replicas_without_devices(rollout, notes), tensor, on_devices=False)
     made = _fitted(Replicas("rollout", pool.name, 0, tensor, data), pool, rollout.num_replicas, ROLLOUT)
-    if made.count > 1 and rollout.num_replicas is None and data == 1 and not split:
+    if runtime == "ray" and made.count > 1 and rollout.num_replicas is None and data == 1 and not split:
         notes.append(
-            f"{made.count} replicas of rollout.name={rollout.name} are planned, and a run of this version starts one, "
-            f"on the first of the trainer's devices; {ROLLOUT}.num_replicas=1 plans that one"
+            f"{made.count} replicas of rollout.name={rollout.name} are planned, and beside ranks on Ray a run of this "
+            f"version starts one, on the driver's machine; {ROLLOUT}.num_replicas=1 plans that one"
         )
     return made
 

@@ -18,7 +18,7 @@ from verl.models.lora import add_adapters
 from verl.plugin.platform import get_platform
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.trainer.ppo.placement import plan_run
-from verl.trainer.ppo.plan import replicas_without_devices
+from verl.trainer.ppo.plan import replicas_without_devices, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -47,7 +47,24 @@ def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedT
         raise ConfigError(why_not_trained(rollout.name))
     if registered.weights is Weights.IN_PLACE:
         return registered.build(in_place_inputs(rollout, actor.model, tokenizer, get_platform().device_name))
-    return registered.build(copied_inputs(rollout, model.path or "", tokenizer, plan_run(config).rollout.count))
+    plan, beside_ranks = plan_run(config), actor.group.local_worker is None
+    devices = plan.rollout_devices if plan.runtime != "ray" else ()  # Ray's ranks may have others
+    if not beside_ranks and devices == ((0,),):
+        devices = ()  # this process's own
+    inputs = copied_inputs(rollout_of_run(config), model.path or "", tokenizer, plan.rollout.count)
+    engine = registered.build(replace(inputs, devices=devices))
+    if (built := len(cast(CopyingEngine, engine).replicas)) != plan.rollout.count:
+        logger.warning(
+            "rollout.name=%s answers with %d replicas where %d are planned: its builder leaves num_replicas unread",
+            rollout.name, built, plan.rollout.count,
+        )  # fmt: skip
+    return engine
+
+
+def rollout_of_run(config: RunConfig) -> RolloutConfig:
+    """`rollout` as a run uses it: on devices of its own nothing has to sleep."""
+    rollout = config.actor_rollout_ref.rollout
+    return replace(rollout, free_cache_engine=False) if splits_rollout(config) else rollout
 
 
 def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:

@@ -19,6 +19,7 @@ from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.rollout_setup import (
     build_rollout_engine,
     build_weight_sync,
+    rollout_of_run,
     training_sampling,
     validation_sampling,
 )
@@ -77,9 +78,9 @@ def assemble_run(
     """The driver's side of a run, on ranks that have started."""
     arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
-    engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("rollout"), actor, tokenizer)
+    engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer)
     collector = RolloutCollector(
-        engine, prepared.reward, tokenizer, prepared.agent_runner, arr.rollout.free_cache_engine
+        engine, prepared.reward, tokenizer, prepared.agent_runner, rollout_of_run(config).free_cache_engine
     )
     reference, critic = None, None
     if uses_reference(config):

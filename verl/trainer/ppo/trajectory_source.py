@@ -76,19 +76,21 @@ class RolloutCollector:
         request_ids: Sequence[int],
         sampling: SamplingParams,
         with_baselines: bool = False,
+        before_update: bool = False,
     ) -> RolloutBatch:
         """Trajectories of all rows, in order. Those whose reward failed or abstained have no reward."""
-        return await self.collect_groups(FixedPrompts(rows, request_ids), sampling, with_baselines)
+        return await self.collect_groups(FixedPrompts(rows, request_ids), sampling, with_baselines, before_update)
 
     async def collect_groups(
-        self, plan: GroupPlan, sampling: SamplingParams, with_baselines: bool = False
+        self, plan: GroupPlan, sampling: SamplingParams, with_baselines: bool = False, before_update: bool = False
     ) -> RolloutBatch:
         """Trajectories of the groups that `plan` picks, in its order; it names the prompts as they come to be due.
 
+        `before_update`: weights are published before the next call, so that an engine may sleep without any.
         With baselines, one more answer per prompt is greedy: its reward is the `reward_baseline` of the others, which
         have no reward themselves where it has none. Answers that the plan no longer needs are aborted.
         """
-        return await _Collection(self, plan, sampling, with_baselines).run()
+        return await _Collection(self, plan, sampling, with_baselines).run(before_update)
 
     async def scored(self, row: PromptRow, trajectories: list[Trajectory]) -> Group:
         """The trajectories with their scores; what their agent loop has scored itself keeps that score."""
@@ -117,7 +119,7 @@ class _Collection:
         self.generating: dict[int, asyncio.Task[None]] = {}
         self.any_aborted = False
 
-    async def run(self) -> RolloutBatch:
+    async def run(self, before_update: bool) -> RolloutBatch:
         """Wake the engine, answer and score what the plan asks for; with `free_cache` let the engine sleep again."""
         engine, first = self.collector.engine, self._next_prompts()
         await engine.wake()
@@ -136,7 +138,7 @@ class _Collection:
             await engine.abort()  # returns when none of them runs on: the engine may sleep or get new weights
         self.out.engine_stats = metrics_between(stats_before, await engine.stats())
         if self.collector.free_cache:
-            await engine.sleep()
+            await (engine.sleep_until_update() if before_update else engine.sleep())
         return self._result()
 
     def _next_prompts(self) -> Sequence[tuple[PromptRow, int]]:
@@ -280,13 +282,17 @@ class SyncSource:
         self._next_request = 0
 
     async def take(self, num_prompts: int) -> RolloutBatch:
-        """The next `num_prompts` groups, each answered `sampling.n` times by the published weights."""
+        """The next `num_prompts` groups, each answered `sampling.n` times by the published weights.
+
+        Weights are published before the next call.
+        """
         if self.rules.replace_groups:
             return await self._take_filtered(num_prompts)
         size = self.rules.gen_batch_size or num_prompts
         rows = [row for _ in range(num_prompts // size) for row in self.prompts.take(size)]
         first, self._next_request = self._next_request, self._next_request + num_prompts
-        return await self.collector.collect(rows, range(first, first + num_prompts), self.sampling, self.with_baselines)
+        numbers = range(first, first + num_prompts)
+        return await self.collector.collect(rows, numbers, self.sampling, self.with_baselines, before_update=True)
 
     async def _take_filtered(self, num_prompts: int) -> RolloutBatch:
         positions = [self.prompts.position]
@@ -301,7 +307,7 @@ class SyncSource:
 
         plan = GroupFilter(num_prompts, self.rules, draw)
         try:
-            batch = await self.collector.collect_groups(plan, self.sampling, self.with_baselines)
+            batch = await self.collector.collect_groups(plan, self.sampling, self.with_baselines, before_update=True)
         finally:
             self.prompts.go_to(positions[plan.consumed])
         self._next_request += plan.consumed

@@ -184,6 +184,10 @@ class RolloutEngine(ABC):
     async def sleep(self) -> None:
         """Free the KV cache (and copied weights) until `wake`."""
 
+    async def sleep_until_update(self) -> None:
+        """Sleep where new weights arrive before anything is sampled again: an engine may drop those that it has."""
+        await self.sleep()
+
     @abstractmethod
     async def wake(self) -> None:
         """Prepare to generate again."""

@@ -91,7 +91,7 @@ class RolloutServer:
                 return await self.engine.compute_logprobs(arguments["sequences"])
             case "stats":
                 return await self.engine.stats()
-            case "begin_update" | "sleep" | "wake":
+            case "begin_update" | "sleep" | "sleep_until_update" | "wake":
                 return await getattr(self.engine, method)()
         raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")
 

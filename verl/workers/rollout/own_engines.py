@@ -27,15 +27,17 @@ def build_native(inputs: EngineInputs) -> "RolloutEngine":
     graphs_collectives=True,
 )
 def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
-    """vLLM in this process, or in a process per replica."""
+    """vLLM in this process, or in a process per replica, which sees the replica's devices alone."""
     config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
-    if inputs.num_replicas == 1 and config.tensor_model_parallel_size == 1 and config.server.python is None:
+    alone = inputs.num_replicas == 1 and config.tensor_model_parallel_size == 1 and not inputs.devices
+    if alone and config.server.python is None:
         from verl.workers.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(config, path, inputs.tokenizer, eos)
     from verl.workers.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(config, path, eos, number) for number in range(inputs.num_replicas)]
+    numbers = range(inputs.num_replicas)
+    engines = [RemoteEngine(config, path, eos, number, inputs.devices_of(number)) for number in numbers]
     for engine in engines:  # they start in parallel
         engine.wait_until_ready()
     return routed(engines)
@@ -61,7 +63,8 @@ def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
             "one of the two"
         )
     numbers = range(inputs.num_replicas)
-    servers = [SGLangEngine(config, inputs.model_path, inputs.eos_token_ids, number) for number in numbers]
+    path, eos = inputs.model_path, inputs.eos_token_ids
+    servers = [SGLangEngine(config, path, eos, number, inputs.devices_of(number)) for number in numbers]
     for server in servers:  # they start in parallel
         server.wait_until_ready()
     return routed(servers)

@@ -46,6 +46,11 @@ class EngineInputs:
     device: "device | str | None" = None  # in place: where it is
     model_path: str = ""  # copied: the folder of the model
     num_replicas: int = 1  # copied: engines that answer together
+    devices: tuple[tuple[int, ...], ...] = ()  # copied: of each of them, by index; none: all devices, or none counted
+
+    def devices_of(self, replica: int) -> tuple[int, ...]:
+        """The devices that a process of `replica` may see; none: as this process."""
+        return self.devices[replica] if self.devices else ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import verl
 from verl.config.rollout import RolloutConfig
+from verl.plugin.platform import get_platform
 from verl.runtime.wire import deserialize
 from verl.utils import errors
 from verl.utils.errors import VerlError, WorkerError
@@ -35,12 +36,18 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 class RemoteEngine(CopyingEngine):
-    """One replica in its own process (and, with `rollout.server.python`, in its own Python environment)."""
+    """One replica in its own process, which sees `devices` (and, with `rollout.server.python`, in its own Python
+    environment)."""
 
     out_of_process = True
 
     def __init__(
-        self, config: RolloutConfig, model_path: str | Path, eos_token_ids: Sequence[int] = (), replica: int = 0
+        self,
+        config: RolloutConfig,
+        model_path: str | Path,
+        eos_token_ids: Sequence[int] = (),
+        replica: int = 0,
+        devices: Sequence[int] = (),
     ):
         self.config, self.replica, self.model_path = config, replica, Path(model_path)
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -50,7 +57,7 @@ class RemoteEngine(CopyingEngine):
         self._token_callbacks: dict[int, Callable[..., object]] = {}
         self._last_call_id = 0
         self._lock = threading.Lock()
-        self._socket, self.process, self.log = start_server(config.server.python)
+        self._socket, self.process, self.log = start_server(config.server.python, devices)
         self._ended = False
         threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True).start()
         self._stop = weakref.finalize(self, stop_server, self._socket, self.process, self.log)
@@ -178,6 +185,10 @@ class RemoteEngine(CopyingEngine):
         await self._call_async("sleep")
         self._asleep = True
 
+    async def sleep_until_update(self) -> None:
+        await self._call_async("sleep_until_update")
+        self._asleep = True
+
     async def wake(self) -> None:
         if self._asleep:
             await self._call_async("wake")
@@ -191,12 +202,16 @@ class RemoteEngine(CopyingEngine):
         self._stop()
 
 
-def start_server(python: str | None) -> tuple[socket.socket, subprocess.Popen[bytes], str]:
-    """Our endpoint of a private socket pair with the child process, the process, and the file of its output."""
+def start_server(python: str | None, devices: Sequence[int] = ()) -> tuple[socket.socket, subprocess.Popen[bytes], str]:
+    """Our endpoint of a private socket pair with the child process, the process, and the file of its output.
+
+    It sees `devices`, indices among those of this process, or all.
+    """
     ours, theirs = socket.socketpair()
     descriptor, log = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
     source = str(Path(verl.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
+    environment = get_platform().rollout_environment(devices)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     with theirs, os.fdopen(descriptor, "wb") as output:
         server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
         process = subprocess.Popen(

@@ -90,6 +90,9 @@ class Router(CopyingEngine):
     async def sleep(self) -> None:
         await asyncio.gather(*(engine.sleep() for engine in self.engines))
 
+    async def sleep_until_update(self) -> None:
+        await asyncio.gather(*(engine.sleep_until_update() for engine in self.engines))
+
     async def wake(self) -> None:
         await asyncio.gather(*(engine.wake() for engine in self.engines))
 

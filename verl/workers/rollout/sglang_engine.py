@@ -23,6 +23,7 @@ from torch import Tensor
 from verl.checkpoint_engine.buckets import SHARED_MEMORY
 from verl.config.rollout import RolloutConfig
 from verl.models.fingerprint import fingerprint
+from verl.plugin.platform import get_platform
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.seeds import derive_seed
 from verl.workers.rollout.base import (
@@ -90,10 +91,15 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 class SGLangEngine(CopyingEngine):
-    """One SGLang server: started by this class, or already running at `rollout.server.url`."""
+    """One SGLang server: started by this class on `devices`, or already running at `rollout.server.url`."""
 
     def __init__(
-        self, config: RolloutConfig, model_path: str | Path, eos_token_ids: Sequence[int] = (), replica: int = 0
+        self,
+        config: RolloutConfig,
+        model_path: str | Path,
+        eos_token_ids: Sequence[int] = (),
+        replica: int = 0,
+        devices: Sequence[int] = (),
     ):
         self.config, self.model_path, self.replica = config, Path(model_path), replica
         self.eos_token_ids = tuple(eos_token_ids)
@@ -103,20 +109,21 @@ class SGLangEngine(CopyingEngine):
         self.process: subprocess.Popen[bytes] | None = None
         url = config.server.url
         if url is None:
-            url = self._start(sglang_arguments(config, str(model_path), replica))
+            url = self._start(sglang_arguments(config, str(model_path), replica), devices)
         self.client = HTTPClient(url, config.server)
         self._version, self._asleep = 0, False
         self._in_flight: set[int] = set()
         self._generated = 0
         self._update: Path | None = None
 
-    def _start(self, arguments: dict[str, Any]) -> str:
+    def _start(self, arguments: dict[str, Any], devices: Sequence[int]) -> str:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         argv = command_line({**arguments, "host": "127.0.0.1", "port": port})
         python = self.config.server.python or sys.executable
-        self.process = subprocess.Popen([python, "-m", "sglang.launch_server", *argv], stdin=subprocess.DEVNULL)
+        server, environment = [python, "-m", "sglang.launch_server"], get_platform().rollout_environment(devices)
+        self.process = subprocess.Popen([*server, *argv], stdin=subprocess.DEVNULL, env=environment)
         weakref.finalize(self, self.process.terminate)
         return f"http://127.0.0.1:{port}"
 

@@ -131,7 +131,7 @@ class VLLMEngine(CopyingEngine):
         self._pending: dict[int, PendingRequest] = {}
         self._samples: dict[str, tuple[PendingRequest, int]] = {}  # by vLLM's request id
         self._driver: asyncio.Task[None] | None = None
-        self._asleep = False
+        self._asleep = self._lacks_weights = False
 
     @property
     def version(self) -> int:
@@ -140,6 +140,8 @@ class VLLMEngine(CopyingEngine):
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         if self._asleep:
             raise WorkerError(self.replica, "generate", "vLLM is asleep; call wake() first")
+        if self._lacks_weights:
+            raise WorkerError(self.replica, "generate", "vLLM slept until an update; publish weights first")
         vocab_size = self.llm.vllm_config.model_config.get_vocab_size()
         check_request(request, self.max_model_len, self._pending, self.decode_text is not None, vocab_size)
         pending = PendingRequest(request, [], asyncio.get_running_loop().create_future())
@@ -267,7 +269,7 @@ class VLLMEngine(CopyingEngine):
             read_back.check(f"replica {self.replica}, rank {rank}", version)
         self.read_back = by_rank[0]
         self.flush_cache()
-        self._version = version
+        self._version, self._lacks_weights = version, False
 
     def flush_cache(self) -> None:
         """Drop the KV cache of older weights; running requests recompute theirs."""
@@ -298,15 +300,16 @@ class VLLMEngine(CopyingEngine):
                     del names[output.request_id]
         return logprobs
 
-    async def sleep(self) -> None:
+    async def sleep_until_update(self) -> None:
+        await self.sleep(level=2)  # drops the weights, which level 1 keeps in host memory
+
+    async def sleep(self, level: int = 1) -> None:
         if self._pending:
-            raise WorkerError(
-                self.replica, "sleep",
-                f"{len(self._pending)} requests are in flight; await or abort() them before sleep()",
-            )  # fmt: skip
+            waiting = f"{len(self._pending)} requests are in flight; await or abort() them before sleep()"
+            raise WorkerError(self.replica, "sleep", waiting)
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            self.llm.sleep(level=1)
-        self._asleep = True
+            self.llm.sleep(level=level)
+        self._asleep, self._lacks_weights = True, self._lacks_weights or level > 1
 
     async def wake(self) -> None:
         if self._asleep and self.llm.vllm_config.model_config.enable_sleep_mode:
