@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 2260,
+    "runtime": 2300,
     "observe": 2170,
     "models": 5905,
     "workers/engine": 3700,
@@ -23,14 +23,14 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "workers": 1100,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
-    "agent": 2030,
+    "agent": 2040,
     "rewards": 1100,
     "trainer": 6795,
     "commands": 5270,
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17690, 46700, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17715, 46730, 400
 
 
 def package_of(path: Path) -> str:

@@ -42,6 +42,16 @@ class Worker(Counter):
             time.sleep(600.0)
         return self.sum_over_ranks(1.0)
 
+    def micro_batches(self) -> float:
+        """Rank 1 has fewer micro-batches than rank 0, which reduces the gradient after each."""
+        return sum(self.sum_over_ranks(1.0) for _ in range(3 - dist.get_rank()))
+
+    def uneven_step(self) -> float:
+        """As above, and all ranks meet at the end of the step."""
+        total = self.micro_batches()
+        dist.barrier()
+        return total
+
     def stop(self) -> float:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -110,6 +120,22 @@ def test_a_stopped_rank_is_named_though_it_cannot_say_where_it_is():
     assert (error.rank, error.method) == (1, "stop")
     assert "it is stopped" in str(error) and "state T" in str(error)
     assert "rank 0 waits in all_reduce()" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("method", "culprit", "says"),
+    [
+        ("micro_batches", 1, "it has left the call without entering the collective in which others wait"),
+        ("uneven_step", 0, "it waits in another collective than others do"),
+    ],
+)
+def test_unequal_numbers_of_micro_batches_are_named_with_the_lines(method: str, culprit: int, says: str):
+    group = ProcessGroup(Worker, Layout.data_parallel(2), stall_timeout_s=TIMEOUT_S)
+    error = failure(group, method)
+    group.close()
+    assert (error.rank, error.method) == (culprit, method) and says in str(error)
+    assert "in sum_over_ranks(): dist.all_reduce(total)" in str(error)
+    assert ("in uneven_step(): dist.barrier()" in str(error)) == (method == "uneven_step")
 
 
 def test_what_a_rank_raised_comes_before_what_the_others_say_of_its_end():

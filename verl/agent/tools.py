@@ -5,9 +5,11 @@ import contextlib
 import contextvars
 import inspect
 import json
+import logging
 import math
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,11 @@ from verl.utils.external_code import load_module, load_object, user_traceback
 from verl.utils.paths import expand_home
 from verl.utils.suggest import did_you_mean
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.5  # how often a running call is looked at
 DEFAULT_TIMEOUT = 60.0  # seconds one call may take
+_SLOW: "weakref.WeakSet[BaseTool]" = weakref.WeakSet()  # tools of which it is said that they took too long
 
 
 @dataclass
@@ -268,6 +273,12 @@ async def call_tool(
             raise ValueError(f"its reward is {reward}; it must be finite")
         return to_tool_response(response), reward, dict(metrics or {})
     except _TooSlowError:
+        if tool not in _SLOW:
+            _SLOW.add(tool)
+            logger.warning(
+                "tool %s took longer than its timeout of %g seconds with the arguments %.200s; the policy gets that as "
+                "the reply. The tool's `timeout` is the limit; this is said once", name, seconds, arguments,
+            )  # fmt: skip
         return ToolResponse(text=f"Error: {name} took longer than {seconds:g} seconds"), 0.0, {}
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():

@@ -1,6 +1,7 @@
 """A process's rank in a job, and how it joins the process group: under torchrun, or started by a driver."""
 
 import os
+import sys
 import threading
 import time
 import warnings
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.process_end import end_without_freeing_objects, exit_now
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # how long a rank waits for the others inside one collective
+JOIN_TIMEOUT = timedelta(minutes=10)  # how long a rank waits until all others have started
+_TAKEN = "another program listens there; set MASTER_PORT to a free port on all ranks"
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,40 @@ class RankInfo:
                 process_group_backend(),
                 rank=self.rank,
                 world_size=self.world_size,
-                store=store,
+                store=store or self._store_at_master(),
                 timeout=COLLECTIVE_TIMEOUT,
             )
+
+    def _store_at_master(self) -> dist.Store:
+        """The store at MASTER_ADDR, once all ranks have joined it; WorkerError says what keeps this one from it."""
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+        waited_s = JOIN_TIMEOUT.total_seconds()
+        silent = threading.Timer(waited_s + 5.0, _end_unanswered, [f"rank {self.rank}: no rank 0 at {place}; {_TAKEN}"])
+        silent.daemon = True
+        silent.start()
+        try:
+            store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=JOIN_TIMEOUT))
+        except dist.DistError as error:
+            text = str(error).strip().partition("\n")[0].rstrip(".")
+            if "EADDRINUSE" in text:
+                what = f"rank 0 cannot listen at {place}: {_TAKEN}"
+            elif self.rank == 0:
+                what = f"not all of the {self.world_size} ranks of WORLD_SIZE came to {place} within {waited_s:g} s: "
+                what += f"{text}; look at what the others have printed, and whether their network reaches that address"
+            else:
+                what = f"rank 0 did not answer at {place} within {waited_s:g} s: {text}; look at what rank 0 has "
+                what += "printed, and whether this machine's network reaches that address"
+            raise WorkerError(self.rank, "init_process_group", what) from error
+        finally:
+            silent.cancel()
+        store.set_timeout(COLLECTIVE_TIMEOUT)
+        return dist.PrefixStore("default_pg", store)
+
+
+def _end_unanswered(what: str) -> None:
+    """End this process, whose main thread waits without a limit for a server that says nothing."""
+    print(f"error: {what}", file=sys.stderr, flush=True)
+    exit_now(1)
 
 
 def end_with_parent(parent: int) -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,14 +209,20 @@ class StallWatch:
         done = [rank for rank in self.processes if rank not in stacks]
         if stopped:
             rank, what = stopped[0], "it is stopped: somebody sent it SIGSTOP, and nobody SIGCONT"
+        elif not any(stack.frames for stack in stacks.values()):
+            rank, what = (
+                min(stacks),
+                f"no rank moves, and none has written where it is (is there room in {self.folder}?)",
+            )
         elif outside and waiting:
             rank, what = outside[0], "it has not entered the collective in which others wait"
         elif outside:
             rank, what = outside[0], "it does not move, and is in no collective"
         elif done:
             rank, what = done[0], "it has left the call without entering the collective in which others wait"
-        elif len({stack.where for stack in stacks.values()}) > 1:
-            rank, what = min(stacks), "it waits in another collective than others do"
+        elif len(places := Counter(stack.where for stack in stacks.values())) > 1:
+            rank = min(stacks, key=lambda rank: (places[stacks[rank].where], rank))  # one of the fewest
+            what = "it waits in another collective than others do"
         else:
             rank, what = min(stacks), "every rank waits in the same collective: their network does not answer"
         calls = self._calls[rank if rank in stacks else min(stacks)]

@@ -86,7 +86,7 @@ def test_arguments_nested_beyond_reading_are_a_reply():
     assert "not valid JSON" in str(response.text)
 
 
-def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path):
+def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "hanging.py").write_text(FUNCTIONS)
     tools = load_tools(None, str(tmp_path / "hanging.py"))
 
@@ -99,6 +99,8 @@ def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path):
     *hung, added = asyncio.run(many())
     assert added == "3" and set(hung) == {"Error: slow took longer than 0.05 seconds"}
     assert time.perf_counter() - begin < 100  # a call takes 300
+    [said] = [record.getMessage() for record in caplog.records]  # once, not 40 times
+    assert 'tool slow took longer than its timeout of 0.05 seconds with the arguments {"x": 1}' in said
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,10 @@ def blamed(ranks: int, stacks: dict[int, str], stopped: tuple[int, ...] = ()) ->
         (3, {0: at(1), 1: at(2), 2: ""}, (2,), 2, "is stopped"),
         (2, {0: at(1), 1: at(2)}, (), 0, "does not move"),
         (2, {0: at(1, "broadcast"), 1: at(2, "all_reduce")}, (), 0, "in another collective"),
+        (3, {0: at(1, "all_gather"), 1: at(1, "all_gather"), 2: at(2, "all_reduce")}, (), 2, "in another collective"),
         (2, {0: at(1, "all_reduce"), 1: at(1, "all_reduce")}, (), 0, "the same collective"),
-        (1, {0: ""}, (), 0, "does not move"),
+        (2, {0: "", 1: ""}, (), 0, "none says where it is (is there room in"),
+        (1, {0: at(1)}, (), 0, "does not move"),
     ],
 )
 def test_the_culprit_is_the_rank_for_which_the_others_wait(ranks, stacks, stopped, culprit, words):
