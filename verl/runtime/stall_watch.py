@@ -210,10 +210,7 @@ class StallWatch:
         if stopped:
             rank, what = stopped[0], "it is stopped: somebody sent it SIGSTOP, and nobody SIGCONT"
         elif not any(stack.frames for stack in stacks.values()):
-            rank, what = (
-                min(stacks),
-                f"no rank moves, and none has written where it is (is there room in {self.folder}?)",
-            )
+            rank, what = min(stacks), "no rank moves, and none says where it is: is there room for temporary files?"
         elif outside and waiting:
             rank, what = outside[0], "it has not entered the collective in which others wait"
         elif outside:

@@ -46,7 +46,7 @@ def blamed(ranks: int, stacks: dict[int, str], stopped: tuple[int, ...] = ()) ->
         (2, {0: at(1, "broadcast"), 1: at(2, "all_reduce")}, (), 0, "in another collective"),
         (3, {0: at(1, "all_gather"), 1: at(1, "all_gather"), 2: at(2, "all_reduce")}, (), 2, "in another collective"),
         (2, {0: at(1, "all_reduce"), 1: at(1, "all_reduce")}, (), 0, "the same collective"),
-        (2, {0: "", 1: ""}, (), 0, "none says where it is (is there room in"),
+        (2, {0: "", 1: ""}, (), 0, "none says where it is: is there room for"),
         (1, {0: at(1)}, (), 0, "does not move"),
     ],
 )
