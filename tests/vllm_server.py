@@ -1,4 +1,4 @@
-"""A rollout server with the real vLLM that can be told to load one tensor wrongly after it arrived.
+"""A rollout server with the real vLLM that can be asked to load one tensor wrongly after it arrived.
 
 The file in `FAULT_FILE` holds "REPLICA TENSOR"; the server of this replica scales the tensor by 1.001 from then on.
 """
@@ -15,11 +15,11 @@ build_vllm_engine = engine_server.build_vllm_engine
 
 def build(config: Any, model_path: str, eos_token_ids: list[int], replica: int) -> Any:
     engine: Any = build_vllm_engine(config, model_path, eos_token_ids, replica)
-    engine.llm.collective_rpc(scale_as_told, args=(replica,))
+    engine.llm.collective_rpc(scale_as_asked, args=(replica,))
     return engine
 
 
-def scale_as_told(worker: Any, replica: int) -> None:
+def scale_as_asked(worker: Any, replica: int) -> None:
     """Make vLLM's model load the tensor of the file times 1.001."""
     model = worker.model_runner.get_model()
     load = model.load_weights

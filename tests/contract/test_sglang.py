@@ -203,7 +203,7 @@ def test_tgi_is_not_given_the_mark_that_it_puts_before_a_text_itself(monkeypatch
 
 
 class Counted:
-    """A replica that reports what it is told to."""
+    """A replica that reports what it is given."""
 
     bucket_bytes, dtype = 0, None
 

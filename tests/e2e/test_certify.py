@@ -67,13 +67,13 @@ def test_a_critic_and_its_policy_are_certified_in_their_own_type_too():
     assert all(0 < row.own_error < 1e-4 for row in certificate.rows)
 
 
-LEVERS = ("entropy_checkpointing=True", "entropy_from_logits_with_chunking=True", "ulysses_sequence_parallel_size=2")
-OWN = [*(f"{ACTOR}.{lever}" for lever in LEVERS), "actor_rollout_ref.model.use_fused_kernels=True"]
+OPTIONS = ("entropy_checkpointing=True", "entropy_from_logits_with_chunking=True", "ulysses_sequence_parallel_size=2")
+OWN = [*(f"{ACTOR}.{option}" for option in OPTIONS), "actor_rollout_ref.model.use_fused_kernels=True"]
 
 
-@pytest.mark.parametrize("own", [[], OWN], ids=["defaults", "levers"])
+@pytest.mark.parametrize("own", [[], OWN], ids=["defaults", "options"])
 def test_two_ranks_that_share_the_model_and_its_sequences_are_certified(own):
-    """Also where the configuration has levers of its own beside those that the certificate tries."""
+    """Also where the configuration has options of its own beside those that the certificate tries."""
     certificate = run(*own, num_ranks=2)
     assert {"sharded", "Ulysses", "prefix sharing"} <= {row.dimension for row in certificate.rows}
     assert certificate.holds, certificate.verdict()
@@ -173,7 +173,7 @@ def token_mean(mask: torch.Tensor) -> torch.Tensor:
     return mask.double() / mask.sum().clamp(min=1)
 
 
-def reweigh(monkeypatch, weights_of) -> None:
+def replace_loss_weights(monkeypatch, weights_of) -> None:
     """Every micro-batch gets the weights `weights_of(its batch, number of micro-batches, weights so far)`."""
     original = TorchEngine._micro_batches
 
@@ -187,13 +187,13 @@ def reweigh(monkeypatch, weights_of) -> None:
 
 
 def test_a_mean_of_micro_batch_means_is_caught(monkeypatch):
-    reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]) / parts)
+    replace_loss_weights(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]) / parts)
     culprits = run().failed_dimensions("actor")
     assert "micro-batch size" in culprits and "whole mini-batch" not in culprits
 
 
 def test_token_counts_of_the_micro_batch_are_caught(monkeypatch):
-    reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
+    replace_loss_weights(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
     culprits = run().failed_dimensions("actor")
     assert {"micro-batch size", "packing order", "accumulation", "data parallel"} <= set(culprits)
     assert "whole mini-batch" not in culprits
@@ -203,14 +203,14 @@ def test_a_sequence_mean_over_the_padded_length_is_caught(monkeypatch):
     def padded(batch, parts, weights):
         return batch["loss_mask"].double() / batch.lengths.max() / batch.num_sequences / parts
 
-    reweigh(monkeypatch, padded)
+    replace_loss_weights(monkeypatch, padded)
     certificate = run(f"{ACTOR}.loss_agg_mode=seq-mean-token-mean")
     assert "whole mini-batch" in certificate.failed_dimensions("actor")
     assert "the loss, its aggregation or its weights are wrong" in certificate.verdict()
 
 
 def test_a_critic_that_counts_its_own_tokens_is_caught(monkeypatch):
-    reweigh(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
+    replace_loss_weights(monkeypatch, lambda batch, parts, weights: token_mean(batch["loss_mask"]))
     certificate = run("critic.enable=True")
     assert "micro-batch size" in certificate.failed_dimensions("critic")
 
@@ -364,7 +364,7 @@ def test_the_command_prints_json_and_succeeds(capsys):
 
 
 def test_the_command_fails_and_names_the_culprit(capsys, monkeypatch):
-    reweigh(monkeypatch, lambda batch, parts, weights: weights / parts)
+    replace_loss_weights(monkeypatch, lambda batch, parts, weights: weights / parts)
     assert main(["certify", *SMALL, *GRPO]) == 1
     out = capsys.readouterr().out
     assert "VIOLATION: the gradient changes with micro-batch size" in out.replace("\n", " ")

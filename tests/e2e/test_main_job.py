@@ -121,8 +121,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path):
 def test_a_reward_that_always_fails_stops_the_run(folder: Path):
     from verl.utils.errors import RewardError
 
-    (folder / "reward.py").write_text("def compute_score(**kw):\n    raise ValueError('no judge today')\n")
-    with pytest.raises(RewardError, match="no judge today"):
+    (folder / "reward.py").write_text("def compute_score(**kw):\n    raise ValueError('no grader today')\n")
+    with pytest.raises(RewardError, match="no grader today"):
         jobs.train(folder, "run")
 
 

@@ -129,7 +129,7 @@ def test_a_run_killed_inside_its_saves_ends_like_one_that_never_was(folder: Path
     """Each child is killed at some moment of a save; the last one finishes."""
     train(folder, "whole", *COMMON)
     for delay_s in (0.0, 0.02, 0.005):
-        child, reader = forked(lambda told: killed_run(folder, told))
+        child, reader = forked(lambda begun: killed_run(folder, begun))
         with os.fdopen(reader, "rb") as pipe:
             pipe.read(1)
         time.sleep(delay_s)
@@ -159,12 +159,12 @@ def forked(run: Callable[[int], None]) -> tuple[int, int]:
     return child, reader
 
 
-def killed_run(folder: Path, told: int) -> None:
+def killed_run(folder: Path, begun: int) -> None:
     """Train; write a byte whenever a save begins."""
     original = Checkpoints.save
 
     def telling(*args: object) -> None:
-        os.write(told, b"s")
+        os.write(begun, b"s")
         original(*args)  # type: ignore[arg-type]
 
     Checkpoints.save = telling  # type: ignore[method-assign,assignment]

@@ -102,7 +102,7 @@ def test_two_ranks_that_share_every_sequence_give_the_result_of_one(folder: Path
     assert_close(folder, "one", "two", 3)
 
 
-LEVERS = {
+OPTIONS = {
     "the original FSDP": ["engine.strategy=fsdp"],
     "parameters kept gathered, layers recomputed, saved in the background": [
         "engine.reshard_after_forward=False",
@@ -114,11 +114,11 @@ LEVERS = {
 }
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_the_performance_options_of_the_engine_leave_the_result_alone(folder: Path, lever: str):
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_performance_options_of_the_engine_leave_the_result_alone(folder: Path, option: str):
     extra = [*EXACT, "data.train_batch_size=4", "data.max_token_len_per_gpu=64", "trainer.total_training_steps=2"]
-    train(folder, "one", *extra, *[key for key in LEVERS[lever] if "lora" in key])
-    run_ranks(2, rank_run, folder, "two", *extra, *LEVERS[lever])
+    train(folder, "one", *extra, *[key for key in OPTIONS[option] if "lora" in key])
+    run_ranks(2, rank_run, folder, "two", *extra, *OPTIONS[option])
     assert_close(folder, "one", "two", 2)
 
 

@@ -119,9 +119,11 @@ def test_every_column_that_code_writes_or_reads_is_in_the_legend():
 
 def test_the_legend_names_every_function_that_writes_a_column():
     writers = {(name, function) for name, function, place in uses()[0] if not is_shim(place)}
-    told = {(name, function) for name, column in COLUMNS.items() for function in column.written_by}
-    assert writers - told == set(), "written_by in verl/data/columns.py lacks these"
-    assert told - writers == set(), "these functions do not write these columns; see written_by in verl/data/columns.py"
+    listed = {(name, function) for name, column in COLUMNS.items() for function in column.written_by}
+    assert writers - listed == set(), "written_by in verl/data/columns.py lacks these"
+    assert listed - writers == set(), (
+        "these functions do not write these columns; see written_by in verl/data/columns.py"
+    )
 
 
 def test_every_function_the_legend_names_as_a_reader_mentions_the_column():

@@ -1,4 +1,4 @@
-"""Every lever of memory and speed leaves the gradient of the plain run as it is."""
+"""Every option of memory and speed leaves the gradient of the plain run as it is."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ from verl.models.performance import OffloadedActivations, ParameterStorages
 from verl.utils.errors import ConfigError
 
 PLAIN = {"head_mode": "eager", "model": {"enable_gradient_checkpointing": False}}
-LEVERS = {
+OPTIONS = {
     "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
     "offload": {"model": {"enable_activation_offload": True}},
     "padded": {"model": {"use_remove_padding": False}},
@@ -68,9 +68,9 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[1][name], want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(LEVERS, 2)), ids="+".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(OPTIONS, 2)), ids="+".join)
 def test_an_option_alone_and_with_another_leaves_the_float64_gradient_as_it_is(folder, plain, pair):
-    assert_same(gradient_with(folder, *(LEVERS[name] for name in pair)), plain)
+    assert_same(gradient_with(folder, *(OPTIONS[name] for name in pair)), plain)
 
 
 def error(found, exact):
@@ -79,15 +79,15 @@ def error(found, exact):
     return (difference / sum(float(want.square().sum()) for want in exact.values())) ** 0.5
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_the_float32_error_of_an_option_is_at_most_twice_that_of_the_plain_run(folder, plain, lever):
-    ours, _ = gradient_with(folder, LEVERS[lever], dtype="fp32")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_float32_error_of_an_option_is_at_most_twice_that_of_the_plain_run(folder, plain, option):
+    ours, _ = gradient_with(folder, OPTIONS[option], dtype="fp32")
     without, _ = gradient_with(folder, PLAIN, dtype="fp32")
     assert 0 < error(ours, plain[0]) <= 2 * error(without, plain[0])
 
 
 def test_all_options_at_once_leave_the_float64_gradient_as_it_is(folder, plain):
-    packed = {name: setting for name, setting in LEVERS.items() if name != "padded"}
+    packed = {name: setting for name, setting in OPTIONS.items() if name != "padded"}
     assert_same(gradient_with(folder, *packed.values()), plain)
 
 

@@ -80,8 +80,8 @@ def test_prompts_that_differ_are_not_shared():
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-MANNERS = [{}, {"sliding_window": 4}, {"sliding_window": 1}, {"sliding_window": 64}, {"softcap": 2.0}]
-MANNERS += [{"sliding_window": 3, "softcap": 1.5}, {"sinks": True}, {"scaling": 0.3}]
+SPECS = [{}, {"sliding_window": 4}, {"sliding_window": 1}, {"sliding_window": 64}, {"softcap": 2.0}]
+SPECS += [{"sliding_window": 3, "softcap": 1.5}, {"sinks": True}, {"scaling": 0.3}]
 
 
 def attend_both(how: dict, batch: Batch | None = None):
@@ -112,7 +112,7 @@ def attend_both(how: dict, batch: Batch | None = None):
     return results
 
 
-@pytest.mark.parametrize("how", MANNERS, ids=str)
+@pytest.mark.parametrize("how", SPECS, ids=str)
 @pytest.mark.parametrize("merging", [True, False])
 def test_attention_and_its_gradient_equal_those_of_whole_sequences(how, merging, monkeypatch):
     if not merging:

@@ -24,7 +24,7 @@ from verl.workers.engine.rank_mesh import RankMesh
 
 LENGTHS = (5, 5, 1, 7, 3)  # 21 tokens: 2 and 4 ranks need padding
 HEADS = ((4, 2), (4, 4), (4, 1), (12, 3))  # query, key/value
-MANNERS = ({}, {"sliding_window": 3}, {"softcap": 2.0}, {"sinks": True})
+SPECS = ({}, {"sliding_window": 3}, {"softcap": 2.0}, {"sinks": True})
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -56,13 +56,13 @@ def attended(heads: tuple[int, int], how: dict[str, Any], group: Any = None) -> 
 
 
 def attended_everywhere() -> list[list[np.ndarray]]:
-    return [attended(heads, how, dist.group.WORLD) for heads in HEADS for how in MANNERS]
+    return [attended(heads, how, dist.group.WORLD) for heads in HEADS for how in SPECS]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_and_its_gradient_equal_those_of_one_rank(size):
     ranks = run_ranks(size, attended_everywhere)
-    for case, (heads, how) in enumerate((heads, how) for heads in HEADS for how in MANNERS):
+    for case, (heads, how) in enumerate((heads, how) for heads in HEADS for how in SPECS):
         parts = [rank[case] for rank in ranks]
         for column, expected in enumerate(attended(heads, how)):
             if column < 4:

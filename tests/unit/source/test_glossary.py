@@ -10,7 +10,17 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 ROWS = [line.strip("| ").split("|") for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")]
 OLD_WORDS = [word for row in ROWS if len(row) == 3 for word in re.findall(r"`([^`]+)`", row[2])]
 NAMES = [word for row in ROWS for word in re.findall(r"`([A-Z]\w+|[a-z]+_\w+)`", row[1])]
-LOOKED_AT = ("verl", "docs", "benchmarks", "examples", "plugins", "README.md", "CONTRIBUTING.md", "SECURITY.md")
+LOOKED_AT = (
+    "verl",
+    "tests",
+    "docs",
+    "benchmarks",
+    "examples",
+    "plugins",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 HISTORY = ("docs/glossary.md", "benchmarks/results/")
 
 

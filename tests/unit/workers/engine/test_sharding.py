@@ -75,7 +75,7 @@ def assert_same_training(ranks: list[dict[str, Any]], alone: dict[str, Any], bou
         assert merged.values() == pytest.approx(alone["steps"][step].values(), rel=bound)
 
 
-LEVERS = {
+OPTIONS = {
     "plain": {},
     "eager head": {"head_mode": "eager"},
     "no reshard": {"reshard_after_forward": False},
@@ -90,15 +90,15 @@ LEVERS = {
 }
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_two_ranks_train_like_one(folders, lever):
-    assert_same_training(run_ranks(2, train, folders[0], LEVERS[lever], 2), train(folders[0], LEVERS[lever]))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_two_ranks_train_like_one(folders, option):
+    assert_same_training(run_ranks(2, train, folders[0], OPTIONS[option], 2), train(folders[0], OPTIONS[option]))
 
 
-@pytest.mark.parametrize("lever", [name for name in LEVERS if name != "offload policy"])
-def test_two_ranks_of_the_original_fsdp_train_like_one(folders, lever):
-    settings = {**LEVERS[lever], "strategy": "fsdp"}
-    assert_same_training(run_ranks(2, train, folders[0], settings, 2), train(folders[0], LEVERS[lever]))
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "offload policy"])
+def test_two_ranks_of_the_original_fsdp_train_like_one(folders, option):
+    settings = {**OPTIONS[option], "strategy": "fsdp"}
+    assert_same_training(run_ranks(2, train, folders[0], settings, 2), train(folders[0], OPTIONS[option]))
 
 
 def test_two_ranks_train_a_model_with_a_head_of_its_own_like_one(folders):
