@@ -178,7 +178,7 @@ def picture(record: dict[str, Any]) -> str:
         for name in names
         for metric in METRICS
     ]
-    return draw_cells(cells, columns=len(METRICS))
+    return draw_cells(cells, columns=len(METRICS), same_axes=True)
 
 
 def read_record(folder: Path = RESULTS) -> dict[str, Any]:

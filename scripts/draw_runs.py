@@ -131,13 +131,16 @@ def draw(records: list[dict[str, Any]], names: Sequence[str]) -> str:
     return draw_cells([(name, {0: points(name)}) for name in names], COLUMNS)
 
 
-def draw_cells(cells: Sequence[tuple[str, Mapping[int, Points]]], columns: int) -> str:
-    """One SVG with a cell for each (name, points of each run), `columns` beside each other."""
+def draw_cells(cells: Sequence[tuple[str, Mapping[int, Points]]], columns: int, same_axes: bool = False) -> str:
+    """One SVG with a cell for each (name, points of each run), `columns` beside each other; with `same_axes`, those of
+    a column are comparable."""
+    runs_of = [[points for _, runs in cells[column::columns] for points in runs.values()] for column in range(columns)]
+    shown = [[point for points in runs for point in points] if same_axes else [] for runs in runs_of]
     rows = -(-len(cells) // columns)
     width, height = columns * WIDTH, rows * (HEIGHT + HEAD)
     drawn = [
         f'<g transform="translate({number % columns * WIDTH},{number // columns * (HEIGHT + HEAD) + HEAD})">'
-        f"{draw_curve(name, runs)}</g>"
+        f"{draw_curve(name, runs, shown[number % columns])}</g>"
         for number, (name, runs) in enumerate(cells)
     ]
     style = STYLE + "  .values { stroke: var(--accent); stroke-width: 1.6; fill: none }\n"
@@ -149,8 +152,8 @@ def draw_cells(cells: Sequence[tuple[str, Mapping[int, Points]]], columns: int) 
     )
 
 
-def draw_curve(name: str, runs: Mapping[int, Points]) -> str:
-    curve = make_curve(name, runs)
+def draw_curve(name: str, runs: Mapping[int, Points], shown: Points) -> str:
+    curve = make_curve(name, runs, shown=shown)
     right, bottom = WIDTH - 14, HEIGHT - 26
     parts = [text(LEFT, -2, name, "name")]
     for y, label in curve.y_ticks:

@@ -16,7 +16,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2740,
     "algorithms": 2300,
     "runtime": 2295,
-    "observe": 2170,
+    "observe": 2171,
     "models": 5905,
     "workers/engine": 3700,
     "workers/rollout": 3650,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17715, 46725, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17715, 46735, 400
 
 
 def package_of(path: Path) -> str:

@@ -77,11 +77,13 @@ class Frame:
         return self.path([*high, *reversed(low)]) + " Z"
 
 
-def make_curve(name: str, runs: Mapping[int, Points], band: tuple[Points, Points] | None = None) -> Curve:
-    """The values of each run, and a running mean where they are 20 or more."""
+def make_curve(
+    name: str, runs: Mapping[int, Points], band: tuple[Points, Points] | None = None, shown: Points = ()
+) -> Curve:
+    """The values of each run, and a running mean of 20 or more; the axes reach to the points `shown` too."""
     runs = {run: downsample(list(points)) for run, points in runs.items()}
     edges = [downsample(list(edge)) for edge in band] if band else []
-    everything = [point for points in [*runs.values(), *edges] for point in points]
+    everything = [point for points in [*runs.values(), *edges, shown] for point in points]
     is_kl = "kl" in re.split("[/_]", name)  # whose distance from 0 is what it says
     frame = Frame([x for x, _ in everything], [y for _, y in everything], from_zero=is_kl)
     lines = []
