@@ -15,11 +15,11 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 2295,
+    "runtime": 2305,
     "observe": 2171,
     "models": 5905,
     "workers/engine": 3700,
-    "workers/rollout": 3650,
+    "workers/rollout": 3945,
     "workers": 1100,  # the driver-side handles
     "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17715, 46735, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17725, 47060, 400
 
 
 def package_of(path: Path) -> str:

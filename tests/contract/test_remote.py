@@ -17,7 +17,8 @@ def test_an_answer_that_came_before_the_server_died_is_not_lost(tmp_path: Path, 
     ours, server = socket.socketpair()
     log = tmp_path / "log"
     log.touch()
-    monkeypatch.setattr(remote_engine, "start_server", lambda python: (ours, subprocess.Popen(["true"]), str(log)))
+    process = subprocess.Popen(["true"])
+    monkeypatch.setattr(remote_engine, "start_server", lambda python, devices: (ours, process, str(log)))
     engine, reading, go_on = remote_engine.RemoteEngine(RolloutConfig(), tmp_path), threading.Event(), threading.Event()
 
     def tell() -> None:

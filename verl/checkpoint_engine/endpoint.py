@@ -18,6 +18,7 @@ from verl.checkpoint_engine.base import (
 )
 from verl.checkpoint_engine.buckets import NamedTensor, buckets
 from verl.models.fingerprint import fingerprint
+from verl.utils.errors import TransportError
 
 Manifest = dict[str, str]  # fingerprints of tensors by name
 
@@ -64,7 +65,7 @@ class TransportEndpoint:
 
         A rank that does not send only takes part in producing them, and returns ({}, 0).
         """
-        transport, wire_dtype = self.transport, None if dtype is None else getattr(torch, dtype)
+        transport, wire_dtype, weights = self.transport, None if dtype is None else getattr(torch, dtype), iter(weights)
         assert transport is not None, "open() comes first"
         if isinstance(transport, BucketTransport) and transport.rank != 0:
             for _ in weights:  # producing them is a collective
@@ -89,6 +90,9 @@ class TransportEndpoint:
             if isinstance(transport, BucketTransport):
                 transport.fail(f"{type(error).__name__}: {error}")
             self.close()
+            if isinstance(error, TransportError):
+                for _ in weights:  # the trainer's other ranks are in the collectives that produce the rest
+                    pass
             raise
         return manifest, sum(sizes)
 

@@ -33,11 +33,12 @@ class ServerConfig(Section):
     python: str | None = key(None, "Python executable of the servers; null is this process's.")
     url: str | None = key(None, "sglang, tgi: a server that runs already, such as http://127.0.0.1:30000.")
     model: str | None = key(None, "tgi: model name in requests to an OpenAI-compatible server.")
-    timeout: float = key(60.0, "Seconds to connect, and to wait for statistics; answers have no limit.")
+    timeout: float = key(60.0, "Seconds to connect, and without a sign of life; answers have no limit.")
     max_attempts: int = key(3, "Attempts per request.")
     retry_delay: float = key(2.0, "Seconds between attempts.")
     max_connections: int = key(1000, "Connections open at once.")
     max_start_wait_time: float = key(300.0, "Seconds a server may take to start.")
+    max_restarts: int = key(3, "vllm: times each of several replicas is replaced that died or hangs.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)

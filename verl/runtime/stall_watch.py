@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,6 +63,17 @@ def waits_for_disk(process: int) -> bool:
             if thread.read_text().rpartition(")")[2].split()[0] == "D":
                 return True
     return False
+
+
+def family(ancestors: Iterable[int]) -> dict[int, Counters]:
+    """The counters of these processes and of all below them, by process id."""
+    known = {int(path.name): Counters.read(int(path.name)) for path in _PROC.glob("[0-9]*")}
+    living = {process: now for process, now in known.items() if now is not None}
+    members, size = set(ancestors), -1
+    while len(members) > size:
+        size = len(members)
+        members |= {process for process, now in living.items() if now.parent in members}
+    return {process: living[process] for process in members & living.keys()}
 
 
 class Progress:
@@ -148,16 +159,9 @@ class StallWatch:
 
     def _look_at_helpers(self, elapsed_s: float) -> dict[int, Progress]:
         """Rollout servers and other processes below the driver or a rank, by CPU time: a rank may wait for one."""
-        counters = {int(path.name): Counters.read(int(path.name)) for path in _PROC.glob("[0-9]*")}
-        known = {
-            process: replace(now, num_bytes=0, storage_bytes=0) for process, now in counters.items() if now is not None
-        }
-        family, size = {os.getpid()}, 0
-        while len(family) > size:
-            size = len(family)
-            family |= {process for process, now in known.items() if now.parent in family}
+        known = {process: replace(now, num_bytes=0, storage_bytes=0) for process, now in family({os.getpid()}).items()}
         found = {}
-        for process in family - {os.getpid(), *self.processes.values()}:
+        for process in known.keys() - {os.getpid(), *self.processes.values()}:
             found[process] = self._helpers.get(process) or Progress(known[process])
             found[process].update(known[process], elapsed_s if process in self._helpers else 0.0)
         return found

@@ -1,13 +1,14 @@
 """Copy sync: sends weights to engines with their own copy, compares fingerprints, and probes log-probs regularly."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from verl.checkpoint_engine.buckets import buckets
 from verl.checkpoint_engine.endpoint import Manifest
 from verl.models.fingerprint import fingerprint
+from verl.utils.errors import VerlError
 from verl.weight_sync.base import Receipt
 from verl.weight_sync.logprob_probe import LogprobProbe, ProbeResult
 from verl.weight_sync.weight_transfer import WeightTransfer
@@ -19,7 +20,7 @@ class CopySync:
 
     `weights` yields (HF name, full tensor) pairs for an engine of this process; with `weight_transfer`, the trainer or
     the engine is in another process. `probe_every`: publishes between two probes (0: only the first of this process,
-    which is also the first after every restart).
+    which is also the first after every restart). A replica that took the place of another is probed when it joins.
     """
 
     def __init__(
@@ -33,10 +34,25 @@ class CopySync:
         self.weights, self.engine, self.probe, self.probe_every = weights, engine, probe, probe_every
         self.weight_transfer = weight_transfer
         self._published = 0
+        self._probed: Sequence[CopyingEngine] = ()
 
     async def publish(self, version: int) -> Receipt:
-        """Make every replica sample the trainer's weights as `version`; StaleWeightsError names one that does not."""
+        """Make every replica sample the trainer's weights as `version`; StaleWeightsError names one that does not.
+
+        Replacements of lost replicas join, and are probed. If a replica is lost meanwhile, the others get all again.
+        """
         start = time.perf_counter()
+        await self.engine.renew()
+        while True:
+            replicas = self.engine.replicas
+            try:
+                return await self._publish(version, start)
+            except VerlError:
+                await self.engine.renew()
+                if all(replica in self.engine.replicas for replica in replicas):
+                    raise
+
+    async def _publish(self, version: int, start: float) -> Receipt:
         await self.engine.wake()
         transfer = self._transfer_in_process if self.weight_transfer is None else self.weight_transfer.transfer
         manifest, num_bytes, arrived = await transfer(version)
@@ -77,9 +93,13 @@ class CopySync:
     async def _probe(self, version: int) -> tuple[ProbeResult, ...]:
         number, self._published = self._published, self._published + 1
         due = number == 0 or (self.probe_every > 0 and number % self.probe_every == 0)
+        replicas = self.engine.replicas
+        due = due or any(replica not in self._probed for replica in replicas)
         if self.probe is None or not due:
             return ()
-        return tuple(await self.probe.check(self.engine.replicas, version))
+        results = tuple(await self.probe.check(replicas, version))
+        self._probed = replicas
+        return results
 
 
 def check_manifests(manifest: dict[str, str], received: dict[str, str], replica: int, version: int) -> None:

@@ -25,13 +25,14 @@ class WeightTransfer:
         self.settings, self.trainer, self.engine = settings, trainer, engine
         self.transport = settings.transport()
         self.connected = False
+        self.receivers: Sequence[CopyingEngine] = ()  # that were connected
 
     async def transfer(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
         """Fingerprints and bytes of the sent tensors, and the fingerprints that each replica received.
 
         If endpoints fail, closes every endpoint and raises StaleWeightsError with the error of each that failed.
         """
-        if not self.connected:
+        if not self.connected or list(self.engine.receivers) != list(self.receivers):
             await self._connect()
         sending = {"trainer": self._call_trainer("send", (version, dtype_name(self.engine.dtype)))}
         sent = await self._gather_or_raise(version, sending) if getattr(self.transport, "sends_first", False) else []
@@ -62,7 +63,7 @@ class WeightTransfer:
             None,
             {"trainer": self._call_trainer("connect", trainer_side)} | self._call_replicas("connect", per_receiver),
         )
-        self.connected = True
+        self.connected, self.receivers = True, self.engine.receivers
 
     async def _close(self) -> None:
         self.connected = False

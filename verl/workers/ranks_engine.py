@@ -9,6 +9,7 @@ from verl.runtime.group import WorkerGroup
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
 from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.least_loaded import LeastLoaded
 
 ROLE = "rollout"  # the attribute of `RankWorkers` that is called
 
@@ -22,7 +23,7 @@ class MultiRankRolloutEngine(RolloutEngine):
     def __init__(self, group: WorkerGroup):
         self.group = group
         self._version = -1
-        self._open_samples = [0] * group.layout.world_size  # per rank
+        self._open_samples = LeastLoaded(group.layout.world_size)
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[tuple[int, Future]]]] = []
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -43,10 +44,12 @@ class MultiRankRolloutEngine(RolloutEngine):
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
-        requests_by_rank: list[list[tuple[GenerationRequest, asyncio.Future]]] = [[] for _ in self._open_samples]
+        requests_by_rank: list[list[tuple[GenerationRequest, asyncio.Future]]] = [
+            [] for _ in range(self.group.layout.world_size)
+        ]
         for request, dispatched in waiting:
             if not dispatched.cancelled():
-                rank = self._open_samples.index(min(self._open_samples))
+                rank = self._open_samples.least
                 self._open_samples[rank] += request.sampling.n
                 requests_by_rank[rank].append((request, dispatched))
         for rank, requests in enumerate(requests_by_rank):

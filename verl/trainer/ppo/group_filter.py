@@ -100,7 +100,7 @@ class GroupFilter:
         self.wanted, self.rules, self.draw = wanted, rules, draw  # draw(k): the next k prompts, fewer at the end
         self.batch_size = rules.gen_batch_size or wanted
         self.picked: list[int] = []
-        self.consumed = self.num_sent = self.num_batches = 0
+        self.consumed = self.num_sent = self.num_batches = self.num_kept = 0
         self.verdicts: dict[int, Verdict] = {}
 
     def next_prompts(self) -> list[Prompt]:
@@ -123,11 +123,11 @@ class GroupFilter:
 
     def _is_room(self) -> bool:
         limit, in_flight = self.wanted * self.rules.max_inflight, self._in_flight
-        kept = sum(verdict.reason == "" for verdict in self.verdicts.values())
-        return kept + in_flight < limit and (in_flight == 0 or in_flight + self.batch_size <= limit)
+        return self.num_kept + in_flight < limit and (in_flight == 0 or in_flight + self.batch_size <= limit)
 
     def add(self, number: int, group: Group) -> None:
-        self.verdicts[number] = verdict_on(group, self.rules)
+        verdict = self.verdicts[number] = verdict_on(group, self.rules)
+        self.num_kept += verdict.reason == ""
         while not self.complete and self.consumed in self.verdicts:
             if not self.verdicts[self.consumed].reason:
                 self.picked.append(self.consumed)

@@ -230,6 +230,8 @@ class CopyingEngine(RolloutEngine):
     out_of_process = False  # whether its workers are other processes, reached through a transport only
     endpoint: TransportEndpoint | None = None
     read_back = ReadBack(0)  # of the last update
+    lost: str | None = None  # how its process ended; None: it works
+    has_started = True  # false until `wait_until_ready` returns, or raises, at once
 
     @property
     def replicas(self) -> "Sequence[CopyingEngine]":
@@ -239,6 +241,12 @@ class CopyingEngine(RolloutEngine):
     def receivers(self) -> "Sequence[CopyingEngine]":
         """The engines that take part in a transport."""
         return [self]
+
+    def wait_until_ready(self) -> None:
+        """Wait until the engine has started; raises the error that prevented the start."""
+
+    async def renew(self) -> None:
+        """Before an update: find the engines that are lost, and let those join that take the place of earlier ones."""
 
     @abstractmethod
     async def begin_update(self) -> None:

@@ -1,6 +1,6 @@
 """The rollout engines of this package, registered. vLLM is imported when it is built; SGLang and TGI are servers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl.utils.errors import ConfigError
@@ -36,11 +36,13 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
         return VLLMEngine(config, path, inputs.tokenizer, eos)
     from verl.workers.rollout.remote_engine import RemoteEngine
 
-    numbers = range(inputs.num_replicas)
-    engines = [RemoteEngine(config, path, eos, number, inputs.devices_of(number)) for number in numbers]
+    def start(number: int) -> RemoteEngine:
+        return RemoteEngine(config, path, eos, number, inputs.devices_of(number))
+
+    engines = [start(number) for number in range(inputs.num_replicas)]
     for engine in engines:  # they start in parallel
         engine.wait_until_ready()
-    return routed(engines)
+    return routed(engines, start, config.server.max_restarts)
 
 
 @register_rollout_engine(
@@ -78,8 +80,10 @@ def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
     return TGIEngine(inputs.config, inputs.tokenizer)
 
 
-def routed(replicas: "Sequence[CopyingEngine]") -> "CopyingEngine":
-    """The only replica, or a router over several."""
+def routed(
+    replicas: "Sequence[CopyingEngine]", start: "Callable[[int], CopyingEngine] | None" = None, max_restarts: int = 0
+) -> "CopyingEngine":
+    """The only replica, or a router over several, which starts another where one is lost."""
     from verl.workers.rollout.router import Router
 
-    return replicas[0] if len(replicas) == 1 else Router(replicas)
+    return replicas[0] if len(replicas) == 1 else Router(replicas, start, max_restarts)

@@ -3,21 +3,26 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import verl
 from verl.config.rollout import RolloutConfig
 from verl.plugin.platform import get_platform
+from verl.runtime.rank import COLLECTIVE_TIMEOUT
+from verl.runtime.stall_watch import Counters, Progress, family, waits_for_disk
 from verl.runtime.wire import deserialize
 from verl.utils import errors
 from verl.utils.errors import VerlError, WorkerError
@@ -33,6 +38,7 @@ from verl.workers.rollout.engine_server import HEADER_BYTES, encode_frame
 from verl.workers.rollout.engine_stats import EngineStats
 
 _EXIT_TIMEOUT_S = 10.0
+_SIGN_OF_LIFE = 0  # the number of calls whose answers nobody awaits
 
 
 class RemoteEngine(CopyingEngine):
@@ -57,18 +63,25 @@ class RemoteEngine(CopyingEngine):
         self._token_callbacks: dict[int, Callable[..., object]] = {}
         self._last_call_id = 0
         self._lock = threading.Lock()
+        self._num_transfers = 0  # steps of a weight transport in progress: these wait for the trainer
+        self._progress: Progress | None = None  # since it was asked for a sign of life
+        self._silent_s = 0.0
+        self._given_up = ""
         self._socket, self.process, self.log = start_server(config.server.python, devices)
-        self._ended = False
         threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True).start()
         self._stop = weakref.finalize(self, stop_server, self._socket, self.process, self.log)
         self._started = self._call(
             "start", config=config, model_path=str(model_path), eos_token_ids=list(eos_token_ids), replica=replica
         )
+        self._start_ends = time.monotonic() + config.server.max_start_wait_time
+
+    @property
+    def has_started(self) -> bool:  # type: ignore[override]
+        return self._started.done() or time.monotonic() > self._start_ends
 
     def wait_until_ready(self) -> None:
-        """Wait until the engine has started; raises the error that prevented the start."""
         try:
-            self._started.result(self.config.server.max_start_wait_time)
+            self._started.result(max(self._start_ends - time.monotonic(), 0))
         except TimeoutError:
             raise self._failure(
                 "start",
@@ -88,12 +101,11 @@ class RemoteEngine(CopyingEngine):
             self._pending[self._last_call_id] = future
             if on_tokens is not None:
                 self._token_callbacks[self._last_call_id] = on_tokens
-            ended = self._ended
-            if not ended:
+            if self.lost is None:
                 with contextlib.suppress(OSError):  # the reader notices it after the pending replies
                     self._socket.sendall(encode_frame([self._last_call_id, method, arguments]))
-        if ended:
-            self._fail_all()
+        if self.lost is not None:
+            self._fail_all(self.lost)
         return future
 
     async def _call_async(self, method: str, **arguments: Any) -> Any:
@@ -101,22 +113,78 @@ class RemoteEngine(CopyingEngine):
 
     def _read_replies(self) -> None:
         """Consumes replies in a separate thread; returns when the server ends."""
-        # a server that ends before it has read all calls resets the connection
-        with self._socket.makefile("rb") as replies, contextlib.suppress(ConnectionError):
-            while len(size := replies.read(HEADER_BYTES)) == HEADER_BYTES:
-                call_id, succeeded, result = deserialize(replies.read(int.from_bytes(size, "little")))
-                if succeeded is None:
-                    self._token_callbacks[call_id](*result)
-                    continue
-                self._token_callbacks.pop(call_id, None)
-                future = self._pending.pop(call_id)
-                if succeeded:
-                    future.set_result(result)
-                else:
-                    future.set_exception(self._to_exception(*result))
+        for frame in self._frames():
+            call_id, succeeded, result = deserialize(frame)
+            if call_id == _SIGN_OF_LIFE:
+                continue
+            if succeeded is None:
+                self._token_callbacks[call_id](*result)
+                continue
+            self._token_callbacks.pop(call_id, None)
+            future = self._pending.pop(call_id)
+            if succeeded:
+                future.set_result(result)
+            else:
+                future.set_exception(self._to_exception(*result))
+        how = self._exit_message()
         with self._lock:
-            self._ended = True
-        self._fail_all()
+            self.lost = how
+        self._fail_all(how)
+
+    def _frames(self) -> Iterator[bytes]:
+        """What the server sends, one message at a time, until it ends; looks after it while nothing comes."""
+        with contextlib.suppress(ConnectionError):  # of a server that ends before it has read all calls
+            while len(size := self._receive(HEADER_BYTES)) == HEADER_BYTES:
+                yield self._receive(int.from_bytes(size, "little"))
+
+    def _receive(self, size: int) -> bytes:
+        """The next `size` bytes; fewer where the connection ends."""
+        parts, pause_s, readable = bytearray(size), self.config.server.timeout / 4, select.poll()
+        readable.register(self._socket, select.POLLIN)
+        num_read = 0
+        while num_read < size:
+            while not readable.poll(pause_s * 1000):
+                self._look_after(pause_s)
+            if not (count := self._socket.recv_into(memoryview(parts)[num_read:])):
+                break
+            num_read += count
+        self._progress = None
+        return bytes(parts[:num_read])
+
+    def _look_after(self, elapsed_s: float) -> None:
+        """End a server that gives no sign of life and does not move, so that others can answer its calls.
+
+        One that starts or waits for the trainer's weights is left alone: these waits have limits of their own.
+        """
+        now = Counters.read(self.process.pid)
+        if now is None or not self._pending or self._num_transfers or not self._started.done():
+            self._progress = None
+            return
+        used = sum(counters.cpu_s for counters in family({self.process.pid}).values())
+        now = replace(now, cpu_s=used, num_bytes=0)
+        if self._progress is None:
+            self._progress, self._silent_s = Progress(now), 0.0
+            self._ask_for_sign_of_life()
+            return
+        self._progress.update(now, elapsed_s)
+        self._silent_s += elapsed_s
+        timeout_s, still_s = self.config.server.timeout, max(self._progress.quiet_s, self._progress.stopped_s)
+        polls = self._silent_s >= COLLECTIVE_TIMEOUT.total_seconds()
+        if polls or (still_s >= timeout_s and not waits_for_disk(self.process.pid)):
+            what = "it is stopped: somebody sent it SIGSTOP" if now.state == "T" else f"state {now.state}"
+            self._given_up = (
+                f"its process {self.process.pid} gave no sign of life for {self._silent_s:.0f} s and used no CPU time "
+                f"for {still_s:.0f} s, while {len(self._pending)} calls waited "
+                f"(actor_rollout_ref.rollout.server.timeout={timeout_s:g}); {what}. It was killed"
+            )
+            kill_group(self.process)
+
+    def _ask_for_sign_of_life(self) -> None:
+        """Ask for statistics, without waiting: a server that has not read earlier calls has been asked by those."""
+        if self._lock.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                self._socket.send(encode_frame([_SIGN_OF_LIFE, "stats", {}]), socket.MSG_DONTWAIT)
+            self._lock.release()
 
     def _to_exception(self, kind: str, message: str) -> VerlError:
         if kind == "StaleWeightsError":
@@ -126,14 +194,14 @@ class RemoteEngine(CopyingEngine):
             return self._failure("generate", message)
         return error_class(message)
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, how: str) -> None:
         with self._lock:
             waiting, self._pending = self._pending, {}
         for future in waiting.values():
-            future.set_exception(self._failure("generate", self._exit_message()))
+            future.set_exception(self._failure("generate", how, is_death=True))
 
-    def _failure(self, method: str, message: str) -> WorkerError:
-        return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}")
+    def _failure(self, method: str, message: str, is_death: bool = False) -> WorkerError:
+        return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}", is_death)
 
     def _exit_message(self) -> str:
         """How the process ended, for which it waits, and the last lines of its output."""
@@ -141,10 +209,10 @@ class RemoteEngine(CopyingEngine):
             code = self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "its process closed the connection; start the run again, it resumes from its last checkpoint"
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        how = f"its process ended with {f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'}"
         log = Path(self.log)
         last_lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
-        return f"its process ended with {how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
+        return f"{self._given_up or how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         return await self._await_answer(request, self._call("generate", request=request))
@@ -172,7 +240,11 @@ class RemoteEngine(CopyingEngine):
         await self._call_async("begin_update")
 
     async def transport_step(self, step: str, argument: Any) -> list[Any]:
-        return await self._call_async("transport_step", step=step, argument=argument)
+        self._num_transfers += 1
+        try:
+            return await self._call_async("transport_step", step=step, argument=argument)
+        finally:
+            self._num_transfers -= 1
 
     async def finish_update(self, version: int) -> None:
         self.read_back = await self._call_async("finish_update", version=version)
@@ -182,12 +254,12 @@ class RemoteEngine(CopyingEngine):
         return await self._call_async("compute_logprobs", sequences=[list(ids) for ids in sequences])
 
     async def sleep(self) -> None:
-        await self._call_async("sleep")
         self._asleep = True
+        await self._call_async("sleep")
 
     async def sleep_until_update(self) -> None:
-        await self._call_async("sleep_until_update")
         self._asleep = True
+        await self._call_async("sleep_until_update")
 
     async def wake(self) -> None:
         if self._asleep:
@@ -195,7 +267,7 @@ class RemoteEngine(CopyingEngine):
         self._asleep = False
 
     async def stats(self) -> list[EngineStats]:
-        return await asyncio.wait_for(self._call_async("stats"), self.config.server.timeout)
+        return await self._call_async("stats")
 
     def close(self) -> None:
         """End the process."""
@@ -229,6 +301,12 @@ def stop_server(connection: socket.socket, process: subprocess.Popen[bytes], log
     try:
         process.wait(_EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
         process.wait()
     Path(log).unlink(missing_ok=True)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

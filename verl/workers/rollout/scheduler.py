@@ -106,8 +106,10 @@ class WaitingQueue:
 
     def remove(self, request_id: int | None) -> list[RequestState]:
         """Remove and return one waiting request, or all."""
-        removed = [s for s in self._states if request_id is None or s.request.request_id == request_id]
-        self._states = deque(s for s in self._states if s not in removed)
+        removed: list[RequestState] = []
+        states, self._states = self._states, deque()
+        for state in states:
+            (removed if request_id in (None, state.request.request_id) else self._states).append(state)
         return removed
 
     def has(self, prompt: list[int]) -> bool:

@@ -1,0 +1,215 @@
+"""Which replica a router chooses, what a choice costs, and what it does about replicas that are lost."""
+
+import asyncio
+import math
+import random
+from typing import Any
+
+import pytest
+
+from verl.utils.errors import WorkerError
+from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, SamplingParams
+from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.least_loaded import LeastLoaded
+from verl.workers.rollout.router import Router
+
+
+class CountedList(list):
+    """A list that counts how often its items are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        CountedList.reads += 1
+        return super().__getitem__(index)
+
+
+class Replica(CopyingEngine):
+    """Answers when it is told to, unless it is lost before."""
+
+    bucket_bytes = version = 0
+
+    def __init__(self, fails_to_start: bool = False) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.go_on = asyncio.Event()
+        self.fails_to_start = fails_to_start
+
+    def wait_until_ready(self) -> None:
+        if self.fails_to_start:
+            raise WorkerError(0, "start", "no memory")
+
+    def die(self) -> None:
+        self.lost = "its process ended with signal SIGKILL; its last lines:\n  Killed"
+        self.go_on.set()
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        self.requests.append(request)
+        await self.go_on.wait()
+        if self.lost:
+            raise WorkerError(0, "generate", self.lost)
+        return [Completion([5, 6, 7], [-1.0] * 3, "stop", (0, 0))]
+
+    async def stream(self, request: GenerationRequest, on_tokens: Any) -> list[Completion]:
+        on_tokens(0, [5], [-1.0])
+        return await self.generate(request)
+
+    async def _nothing(self, *args: Any) -> Any: ...
+
+    begin_update = finish_update = sleep = wake = abort = _nothing
+
+    async def stats(self) -> list[EngineStats]:
+        if self.lost:
+            raise WorkerError(0, "stats", self.lost)
+        return [EngineStats({"answers": len(self.requests)})]
+
+
+def start(number: int, fails: bool = False) -> Replica:
+    """The replacement of replica `number`."""
+    replica = Replica(fails)
+    replica.go_on.set()
+    return replica
+
+
+class OtherTokens(Replica):
+    """Samples other tokens than `Replica`."""
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        return [Completion([8, 6, 7], [-1.0] * 3, "stop", (0, 0))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 100])
+def test_the_first_of_the_least_loaded_replicas_is_chosen(count: int):
+    tree, loads, generator = LeastLoaded(count), [0] * count, random.Random(count)
+    for _ in range(500):
+        assert tree.least == min(range(count), key=lambda i: (loads[i], i))
+        replica = generator.randrange(count)
+        loads[replica] = max(loads[replica] + generator.randint(-3, 5), 0)
+        tree[replica] = loads[replica]
+        assert tree[replica] == loads[replica]
+
+
+def reads_per_request(count: int, requests: int = 200) -> float:
+    """Loads that a router of `count` replicas reads to choose one for a request and to note its end."""
+
+    async def send() -> None:
+        router = Router([Replica() for _ in range(count)])
+        router.load._loads = CountedList(router.load._loads)
+        sampling = SamplingParams(max_tokens=5)
+        waiting = [
+            asyncio.create_task(router.generate(GenerationRequest(i, [1], sampling, conversation=i % 7 or None)))
+            for i in range(requests)
+        ]
+        await asyncio.sleep(0)
+        for replica in router.engines:
+            replica.go_on.set()
+        await asyncio.gather(*waiting)
+
+    CountedList.reads = 0
+    asyncio.run(send())
+    return CountedList.reads / requests
+
+
+def test_a_choice_costs_the_logarithm_of_the_number_of_replicas():
+    """One comparison of two loads per level of the tree, when a request begins and when it ends."""
+    for count in (10, 100, 1000):
+        assert reads_per_request(count) <= 2 * (2 * math.ceil(math.log2(count)) + 1)
+
+
+def test_requests_are_spread_and_conversations_stay():
+    async def send() -> list[list[int]]:
+        router = Router([Replica() for _ in range(3)])
+        sampling = SamplingParams(max_tokens=9)
+        requests = [GenerationRequest(i, [1], sampling) for i in range(6)]
+        requests += [GenerationRequest(10 + turn, [1], conversation=5) for turn in range(3)]
+        waiting = [asyncio.create_task(router.generate(request)) for request in requests]
+        await asyncio.sleep(0)
+        asked = [[request.request_id for request in replica.requests] for replica in router.engines]
+        for replica in router.engines:
+            replica.go_on.set()
+        await asyncio.gather(*waiting)
+        return asked
+
+    assert asyncio.run(send()) == [[0, 3, 10, 11, 12], [1, 4], [2, 5]]
+
+
+async def lose(router: Router, number: int, requests: int = 6, stream: bool = False) -> tuple[list[Any], list[Any]]:
+    """What `requests` at once get, and the tokens streamed, when replica `number` dies among them."""
+    tokens: list[Any] = []
+
+    async def ask(i: int) -> list[Completion]:
+        request = GenerationRequest(i, [1], SamplingParams(max_tokens=9), conversation=i)
+        if stream:
+            return await router.stream(request, lambda sample, ids, logprobs: tokens.append((i, ids)))
+        return await router.generate(request)
+
+    waiting = [asyncio.create_task(ask(i)) for i in range(requests)]
+    await asyncio.sleep(0)
+    router.engines[number].die()
+    for other in router.engines:
+        other.go_on.set()
+    return await asyncio.gather(*waiting), tokens
+
+
+def test_requests_of_a_lost_replica_are_answered_once_by_the_others():
+    async def go() -> None:
+        started: list[int] = []
+        router = Router([Replica() for _ in range(3)], lambda number: started.append(number) or start(number), 2)
+        await router.finish_update(0)
+        answers, _ = await lose(router, 1)
+        assert [len(answer) for answer in answers] == [1] * 6 and started == [1]
+        asked = sorted(request.request_id for replica in router.replicas for request in replica.requests)
+        assert asked == list(range(6)) and 1 not in router.replica_of_conversation.values()
+        answered = [stats.totals.get("answers", 0) for stats in await router.stats()]
+        assert sum(answered) == 6 and answered[1] == 0
+        lost = router.engines[1]
+        await router.renew()
+        assert router.engines[1] is not lost and len(router.replicas) == 3 and router.load[1] == 0
+
+    asyncio.run(go())
+
+
+def test_no_replica_is_replaced_more_often_than_allowed():
+    async def go() -> None:
+        router = Router([Replica() for _ in range(3)], lambda number: start(number, fails=True), 2)
+        await router.finish_update(0)
+        await lose(router, 1)
+        await router.renew()  # the first replacement does not start; nor will the second
+        assert router.restarts == [0, 2, 0]
+        told = r"(?s)replica 1: its replacement did not start: .*no memory.*replaced 2 times .*max_restarts=2.*dmesg"
+        with pytest.raises(WorkerError, match=told):
+            await router.renew()
+
+    asyncio.run(go())
+
+
+def test_an_error_of_a_replica_that_works_is_no_loss():
+    async def go() -> None:
+        router = Router([Replica() for _ in range(3)], None, 2)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await lose(router, 1)
+        router = Router([Replica() for _ in range(3)], start, 2)
+        for replica in router.engines:
+            replica.fails_to_start = True
+        with pytest.raises(WorkerError, match="no memory"):
+            await router._each(lambda engine: asyncio.to_thread(engine.wait_until_ready))
+        assert not router.starting
+
+    asyncio.run(go())
+
+
+def test_a_stream_goes_on_after_the_tokens_that_a_lost_replica_has_sent():
+    async def go(router: Router) -> list[Any]:
+        return (await lose(router, 0, requests=2, stream=True))[1]
+
+    streamed = asyncio.run(go(Router([Replica() for _ in range(2)], start, 2)))
+    assert sorted(token for i, ids in streamed for token in ids if i == 0) == [5, 6, 7]
+
+
+def test_a_stream_ends_where_another_replica_samples_other_tokens():
+    async def go() -> None:
+        router = Router([Replica(), OtherTokens()], start, 2)
+        await router.finish_update(0)  # so that the replacement does not join at once
+        await lose(router, 0, requests=1, stream=True)
+
+    with pytest.raises(WorkerError, match=r"had sent 1 tokens .* samples other tokens"):
+        asyncio.run(go())
