@@ -16,7 +16,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2740,
     "algorithms": 2300,
     "runtime": 2305,
-    "observe": 2171,
+    "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
     "workers/rollout": 3945,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 6795,
+    "trainer": 6835,
     "commands": 5270,
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17725, 47060, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17760, 47115, 400
 
 
 def package_of(path: Path) -> str:

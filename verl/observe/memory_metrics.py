@@ -7,13 +7,18 @@ from typing import NamedTuple
 GIB = 1024**3
 
 
-def memory_metrics(max_allocated_bytes: int = 0, max_reserved_bytes: int = 0) -> dict[str, float]:
-    """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and the peaks of the device if they are known."""
+def memory_metrics(
+    max_allocated_bytes: int = 0, max_reserved_bytes: int = 0, device_bytes: int = 0
+) -> dict[str, float]:
+    """perf/cpu_memory_used_gb, perf/cpu_max_memory_used_gb, and if they are known the peaks of this process on the
+    device, and what all processes use of it."""
     resident = resident_memory_bytes()
     out = {"perf/cpu_memory_used_gb": resident.current / GIB, "perf/cpu_max_memory_used_gb": resident.peak / GIB}
     if max_reserved_bytes or max_allocated_bytes:
         out["perf/max_memory_allocated_gb"] = max_allocated_bytes / GIB
         out["perf/max_memory_reserved_gb"] = max_reserved_bytes / GIB
+    if device_bytes:
+        out["perf/device_memory_used_gb"] = device_bytes / GIB
     return out
 
 

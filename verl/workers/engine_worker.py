@@ -73,6 +73,10 @@ class EngineWorker:
         speed = self.engine.speed()
         return float("inf") if speed is None else speed.counts.attention_length
 
+    def device_memory_used(self) -> int:
+        """Bytes that all processes use of this rank's device; 0 where that is not known."""
+        return get_platform().device_memory_used()
+
     def advance_schedule(self) -> None:
         """Advance the learning-rate schedule by one training step."""
         self.engine.lr_scheduler_step()
@@ -107,7 +111,8 @@ class WorkerWithoutAdapters(EngineWorker):
 
 def add_memory_metrics(metrics: Metrics) -> Metrics:
     """`metrics` with perf/*memory*_gb of this process added; merging takes the maximum over ranks and mini-batches."""
-    for name, value in memory_metrics(*get_platform().peak_memory()).items():
+    platform = get_platform()
+    for name, value in memory_metrics(*platform.peak_memory(), platform.device_memory_used()).items():
         metrics.max(name, value)
     return metrics
 

@@ -74,10 +74,11 @@ def test_memory_follows_what_the_process_holds():
     before = memory_metrics()["perf/cpu_memory_used_gb"]
     block = mmap.mmap(-1, 128 << 20)  # malloc might hand out what it kept of an earlier test
     block[::4096] = bytes(len(block) // 4096)
-    after = memory_metrics(2 * GIB, 3 * GIB)
+    after = memory_metrics(2 * GIB, 3 * GIB, 5 * GIB)
     assert after["perf/cpu_memory_used_gb"] - before > 0.1  # the system may take back a little of what libraries hold
     assert after["perf/cpu_max_memory_used_gb"] >= after["perf/cpu_memory_used_gb"] - 0.01
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     assert after["perf/cpu_memory_used_gb"] * GIB == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.05)
     assert (after["perf/max_memory_allocated_gb"], after["perf/max_memory_reserved_gb"]) == (2.0, 3.0)
+    assert after["perf/device_memory_used_gb"] == 5.0
     block.close()

@@ -198,6 +198,12 @@ def test_npu_allocator_settings_warn_on_an_old_torch_npu(ascend, monkeypatch):
     assert ascend[0].calls == [("_set_allocator_settings", "expandable_segments:True")]
 
 
+def test_all_processes_count_in_the_used_memory_of_a_device_and_a_cpu_has_none(monkeypatch):
+    monkeypatch.setattr(FakePlatform, "device_module", RecordingDeviceModule(mem_get_info=(3, 10)))
+    assert FakePlatform().device_memory_used() == 7
+    assert PlatformCPU().device_memory_used() == 0  # a machine's memory is not the run's
+
+
 def test_cpu_memory_and_seeds():
     cpu = PlatformCPU()
     free, total = cpu.memory_info()

@@ -10,8 +10,18 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.models.flops import AttentionCost, FlopCounts, Speed
+from verl.observe.memory_metrics import GIB
 from verl.runtime.inline import InlineGroup
-from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
+from verl.trainer.ppo.efficiency import (
+    forward_memory_metrics,
+    mfu_metrics,
+    planned_memory_metrics,
+    published_memory_metrics,
+)
+from verl.trainer.ppo.plan import Machine, Plan, PlannedPool, Replicas
+from verl.trainer.ppo.plan_memory import Holding, PoolMemory
+
+PUBLISHED = "update_weights/perf/device_memory_used_gb"
 
 COUNTS = FlopCounts(
     per_token=100, per_head_token=10, trained_share=1.0, attention=(AttentionCost(4, None), AttentionCost(4, 2))
@@ -101,6 +111,27 @@ def test_peak_memory_of_forward_passes_is_told_by_stage_and_is_the_highest_of_an
     expected = {"old_log_prob/perf/max_memory_allocated_gb": 2.0, "ref/perf/max_memory_allocated_gb": 4.0}
     assert forward_memory_metrics(trainer, seconds) == expected
     assert forward_memory_metrics(trainer, {"update_actor": 1.0}) == {}
+
+
+def test_each_stage_has_what_the_plan_puts_on_the_devices_of_its_role():
+    pools = PlannedPool("actor", ("actor", "critic"), 2), PlannedPool("rollout", ("rollout",), 2, first_device=2)
+    plan = Plan(Machine("cuda", 4), "auto", pools, (Replicas("rollout", "rollout", 2),))
+    phases = ("collect", "reward", "values", "update actor", "publish")
+
+    def memory(pool: str, *gigabytes: float) -> PoolMemory:
+        return PoolMemory(pool, phases, (Holding("any", "weights", tuple(size * GIB for size in gigabytes)),))
+
+    planned = [memory("actor", 1.0, 2.0, 3.0, 4.0, 5.0), memory("rollout", 6.0, 7.0, 8.0, 9.0, 10.0)]
+    found = planned_memory_metrics(plan, planned)
+    expected = {"gen": 6.0, "values": 3.0, "actor": 4.0, "update_weights": 5.0}
+    assert found == {f"{stage}/perf/planned_memory_gb": size for stage, size in expected.items()}
+    assert planned_memory_metrics(plan, []) == {}
+
+
+@pytest.mark.parametrize(("used", "expected"), [([2 * GIB, 3 * GIB], {PUBLISHED: 3.0}), ([0, 0], {})])
+def test_after_a_publish_the_fullest_device_is_told_where_a_platform_can(used: list[int], expected: dict[str, float]):
+    group = SimpleNamespace(broadcast={"device_memory_used": used}.__getitem__)
+    assert published_memory_metrics(SimpleNamespace(actor=SimpleNamespace(group=group))) == expected
 
 
 def test_a_stage_that_did_not_run_and_an_engine_that_does_not_count_say_nothing():

@@ -168,6 +168,11 @@ class PlatformBase(ABC):
         free, total = self.device_module.mem_get_info()
         return int(free), int(total)
 
+    def device_memory_used(self) -> int:
+        """Bytes of the current device that all processes together use; 0 where the device module does not say."""
+        free, total = self.memory_info() if hasattr(self.device_module, "mem_get_info") else (0, 0)
+        return total - free
+
     def peak_memory(self) -> tuple[int, int]:
         """Peak (allocated, reserved) bytes since `reset_peak_memory`; 0 where the device module has no counter."""
         module = self.device_module

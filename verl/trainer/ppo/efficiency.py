@@ -1,12 +1,25 @@
-"""Cost of the stages: MFU (FLOPs needed over peak FLOPs of the devices) and peak memory."""
+"""Cost of the stages: MFU (FLOPs needed over peak FLOPs of the devices), and memory, as planned and as measured."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from verl.data.batch import Batch
 from verl.data.shared_prompts import repeated_prompt_lengths
 from verl.models.flops import Speed
+from verl.observe.memory_metrics import GIB
 from verl.runtime.group import WorkerGroup
+from verl.trainer.ppo.plan import Plan
+from verl.trainer.ppo.plan_memory import PoolMemory
 from verl.trainer.ppo.trainer import PPOTrainer
+
+STAGES = {  # phase of a plan -> where its metrics are, and the role whose devices they are of
+    "collect": ("gen", "rollout"),
+    "log-probs": ("old_log_prob", "actor"),
+    "reference": ("ref", "reference"),
+    "values": ("values", "critic"),
+    "update critic": ("critic", "critic"),
+    "update actor": ("actor", "actor"),
+    "publish": ("update_weights", "actor"),
+}
 
 
 def mfu_metrics(trainer: PPOTrainer, batch: Batch, trained: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -44,6 +57,23 @@ def forward_memory_metrics(trainer: PPOTrainer, seconds: Mapping[str, float]) ->
         if role is not None and stage in seconds:
             out.update(role.dispatcher.forward_memory.with_prefix(f"{stage}/").values())
     return out
+
+
+def planned_memory_metrics(plan: Plan, memory: Sequence[PoolMemory]) -> dict[str, float]:
+    """<stage>/perf/planned_memory_gb: what the plan puts on a device in each phase. Nothing where no plan is known."""
+    out = {}
+    for pool, planned in zip(plan.pools, memory, strict=False):
+        for phase, size in zip(planned.phases, planned.sums, strict=True) if planned.holdings else ():
+            stage, role = STAGES.get(phase, ("", ""))
+            if role in pool.roles:
+                out[f"{stage}/perf/planned_memory_gb"] = size / GIB
+    return out
+
+
+def published_memory_metrics(trainer: PPOTrainer) -> dict[str, float]:
+    """update_weights/perf/device_memory_used_gb after a publish, when the rollout is awake; maximum over ranks."""
+    used = max(trainer.actor.group.broadcast("device_memory_used"))
+    return {"update_weights/perf/device_memory_used_gb": used / GIB} if used else {}
 
 
 def group_speed(group: WorkerGroup) -> Speed | None:

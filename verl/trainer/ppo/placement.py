@@ -56,17 +56,20 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in trained)
 
 
-def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> None:
-    """Tell `announce` one line a pool, where there are several ranks: its devices, roles and memory."""
-    plan = plan_run(config)
+def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> list[PoolMemory]:
+    """Tell `announce` one line a pool, where there are several ranks: its devices, roles and memory, which it returns;
+    nothing for one rank on a CPU, or where the memory is not known."""
+    plan, platform = plan_run(config), get_platform()
     memory: list[PoolMemory] = []
-    if log_lines(plan):
+    if log_lines(plan) or platform.device_name != "cpu":
         try:
-            memory = estimate_memory(config, plan, count_roles(config, plan))
+            size = None if platform.device_name == "cpu" else platform.memory_info()[1]
+            memory = estimate_memory(config, plan, count_roles(config, plan), size)
         except Exception:  # of any library: loading the model says what is wrong with it
             logger.debug("the memory of the placement is not known", exc_info=True)
     for line in log_lines(plan, memory):
         announce(line)
+    return memory
 
 
 def _has_copies_on_devices(config: RunConfig, plan: Plan) -> bool:

@@ -12,9 +12,10 @@ from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
 from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
+from verl.trainer.ppo.efficiency import planned_memory_metrics
 from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.needs import needs_baselines
-from verl.trainer.ppo.placement import announce_plan, place_roles, start_pools
+from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.rollout_setup import (
     build_rollout_engine,
@@ -57,14 +58,14 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
     warn_about_unused_rows(len(rows), together, config.data.shuffle)
     total_steps = count_steps(config, prompts)
     progress.stage("loading the model")
-    announce_plan(config)
+    planned = planned_memory_metrics(plan_run(config), announce_plan(config))
     pools = start_pools(config, total_steps, place_roles(config))
     try:
         run = assemble_run(config, pools, prepared, prompts, total_steps)
     except BaseException:
         pools.close()
         raise
-    run.progress = progress
+    run.progress, run.planned_memory = progress, planned
     return run
 
 

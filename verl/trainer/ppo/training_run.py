@@ -27,7 +27,7 @@ from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_length
 from verl.trainer.capacity_block import CapacityBlock
 from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
-from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics
+from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, published_memory_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
@@ -113,6 +113,7 @@ class TrainingRun:
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
+        self.planned_memory: dict[str, float] = {}  # metrics of the plan, of every step
 
     @property
     def complete(self) -> bool:
@@ -161,6 +162,7 @@ class TrainingRun:
             record = self.trainer.step(timer)
             self.write_records(record, timer)
             metrics = record.metrics
+            metrics.update(self.planned_memory | published_memory_metrics(self.trainer))
             last = record.step >= self.total_steps or self.stop_requested > 0
             if self.validation and is_due(record.step, self.config.trainer.test_freq, last):
                 with timer("testing"):
