@@ -245,20 +245,44 @@ def test_a_replica_of_two_devices_holds_one_version(folder: Path, monkeypatch: p
     engine.process.wait(60)  # a limit on a hang
 
 
-@pytest.mark.parametrize(
-    ("replicas", "ranks", "backend"), [(1, 1, "naive"), (2, 1, "nccl"), (1, 2, "naive"), (2, 2, "file")]
-)
+ROLLOUT = "actor_rollout_ref.rollout"
+SMALL_RUN = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.kv_cache_bytes=16777216"]
+
+
+def test_replicas_beside_two_ranks_or_apart_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=2)
+    fixed = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=3"]
+    fixed += [*SMALL_RUN, f"{ROLLOUT}.checkpoint_engine.probe_every=1"]
+    jobs.train(tmp_path, "one", *fixed)
+    one = jobs.metrics(tmp_path, "one")
+    two, apart = (
+        [f"{ROLLOUT}.num_replicas=2"],
+        ["actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.n_gpus_per_node=2"],
+    )
+    for run, words in (("two", two), ("apart", apart)):
+        jobs.train(tmp_path, run, *fixed, *words)
+        rows = jobs.metrics(tmp_path, run)
+        for step in (1, 2, 3):
+            row, expected = rows[step], one[step]
+            for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+                assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (run, step, name)
+            assert row["weight_sync/bytes_moved"] == 2 * expected["weight_sync/bytes_moved"]  # to both
+            assert row["weight_sync/tensors_read_back"] == row["weight_sync/tensors_sent"] > 0
+            assert row["weight_sync/probe_difference"] <= row["weight_sync/probe_bound"]
+
+
+@pytest.mark.parametrize(("replicas", "ranks", "backend"), [(1, 1, "naive"), (2, 1, "nccl"), (2, 2, "file")])
 def test_grpo_learns_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, ranks: int, backend: str):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)
     make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=1)  # vLLM wants heads of at least 32 on a CPU
-    rollout = "actor_rollout_ref.rollout"
     jobs.train(
-        tmp_path, "run", f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True", f"{rollout}.kv_cache_bytes=16777216",
-        f"{rollout}.disable_log_stats=False", f"{rollout}.num_replicas={replicas}", f"{rollout}.n=8",
-        f"{rollout}.checkpoint_engine.probe_every=2", "trainer.total_training_steps=12",
-        f"trainer.n_gpus_per_node={ranks}", "trainer.device=cpu", f"{rollout}.checkpoint_engine.backend={backend}",
-        f"{rollout}.checkpoint_engine.engine_kwargs.file.folder={tmp_path / 'shared'}",
+        tmp_path, "run", *SMALL_RUN, f"{ROLLOUT}.disable_log_stats=False", f"{ROLLOUT}.num_replicas={replicas}",
+        f"{ROLLOUT}.n=8", f"{ROLLOUT}.checkpoint_engine.probe_every=2", "trainer.total_training_steps=12",
+        f"trainer.n_gpus_per_node={ranks}", "trainer.device=cpu", f"{ROLLOUT}.checkpoint_engine.backend={backend}",
+        f"{ROLLOUT}.checkpoint_engine.engine_kwargs.file.folder={tmp_path / 'shared'}",
     )  # fmt: skip
     rows = jobs.metrics(tmp_path, "run")
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for step, row in rows.items() if step)
