@@ -2,17 +2,19 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from tests.contract.test_stalled_ranks import TIMEOUT_S, Worker
 from tests.runtime_workers import Broken, Counter, Reader
 from tests.small_ray import NUM_CPUS, cpus, small_ray
 from verl.data.batch import Batch
 from verl.plugin.platform import choose_platform
 from verl.runtime import ray_cluster
 from verl.runtime.group import Layout
+from verl.runtime.rank_processes import Counters
 from verl.runtime.ray_cluster import Cluster, Devices, join_cluster
 from verl.runtime.ray_group import INLINE_BYTES, RayGroup
 from verl.runtime.wire import NotSerializableError
@@ -85,10 +87,49 @@ def test_closing_fails_the_calls_of_other_threads_and_frees_the_cores(cluster: C
 def has_free(cores: int) -> bool:
     """Whether so many cores are free within 10 s."""
     ray = pytest.importorskip("ray")
+    return comes_true(lambda: ray.available_resources().get("CPU") == cores)
+
+
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Whether it holds within 10 s."""
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and ray.available_resources().get("CPU") != cores:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return bool(ray.available_resources().get("CPU") == cores)
+    return holds
+
+
+def test_a_rank_that_does_not_move_is_named_with_its_line_and_one_that_computes_is_not(cluster: Cluster):
+    group = RayGroup(Worker, Layout.data_parallel(2), cpus(), stall_timeout_s=TIMEOUT_S)
+    assert group.broadcast("hash", 2 * TIMEOUT_S) == [2.0, 2.0]
+    [nap] = group.post(1, "nap", [(2.5 * TIMEOUT_S,)])
+    assert nap.result() is None
+    with pytest.raises(WorkerError) as caught:
+        group.broadcast("sleep_outside")
+    group.close()
+    text = str(caught.value)
+    assert (caught.value.rank, caught.value.method) == (1, "sleep_outside")
+    assert "\nit has not entered the collective in which others wait\n" in text and "\nnode " in text
+    assert "in sleep_outside(): time.sleep(600.0)\nrank 0 waits in all_reduce()" in text
+    assert "in sum_over_ranks(): dist.all_reduce(total)\n" in text
+    assert has_free(NUM_CPUS)
+
+
+def test_a_stopped_rank_is_named_and_ended(cluster: Cluster):
+    group = RayGroup(Worker, Layout.data_parallel(2), cpus(), stall_timeout_s=TIMEOUT_S)
+    processes = group.broadcast("process")
+    with pytest.raises(WorkerError, match="it is stopped") as caught:
+        group.broadcast("stop")
+    group.close()
+    assert caught.value.rank == 1 and f"process {processes[1]}, state T" in str(caught.value)
+    assert has_free(NUM_CPUS)
+    assert comes_true(lambda: (now := Counters.read(processes[1])) is None or now.state == "Z")
+
+
+def test_the_error_of_a_rank_comes_before_what_others_say_of_it(cluster: Cluster):
+    group = RayGroup(Counter, Layout.data_parallel(2), cpus())
+    with pytest.raises(WorkerError, match=r"LookupError: only rank 1\nrank 0 waits in all_reduce\(\) at .*ended there"):
+        group.broadcast("fail_on", 1)
+    group.close()
 
 
 def test_a_worker_that_cannot_be_built_says_why(cluster: Cluster):

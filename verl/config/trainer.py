@@ -19,7 +19,7 @@ _LEAD = (
 )
 _STALL_TIMEOUT = (
     "Seconds without CPU time and bytes after which ranks inside a call have stalled: the run says which one and "
-    "where, and ends. 0 is never. With trainer.runtime=processes, on Linux."
+    "where, and ends. 0 is never. With trainer.runtime=processes or ray, on Linux."
 )
 _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "

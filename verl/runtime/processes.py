@@ -25,7 +25,8 @@ from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S, RemoteGroup
 from verl.runtime.group import Layout
 from verl.runtime.rank import RankInfo
-from verl.runtime.rank_reports import RankReports, ask_for_stacks, blame_earliest, read_errors
+from verl.runtime.rank_processes import RankProcess, RanksOfMachine
+from verl.runtime.rank_reports import RankReports, blame_earliest
 from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
 from verl.runtime.wire import deserialize, serialize
 from verl.utils.errors import WorkerError
@@ -67,9 +68,11 @@ class ProcessGroup(RemoteGroup):
             self._start(factory)
             _, building = self._register_call("__init__", range(layout.world_size))
             threading.Thread(target=self._watch, daemon=True).start()
-            processes = {rank: process.pid for rank, process in enumerate(self._processes)}
-            folder = Path(self._reports.name)
-            self._stall_watch = StallWatch(processes, self._open_calls, self._fail_and_kill, folder, stall_timeout_s)
+            processes = {rank: RankProcess(process.pid) for rank, process in enumerate(self._processes)}
+            self._ranks = RanksOfMachine(processes, Path(self._reports.name), [os.getpid()])
+            self._stall_watch = StallWatch(
+                self._ranks, layout.world_size, self._open_calls, self._fail_and_kill, stall_timeout_s
+            )
             self._wait_for_results(building)
         except BaseException:
             if self._stall_watch is None:  # ranks that have started would wait for those that have not
@@ -113,9 +116,10 @@ class ProcessGroup(RemoteGroup):
             process.kill()
 
     def _find_cause(self, error: WorkerError, since: float, stuck: Sequence[int] = ()) -> WorkerError:
-        folder = Path(self._reports.name)
-        texts = ask_for_stacks(folder, {rank: self._processes[rank].pid for rank in stuck})
-        return blame_earliest(error, since, read_errors(folder), [describe_stuck(*item) for item in texts.items()])
+        texts = self._ranks.ask_for_stacks(stuck)
+        return blame_earliest(
+            error, since, self._ranks.read_errors(), [describe_stuck(*item) for item in texts.items()]
+        )
 
     # --- replies, in the watching thread ---------------------------------------------------------------------------
 

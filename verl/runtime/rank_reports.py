@@ -63,11 +63,11 @@ class RankReports:
 
     def open(self) -> None:
         """From now on record exceptions of threads, and write all stacks to a file on STACK_SIGNAL."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if STACK_SIGNAL is not None:
             self._stacks = open(stack_file(self.folder, self.rank), "a")  # noqa: SIM115  # as long as the process
-            signal.signal(
-                STACK_SIGNAL, signal.SIG_IGN
-            )  # what is left once the interpreter ends: it would end the process
+            with contextlib.suppress(ValueError):  # outside of the main thread, as in Ray
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # once the interpreter ends it would end the process
             faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
         print_error = threading.excepthook
 

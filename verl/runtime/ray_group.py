@@ -9,8 +9,11 @@ import atexit
 import contextlib
 import os
 import re
+import tempfile
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,10 +21,13 @@ from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S, RemoteGroup
 from verl.runtime.group import Layout
 from verl.runtime.rank import RankInfo
+from verl.runtime.rank_reports import RankReports, blame_earliest
 from verl.runtime.ray_cluster import Devices, device_resource, rank_environment, reserve
+from verl.runtime.ray_processes import RanksOnRay
 from verl.runtime.ray_rank import POLL_S, RankActor
+from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
 from verl.runtime.wire import pack, unpack
-from verl.utils.errors import VerlError
+from verl.utils.errors import VerlError, WorkerError
 
 START_S = 180.0  # until every actor of a group has started
 INLINE_BYTES = 65536  # what is smaller travels in the message itself
@@ -31,7 +37,8 @@ class RayGroup(RemoteGroup):
     """`layout.world_size` actors of Ray, each with a worker built by `factory()`, in a placement group of their own.
 
     Ray must be joined (`join_cluster`), and this package must be importable on every node. Raises ConfigError where the
-    cluster has not enough devices, and WorkerError when a rank fails or dies; after a death the group is unusable.
+    cluster has not enough devices, and WorkerError when a rank fails, dies or stalls (inside a call, `stall_timeout_s`
+    without CPU time or bytes; 0: never); after a death or a stall the group is unusable.
     """
 
     def __init__(
@@ -41,9 +48,13 @@ class RayGroup(RemoteGroup):
         devices: Devices,
         name: str = "",
         ranks_on_machine: int | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ):
         super().__init__(layout, name)
         self.devices = devices
+        self._reports = Path(tempfile.gettempdir()) / f"verl-ranks-{uuid.uuid4().hex}"  # on each node
+        self._ranks: RanksOnRay | None = None
+        self._stall_watch: StallWatch | None = None
         self._actors: list[Any] = []
         self._sent: SimpleQueue[tuple[Any, int]] = SimpleQueue()  # messages of which it is not known that they arrived
         self._messages = [0] * layout.world_size  # sent to each rank
@@ -53,6 +64,10 @@ class RayGroup(RemoteGroup):
             self._start(factory, ranks_on_machine or layout.world_size)
             _, building = self._register_call("__init__", range(layout.world_size))
             threading.Thread(target=self._watch, name="ray replies", daemon=True).start()
+            if self._ranks is not None:
+                self._stall_watch = StallWatch(
+                    self._ranks, layout.world_size, self._open_calls, self._fail_and_kill, stall_timeout_s
+                )
             self._wait_for_results(building)
         except BaseException:
             self.close()
@@ -86,8 +101,12 @@ class RayGroup(RemoteGroup):
             on_machine = ranks_on_machine if len(set(nodes)) == 1 else len(local)
             info = RankInfo(rank, len(nodes), device, on_machine)
             share_cores = "OMP_NUM_THREADS" not in environment
-            started.append(self._actors[rank].start.remote(info, address, port, share_cores, os.getcwd(), factory))
-        self._ask(started)  # fails where a node cannot import the worker
+            reports = RankReports(self._reports, rank)
+            start = self._actors[rank].start
+            started.append(start.remote(info, address, port, share_cores, os.getcwd(), reports, factory))
+        processes = self._ask(started)  # fails where a node cannot import the worker
+        if all(processes):
+            self._ranks = RanksOnRay(nodes, processes, self._reports)
 
     def _ask(self, refs: list[Any]) -> list[Any]:
         """The results; VerlError where an actor does not start."""
@@ -150,10 +169,20 @@ class RayGroup(RemoteGroup):
         if not self._is_ending(rank):
             self._report_death(rank, reason)
 
+    def _find_cause(self, error: WorkerError, since: float, stuck: Sequence[int] = ()) -> WorkerError:
+        if self._ranks is None:
+            return error
+        texts = self._ranks.ask_for_stacks(stuck) if stuck else {}
+        return blame_earliest(
+            error, since, self._ranks.read_errors(), [describe_stuck(*item) for item in texts.items()]
+        )
+
     def _kill_ranks(self) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
+        if self._ranks is not None and self._failure is not None:
+            self._ranks.kill()  # Ray waits for those that are stopped
         with contextlib.suppress(Exception):  # Ray may have ended
             for actor in self._actors:
                 ray.kill(actor)
@@ -164,6 +193,8 @@ class RayGroup(RemoteGroup):
         if self._closing:
             return
         self._closing = True
+        if self._stall_watch is not None:
+            self._stall_watch.end()
         atexit.unregister(self.close)
         import ray
 
@@ -173,6 +204,8 @@ class RayGroup(RemoteGroup):
                 if refs:
                     ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
             self._kill_ranks()
+            if self._ranks is not None:
+                self._ranks.close()
 
 
 def _plain(error: Exception) -> str:

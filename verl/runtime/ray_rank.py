@@ -17,6 +17,8 @@ from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo
+from verl.runtime.rank_processes import RankProcess, threads_of_this_process
+from verl.runtime.rank_reports import RankReports
 from verl.runtime.rank_server import CallServer
 from verl.runtime.wire import Packed, pack, unpack
 
@@ -28,6 +30,7 @@ class _ActorServer(CallServer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reports: RankReports | None = None
         self.replies: SimpleQueue[Packed] = SimpleQueue()
         self._early: dict[int, tuple[Packed, Packed] | None] = {}  # by number; None is the end
         self._next = 0
@@ -53,6 +56,10 @@ class _ActorServer(CallServer):
 
     def unpack(self, packed: Packed) -> Any:
         return unpack(packed)
+
+    def record(self, method: str, error: BaseException) -> None:
+        if self.reports is not None:
+            self.reports.record(method, error)
 
     def send(self, reply: tuple[int, bool, Any]) -> None:
         text, arrays = pack(reply)
@@ -91,12 +98,21 @@ class RankActor:
         return port
 
     def start(
-        self, info: RankInfo, address: str, port: int, share_cores: bool, folder: str, factory: Callable[[], Any]
-    ) -> None:
+        self,
+        info: RankInfo,
+        address: str,
+        port: int,
+        share_cores: bool,
+        folder: str,
+        reports: RankReports,
+        factory: Callable[[], Any],
+    ) -> RankProcess:
         """Join the other ranks and build the worker, in the thread of the calls; the reply says how that ended.
 
         Paths are relative to `folder`, that of the driver.
         """
+        self.server.reports = reports
+        reports.open()
         try:
             os.chdir(folder)
         except OSError as error:
@@ -113,8 +129,10 @@ class RankActor:
             info.init_process_group(dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False)))
             return factory()
 
+        of_ray = threads_of_this_process()
         self.thread = threading.Thread(target=self._serve, args=(build,), name="calls", daemon=True)
         self.thread.start()
+        return RankProcess(os.getpid(), self.thread.native_id, frozenset(of_ray))
 
     def _serve(self, build: Callable[[], Any]) -> None:
         asyncio.run(self.server.run(build))

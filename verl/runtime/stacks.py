@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 _THREAD = re.compile(r"^(Current thread|Thread) .*:$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_SERVER = "verl/runtime/rank_server.py"  # whose frames are outside of every call
+_SERVERS = ("verl/runtime/rank_server.py", "verl/runtime/ray_rank.py")  # whose frames are outside of every call
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 _SYNC = re.compile(r"\bf(data)?sync\w*\(|\bos\.sync\(")
@@ -47,7 +47,10 @@ class Stack:
         if not threads:
             return cls()
         signalled = parts.index("Current thread") // 2 if "Current thread" in parts else -1  # the main one, if it can
-        main = next((t for t in threads if any(_is_server(f) and f.function == "serve" for f in t)), threads[signalled])
+        main = next(
+            (t for t in threads if any(_is_server(f) and f.function in ("serve", "_serve") for f in t)),
+            threads[signalled],
+        )
         call = itertools.takewhile(lambda frame: not _is_server(frame), main)
         return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None), any(map(_syncs, threads)))
 
@@ -83,5 +86,10 @@ def _syncs(thread: tuple[Frame, ...]) -> bool:
     return bool(thread) and _SYNC.search(str(thread[0])) is not None
 
 
+def _is_main(frame: Frame) -> bool:
+    """Whether the thread of this frame is the one that runs calls."""
+    return _is_server(frame) and frame.function in ("serve", "_serve")
+
+
 def _is_server(frame: Frame) -> bool:
-    return frame.file.endswith(_SERVER)
+    return frame.file.endswith(_SERVERS)

@@ -1,79 +1,27 @@
-"""Ranks inside a call are watched through Linux's /proc; when none moves, the one that the others wait for is named.
+"""Ranks inside a call are watched from outside; when none moves, the one that the others wait for is named.
 
 A rank moves while its CPU time or its bytes read and written grow; one that waits for its storage may rest for long.
 Elsewhere than on Linux nothing is watched.
 """
 
-import contextlib
 import os
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 
 from verl.runtime.rank import COLLECTIVE_TIMEOUT
-from verl.runtime.rank_reports import ask_for_stacks
+from verl.runtime.rank_processes import TICK_S, Counters, WatchedRanks
 from verl.runtime.stacks import Stack
 from verl.utils.errors import WorkerError
 
 STALL_TIMEOUT_S = 30.0  # trainer.stall_timeout_s
-_PROC = Path("/proc")
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 _IDLE_SHARE = 0.01  # of a core: less is the polling of idle threads
 _STACK_CPU_S = 0.1  # more than a rank needs to write its stacks
 _STORAGE_TIMEOUT_S = COLLECTIVE_TIMEOUT.total_seconds()  # for a rank that waits for its storage
 _STORING = ("save", "finish_save", "load")  # methods that read and write checkpoints
 _LOOK_FOR_HELPERS, _HELPERS_QUIET = 0.1, 0.8  # of the timeout: ranks quiet until helpers are watched, and those then
 HELP = "docs/when_a_run_hangs.md says what to look at"
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What a process has done so far."""
-
-    state: str  # of its main thread: R running, S sleeping, D waiting for a disk, T stopped, t in a debugger
-    cpu_s: float
-    num_bytes: int  # of its calls to read and write, also from the page cache; those of sockets are not known
-    parent: int
-    storage_bytes: int = 0  # that a disk has read and written for it
-
-    @classmethod
-    def read(cls, process: int) -> "Counters | None":
-        """None where the process has ended or cannot be looked at."""
-        try:
-            fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        try:
-            lines = (_PROC / str(process) / "io").read_text().splitlines()
-            io = {name: int(value) for name, value in (line.split(": ") for line in lines)}
-        except OSError:  # a container that hides it
-            io = dict.fromkeys(("rchar", "wchar", "read_bytes", "write_bytes"), 0)
-        cpu_s, storage_bytes = (int(fields[11]) + int(fields[12])) * _TICK_S, io["read_bytes"] + io["write_bytes"]
-        return cls(fields[0], cpu_s, io["rchar"] + io["wchar"], int(fields[1]), storage_bytes)
-
-
-def waits_for_disk(process: int) -> bool:
-    """Whether a thread of it is in state D, as in a read or an fsync that a disk or a server has not answered."""
-    for thread in (_PROC / str(process) / "task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            if thread.read_text().rpartition(")")[2].split()[0] == "D":
-                return True
-    return False
-
-
-def family(ancestors: Iterable[int]) -> dict[int, Counters]:
-    """The counters of these processes and of all below them, by process id."""
-    known = {int(path.name): Counters.read(int(path.name)) for path in _PROC.glob("[0-9]*")}
-    living = {process: now for process, now in known.items() if now is not None}
-    members, size = set(ancestors), -1
-    while len(members) > size:
-        size = len(members)
-        members |= {process for process, now in living.items() if now.parent in members}
-    return {process: living[process] for process in members & living.keys()}
 
 
 class Progress:
@@ -88,7 +36,8 @@ class Progress:
         self.state, self.quiet_s = now.state, self.quiet_s + elapsed_s
         self.stopped_s = self.stopped_s + elapsed_s if now.state == "T" else 0.0
         used = now.cpu_s - self.counters.cpu_s
-        has_moved = used > max(2 * _TICK_S, _IDLE_SHARE * self.quiet_s) or now.num_bytes != self.counters.num_bytes
+        has_moved = used > max(2 * TICK_S, _IDLE_SHARE * self.quiet_s) or now.num_bytes != self.counters.num_bytes
+        has_moved = has_moved or used < 0  # one of the threads that are counted has ended
         has_moved = has_moved or now.storage_bytes != self.counters.storage_bytes
         if has_moved or now.state in "Rt":  # one that waits for a core, or for whoever debugs it, is not stalled
             self.counters, self.quiet_s, self.syncs = now, 0.0, False
@@ -106,22 +55,21 @@ class Progress:
 class StallWatch:
     """A thread that reports the culprit, as the WorkerError to raise, once the ranks' calls have stalled.
 
-    `processes`: by rank, the process id. `open_calls()`: by rank that is inside calls, their numbers and methods.
-    `folder`: where ranks write their stacks. `timeout_s`: 0 watches nothing.
+    `open_calls()`: by rank that is inside calls, their numbers and methods. `timeout_s`: 0 watches nothing.
     """
 
     def __init__(
         self,
-        processes: dict[int, int],
+        ranks: WatchedRanks,
+        num_ranks: int,
         open_calls: Callable[[], dict[int, dict[int, str]]],
         report: Callable[[WorkerError], None],
-        folder: Path,
         timeout_s: float,
     ):
-        self.processes, self.open_calls, self.report = processes, open_calls, report
-        self.folder, self.timeout_s = folder, timeout_s
+        self.ranks, self.num_ranks, self.open_calls, self.report = ranks, num_ranks, open_calls, report
+        self.timeout_s = timeout_s
         self._progress: dict[int, Progress] = {}  # by rank inside a call
-        self._helpers: dict[int, Progress] = {}  # by process id: other processes of this run, once the ranks are quiet
+        self._helpers: dict[tuple[str, int], Progress] = {}  # by node and process id, once the ranks are quiet
         self._calls: dict[int, dict[int, str]] = {}
         self._ended = threading.Event()
         if timeout_s > 0 and Counters.read(os.getpid()) is not None:
@@ -141,14 +89,14 @@ class StallWatch:
                 return
 
     def _look(self, elapsed_s: float) -> None:
-        before, self._calls = self._calls, self.open_calls()
+        calls = self.open_calls()
+        if (seen := self.ranks.look(calls)) is None:  # time in which a machine does not answer is not counted
+            return
+        before, self._calls = self._calls, calls
         progress = {}
-        for rank, calls in self._calls.items():
-            now = Counters.read(self.processes[rank])
-            if now is None:  # its death is reported elsewhere
-                continue
+        for rank, now in seen.items():
             known = self._progress.get(rank)
-            if known is None or before.get(rank) != calls:  # it was given or has answered a call: a move
+            if known is None or before.get(rank) != calls[rank]:  # it was given or has answered a call: a move
                 progress[rank] = Progress(now)
             else:
                 progress[rank] = known
@@ -157,13 +105,12 @@ class StallWatch:
         is_quiet = bool(progress) and min(p.quiet_s for p in progress.values()) >= _LOOK_FOR_HELPERS * self.timeout_s
         self._helpers = self._look_at_helpers(elapsed_s) if is_quiet else {}
 
-    def _look_at_helpers(self, elapsed_s: float) -> dict[int, Progress]:
-        """Rollout servers and other processes below the driver or a rank, by CPU time: a rank may wait for one."""
-        known = {process: replace(now, num_bytes=0, storage_bytes=0) for process, now in family({os.getpid()}).items()}
+    def _look_at_helpers(self, elapsed_s: float) -> dict[tuple[str, int], Progress]:
+        """Rollout servers and other processes that a rank may wait for, by CPU time."""
         found = {}
-        for process in known.keys() - {os.getpid(), *self.processes.values()}:
-            found[process] = self._helpers.get(process) or Progress(known[process])
-            found[process].update(known[process], elapsed_s if process in self._helpers else 0.0)
+        for helper, now in self.ranks.look_at_helpers().items():
+            found[helper] = self._helpers.get(helper) or Progress(now)
+            found[helper].update(now, elapsed_s if helper in self._helpers else 0.0)
         return found
 
     def _find_culprit(self) -> WorkerError | None:
@@ -182,20 +129,20 @@ class StallWatch:
 
     def _ask_for_stacks(self, stopped: Collection[int]) -> tuple[dict[int, Stack], set[int]]:
         """The stacks by rank, empty for those `stopped`, and the ranks that have moved or ended meanwhile."""
-        before = {rank: Counters.read(self.processes[rank]) for rank in self._progress}
-        asked = {rank: self.processes[rank] for rank in self._progress if rank not in stopped}
-        texts = ask_for_stacks(self.folder, asked) | dict.fromkeys(stopped, "")
-        moved = set()
-        for rank, then in before.items():
-            now = Counters.read(self.processes[rank])
-            if then is None or now is None or self._progress[rank].update_after_stacks(then, now, len(texts[rank])):
+        before = self.ranks.look(self._progress) or {}
+        texts = self.ranks.ask_for_stacks([rank for rank in self._progress if rank not in stopped])
+        texts |= dict.fromkeys(stopped, "")
+        after, moved = self.ranks.look(self._progress) or {}, set()
+        for rank, progress in self._progress.items():
+            then, now, size = before.get(rank), after.get(rank), len(texts[rank])
+            if then is None or now is None or progress.update_after_stacks(then, now, size):
                 moved.add(rank)
         return {rank: Stack.parse(text) for rank, text in texts.items()}, moved
 
     def _limit_s(self, rank: int) -> float:
         """For how long a rank may rest: longer where it waits, or may wait, for its storage."""
         methods = {method.rpartition(".")[2] for method in self._calls[rank].values()}
-        waits = not methods.isdisjoint(_STORING) or self._progress[rank].syncs or waits_for_disk(self.processes[rank])
+        waits = not methods.isdisjoint(_STORING) or self._progress[rank].syncs or self.ranks.wait_for_disks([rank])
         return max(self.timeout_s, _STORAGE_TIMEOUT_S) if waits else self.timeout_s
 
     def _is_stalled(self) -> bool:
@@ -210,7 +157,7 @@ class StallWatch:
         """The rank for which the others wait: one that is stopped, not in their collective, or done without it."""
         waiting = {rank: stack for rank, stack in stacks.items() if stack.collective and rank not in stopped}
         outside = [rank for rank in stacks if rank not in waiting and rank not in stopped]
-        done = [rank for rank in self.processes if rank not in stacks]
+        done = [rank for rank in range(self.num_ranks) if rank not in stacks]
         if stopped:
             rank, what = stopped[0], "it is stopped: somebody sent it SIGSTOP, and nobody SIGCONT"
         elif not any(stack.frames for stack in stacks.values()):
@@ -239,7 +186,7 @@ class StallWatch:
     def _describe_process(self, rank: int, method: str) -> str:
         role, dot, _ = method.rpartition(".")
         parts = [f"role {role}"] if dot else []
-        parts += [f"node {socket.gethostname()}", f"process {self.processes[rank]}"]
+        parts.append(self.ranks.describe([rank])[rank])
         if (progress := self._progress.get(rank)) is None:
             return ", ".join([*parts, "which waits for its next call"])
         still = f"no CPU time and no bytes for {max(progress.quiet_s, progress.stopped_s):.1f} s"

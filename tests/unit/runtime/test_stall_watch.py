@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from verl.runtime import stall_watch
+from verl.runtime import rank_processes
+from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine, family
 from verl.runtime.rank_reports import RankReports, RecordedError, ask_for_stacks, blame_earliest, read_errors
 from verl.runtime.stacks import Stack
-from verl.runtime.stall_watch import Counters, Progress, StallWatch
+from verl.runtime.stall_watch import Progress, StallWatch
 from verl.utils.errors import ConfigError, WorkerError
 
 SERVER = '  File "/lib/verl/runtime/rank_server.py", line 9 in serve\n'
@@ -30,7 +31,8 @@ IDLE = (
 
 
 def blamed(ranks: int, stacks: dict[int, str], stopped: tuple[int, ...] = ()) -> WorkerError:
-    watch = StallWatch(dict.fromkeys(range(ranks), 1), dict, lambda _: None, Path(), 0)
+    there = RanksOfMachine(dict.fromkeys(range(ranks), RankProcess(1)), Path(), ())
+    watch = StallWatch(there, ranks, dict, lambda _: None, 0)
     watch._calls = {rank: {5: "actor.update"} for rank in stacks}
     return watch._name_culprit(stopped, {rank: Stack.parse(text) for rank, text in stacks.items()})
 
@@ -151,8 +153,8 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.folder, self.stacks, self.while_asked = folder, {0: at(1, "all_reduce"), 1: at(2)}, lambda: None
-        monkeypatch.setattr(stall_watch, "_PROC", folder)
-        monkeypatch.setattr(stall_watch, "ask_for_stacks", self.ask)
+        monkeypatch.setattr(rank_processes, "_PROC", folder)
+        monkeypatch.setattr(rank_processes, "ask_for_stacks", self.ask)
         self.num_asked = 0
         for process in (10, 11):
             self.write(process)
@@ -175,7 +177,8 @@ class Machine:
         return {rank: self.stacks[rank] for rank in processes}
 
     def watch(self, method: str = "actor.update") -> StallWatch:
-        watch = StallWatch({0: 10, 1: 11}, lambda: {0: {5: method}, 1: {5: method}}, lambda _: None, Path(), 30.0)
+        ranks = RanksOfMachine({0: RankProcess(10), 1: RankProcess(11)}, Path(), [os.getpid()])
+        watch = StallWatch(ranks, 2, lambda: {0: {5: method}, 1: {5: method}}, lambda _: None, 30.0)
         watch._look(0.0)
         return watch
 
@@ -241,6 +244,44 @@ def test_a_stopped_rank_that_goes_on_while_others_are_asked_is_not_named(machine
     machine.write(11, "TT")
     machine.while_asked = lambda: machine.write(10, ticks=500)  # another rank moves
     assert culprit_after(watch, 31.0) == 1
+
+
+def test_threads_of_a_framework_are_not_counted_and_the_state_is_that_of_the_calls(machine: Machine):
+    machine.write(10, "RSS", ticks=20)  # threads 10, 110 and 210 of 20 ticks each
+    for thread in (10, 110, 210):
+        (machine.folder / "10" / "task" / str(thread) / "io").write_text((machine.folder / "10" / "io").read_text())
+    place = RankProcess(10, thread=110, others=frozenset({10}))
+    assert place.counters() == Counters("S", pytest.approx(0.4), 0, 1)
+    assert RankProcess(10, thread=310).counters() is None  # it has ended
+
+
+def test_processes_of_ray_that_the_driver_has_started_are_not_waited_for(machine: Machine):
+    def start(process: int, parent: int, command: str) -> None:
+        machine.write(process)
+        stat = machine.folder / str(process) / "stat"
+        stat.write_text(stat.read_text().replace(" S 1 ", f" S {parent} "))
+        (machine.folder / str(process) / "cmdline").write_text(command)
+
+    start(20, 5, "/lib/ray/core/raylet")
+    start(21, 20, "ray::IDLE")
+    start(30, 5, "vllm serve")
+    start(31, 30, "python")
+    assert family([5], without="/ray/").keys() == {30, 31}
+    assert family([5]).keys() == {20, 21, 30, 31}
+
+
+class SilentMachine(RanksOfMachine):
+    def look(self, ranks):
+        return None
+
+
+def test_time_in_which_a_machine_does_not_answer_is_not_counted(machine: Machine):
+    watch = machine.watch()
+    ranks, watch.ranks = watch.ranks, SilentMachine(watch.ranks.processes, Path(), ())
+    assert culprit_after(watch, 100.0) is None
+    watch.ranks = ranks
+    assert culprit_after(watch, 29.0) is None
+    assert culprit_after(watch, 2.0) == 1
 
 
 TAIL = "its process was killed by SIGKILL\nthe last lines of its stderr:\nTraceback (most recent call last):\n  ...\n"

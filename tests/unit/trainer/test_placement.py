@@ -257,9 +257,14 @@ def test_a_token_in_the_home_folder_or_the_environment_is_shown_to_a_cluster(
     assert ray_cluster.has_token()
 
 
-def test_ranks_in_processes_are_watched_for_the_configured_time(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("runtime", "group"), [("processes", "ProcessGroup"), ("ray", "RayGroup")])
+def test_ranks_are_watched_for_the_configured_time(monkeypatch: pytest.MonkeyPatch, runtime: str, group: str):
     started: list[tuple] = []
-    monkeypatch.setattr(placement, "ProcessGroup", lambda *arguments: started.append(arguments))
-    config = load_config([*ON_CPU, "trainer.n_gpus_per_node=2", "trainer.stall_timeout_s=7"])
+    monkeypatch.setattr(placement, group, lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(ray_cluster, "check_installed", lambda: None)
+    joined = SimpleNamespace(leave=lambda: None, describe=lambda *_: "joined")
+    monkeypatch.setattr(placement, "join_cluster", lambda *_: joined)
+    words = [f"trainer.runtime={runtime}", "trainer.n_gpus_per_node=2", "trainer.stall_timeout_s=7"]
+    config = load_config([*ON_CPU, *words])
     start_pools(config, 1, place_roles(config))
     assert [arguments[-1] for arguments in started] == [7.0]

@@ -113,17 +113,16 @@ def start_pools(
         announce(cluster.describe(platform, num_ranks))
     elif runtime == "auto" and (head := ray_cluster.local_head()) is not None:
         announce(f"a Ray head runs on this machine at {head}; trainer.runtime=ray joins it")
-    group_name = f"verl-{config.trainer.experiment_name}"
+    group_name, stall_timeout_s = f"verl-{config.trainer.experiment_name}", config.trainer.stall_timeout_s
 
     def start(pool: Pool) -> WorkerGroup:
         name, layout = pool.name if len(pools) > 1 else "", Layout.data_parallel(pool.num_ranks)
         factory = partial(build_rank_workers, config, total_steps, pool.roles)
         if runtime == "ray":
             devices = Devices(platform, config.trainer.nnodes, group_name=f"{group_name}-{pool.name}")
-            return RayGroup(factory, layout, devices, name, num_ranks)
+            return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s)
         if pool.num_ranks == 1 and "actor" in pool.roles and runtime != "processes":
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
-        stall_timeout_s = config.trainer.stall_timeout_s
         return ProcessGroup(factory, layout, name, pool.first_device, num_ranks, stall_timeout_s)
 
     return WorkerPools(pools, start, leave)

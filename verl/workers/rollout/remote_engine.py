@@ -22,7 +22,8 @@ import verl
 from verl.config.rollout import RolloutConfig
 from verl.plugin.platform import get_platform
 from verl.runtime.rank import COLLECTIVE_TIMEOUT
-from verl.runtime.stall_watch import Counters, Progress, family, waits_for_disk
+from verl.runtime.rank_processes import Counters, family, waits_for_disk
+from verl.runtime.stall_watch import Progress
 from verl.runtime.wire import deserialize
 from verl.utils import errors
 from verl.utils.errors import VerlError, WorkerError
