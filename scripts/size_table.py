@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 2305,
+    "runtime": 2580,
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 17760, 47115, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18035, 47385, 400
 
 
 def package_of(path: Path) -> str:
