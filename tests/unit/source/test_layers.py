@@ -16,7 +16,7 @@ ADAPTERS = {
     "wandb": {"verl.observe.trackers"},
     "mlflow": {"verl.observe.trackers"},
     "tensorboard": {"verl.observe.trackers"},
-    "ray": {"verl.runtime.ray_cluster", "verl.runtime.ray_group", "verl.runtime.ray_rank"},
+    "ray": {f"verl.runtime.ray_{part}" for part in ("cluster", "group", "processes", "rank")},
     "vllm": {
         "verl.workers.rollout.vllm_engine",
         "verl.workers.rollout.vllm_experts",
