@@ -107,3 +107,30 @@ def test_a_run_over_ranks_resumes_on_as_many_and_on_one(folder: Path):
     one, two = trained(folder, "one"), trained(folder, "two")
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_has_lost_a_rank_goes_on_as_if_it_had_not(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """The reward kills a rank while the others may sample, once, in the step after the second checkpoint."""
+    deadly = f"""
+import multiprocessing
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    folder = Path({str(folder)!r})
+    if (folder / "lost" / "global_step_2").exists() and not (folder / "shot").exists():
+        (folder / "shot").touch()
+        multiprocessing.active_children()[-1].kill()
+    return sum(c.isdigit() for c in solution_str) / 8
+"""
+    (folder / "deadly.py").write_text(deadly)
+    on_two = [*COMMON, "trainer.n_gpus_per_node=2", "trainer.save_freq=1"]
+    jobs.train(folder, "whole", *on_two)
+    capsys.readouterr()
+    jobs.train(folder, "lost", *on_two, f"reward.custom_reward_function.path={folder / 'deadly.py'}")
+    said = capsys.readouterr().out
+    assert (folder / "shot").exists() and "was killed by SIGKILL" in said
+    assert "restart 1 of 3: all ranks, from step 2" in said
+    assert "restarts     after a lost rank or node from the newest checkpoint, 3 times at most" in said
+    whole, lost = trained(folder, "whole"), trained(folder, "lost")
+    assert all(torch.equal(whole[name], lost[name]) for name in whole)
+    assert jobs.without_timings(jobs.metrics(folder, "whole")) == jobs.without_timings(jobs.metrics(folder, "lost"))

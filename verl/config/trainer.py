@@ -17,6 +17,14 @@ _LEAD = (
     "Before the end of a capacity block (MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP, or SAGEMAKER_...) a step "
     "saves if there may be no time for another one and its checkpoint; these seconds are kept free beside."
 )
+_RESTARTS = (
+    "How often all ranks start again from the newest checkpoint after a rank or node was lost, or stalled; not twice "
+    "from the same one. With trainer.runtime=processes or ray."
+)
+_NODE_WAIT = (
+    "Seconds for which a run on Ray waits for nodes that are missing, at its start and when it restarts after one was "
+    "lost."
+)
 _STALL_TIMEOUT = (
     "Seconds without CPU time and bytes after which ranks inside a call have stalled: the run says which one and "
     "where, and ends. 0 is never. With trainer.runtime=processes or ray, on Linux."
@@ -66,6 +74,8 @@ class TrainerConfig(Section):
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
     stall_timeout_s: float = key(30.0, _STALL_TIMEOUT, minimum=0.0)
+    max_restarts: int = key(3, _RESTARTS, minimum=0)
+    node_wait_s: float = key(0.0, _NODE_WAIT, minimum=0.0)
     balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")
     critic_warmup: int = key(0, "Number of first steps that train only the critic.", minimum=0)
     val_before_train: bool = key(True, "Validate before the first step.")
@@ -117,6 +127,8 @@ class SFTTrainerConfig(Section):
     n_gpus_per_node: int | None = key(
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
+    max_restarts: int = key(3, _RESTARTS, minimum=0)
+    node_wait_s: float = key(0.0, _NODE_WAIT, minimum=0.0)
     balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")
     test_freq: int | str = key(-1, "Validate every test_freq steps, or after_each_epoch; <= 0 is only at the end.")
     save_freq: int | str = key(-1, "Save every save_freq steps, or after_each_epoch; <= 0 is only at the end.")

@@ -130,7 +130,8 @@ def blame_earliest(
     if not (others or stuck) and first.text == given.text:
         return error
     lines = [_line(one, first, one is given) for one in sorted(others.values(), key=lambda e: e.time)]
-    return WorkerError(first.rank, first.method, "\n".join([first.text.rstrip(), *lines, *stuck]))
+    text, is_given = "\n".join([first.text.rstrip(), *lines, *stuck]), first is given
+    return WorkerError(first.rank, first.method, text, first.is_death, is_given and error.is_stall)
 
 
 def _line(error: RecordedError, first: RecordedError, in_full: bool) -> str:

@@ -2,9 +2,11 @@
 
 import contextlib
 import importlib.util
+import logging
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ from typing import Any
 from verl.plugin.platform import PlatformBase
 from verl.utils.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+NODE_POLL_S = 1.0  # how often missing nodes are looked for
 RESERVE_S = 20.0  # until devices that are there, but in use, are given up as taken
 CURRENT_CLUSTER = "ray_current_cluster"  # the file where `ray start` leaves its address
 
@@ -157,6 +162,7 @@ class Devices:
     num_nodes: int = 1
     share: float = 1.0  # of a device; on a CPU, every rank counts as one core
     group_name: str = "verl"  # begins the name of the placement group
+    wait_s: float = 0.0  # how long nodes that are missing are waited for
 
     def of_ranks(self, count: int) -> dict[str, float]:
         """Ray's resources for `count` ranks."""
@@ -174,11 +180,11 @@ def reserve(devices: Devices, ranks: int, who: str) -> Any:
     """A placement group for `ranks`, one bundle a node; ConfigError, with the numbers, where it cannot be had."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    nodes, there = devices.num_nodes, alive_nodes()
+    nodes = devices.num_nodes
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks cannot be shared evenly by {nodes} machines")
     bundle = devices.of_ranks(ranks // nodes)
-    fit = sum(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in there)
+    there, fit = await_nodes(devices, bundle)
     need = f"{who} needs {nodes} node{'s' * (nodes > 1)} with {_amounts(bundle)} each"
     have = " and ".join(_amounts({name: node.get(name, 0.0) for name in bundle}) for node in there[:8])
     more = f" and {len(there) - 8} nodes more" if len(there) > 8 else ""
@@ -197,6 +203,23 @@ def reserve(devices: Devices, ranks: int, who: str) -> Any:
             f"(ray status), or {advice}"
         )
     return group
+
+
+def await_nodes(devices: Devices, bundle: Mapping[str, float]) -> tuple[list[dict[str, float]], int]:
+    """The cluster's nodes, and how many of them can hold `bundle`: once they are enough, or `wait_s` are over."""
+    deadline, has_warned = time.monotonic() + devices.wait_s, False
+    while True:
+        there = alive_nodes()
+        fit = sum(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in there)
+        if fit >= devices.num_nodes or time.monotonic() >= deadline:
+            return there, fit
+        if not has_warned:
+            logger.warning(
+                "%d of %d nodes are there; waiting for the others for %g s (trainer.node_wait_s)",
+                fit, devices.num_nodes, devices.wait_s,
+            )  # fmt: skip
+        has_warned = True
+        time.sleep(NODE_POLL_S)
 
 
 def _free() -> dict[str, float]:

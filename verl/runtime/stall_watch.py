@@ -181,7 +181,7 @@ class StallWatch:
         lines += [f"rank {other} {stack.what_it_does}" for other, stack in stacks.items() if other != rank]
         if rank in stacks and stacks[rank].frames:
             lines += [f"the stack of rank {rank}, innermost first:", str(stacks[rank])]
-        return WorkerError(rank, method, "\n".join([*lines, HELP]))
+        return WorkerError(rank, method, "\n".join([*lines, HELP]), is_stall=True)
 
     def _describe_process(self, rank: int, method: str) -> str:
         role, dot, _ = method.rpartition(".")

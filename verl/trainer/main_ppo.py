@@ -7,9 +7,11 @@ from verl.config import RunConfig, load_config
 from verl.observe.progress import Progress
 from verl.trainer.early_checks import say_early_mistakes
 from verl.trainer.interrupt import BeforeFirstStep
+from verl.trainer.restarts import Restarts
 from verl.trainer.run_folder import claimed_run
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
+from verl.utils.errors import VerlError
 from verl.utils.process_end import end_process
 
 HELP = """Train a policy with PPO, GRPO and their relatives.
@@ -42,22 +44,27 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
         for line in opening_lines(config, place):
             announce(line)
         said = say_early_mistakes(config, announce)  # the preflight says the others, but loads libraries for seconds
-        with ExitStack() as stack:
-            progress = stack.enter_context(Progress())
-            progress.stage("loading libraries")
-            from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
+        return Restarts(config, announce).run(lambda config: _train(config, announce, said))
 
-            run = build_run(config, progress, said)
-            for line in run.header_lines():
+
+def _train(config: RunConfig, announce: Callable[[str], None], said: Sequence[VerlError]) -> dict[str, float]:
+    """Train to the last step, or until a rank is lost."""
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress())
+        progress.stage("loading libraries")
+        from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
+
+        run = build_run(config, progress, said)
+        for line in run.header_lines():
+            announce(line)
+        stack.enter_context(run.tracking)
+        try:
+            return run.fit()
+        finally:
+            run.trainer.close()
+            progress.close()
+            for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
                 announce(line)
-            stack.enter_context(run.tracking)
-            try:
-                return run.fit()
-            finally:
-                run.trainer.close()
-                progress.close()
-                for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
-                    announce(line)
 
 
 if __name__ == "__main__":

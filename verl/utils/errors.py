@@ -47,13 +47,14 @@ class TransportError(VerlError):
 
 
 class WorkerError(VerlError):
-    """A failed call on one rank of a worker group: its remote traceback, the message of an error of this module, or how
-    its process ended (`is_death`)."""
+    """A failed call on one rank of a worker group: its remote traceback, the message of an error of this module, how
+    its process ended (`is_death`), or where it no longer moved (`is_stall`)."""
 
-    def __init__(self, rank: int, method: str, remote_traceback: str, is_death: bool = False):
+    def __init__(self, rank: int, method: str, remote_traceback: str, is_death: bool = False, is_stall: bool = False):
         separator = "\n" if "\n" in remote_traceback else " "
         super().__init__(f"rank {rank} failed in {method}():{separator}{remote_traceback}")
-        self.rank, self.method, self.remote_traceback, self.is_death = rank, method, remote_traceback, is_death
+        self.rank, self.method, self.remote_traceback = rank, method, remote_traceback
+        self.is_death, self.is_stall = is_death, is_stall
 
 
 MISTAKES = "mistakes in the configuration"

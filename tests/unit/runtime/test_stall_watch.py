@@ -54,7 +54,7 @@ def blamed(ranks: int, stacks: dict[int, str], stopped: tuple[int, ...] = ()) ->
 )
 def test_the_culprit_is_the_rank_for_which_the_others_wait(ranks, stacks, stopped, culprit, words):
     error = blamed(ranks, stacks, stopped)
-    assert error.rank == culprit and words in str(error)
+    assert error.rank == culprit and words in str(error) and error.is_stall
     assert f"rank {culprit} failed in actor.update():" in str(error) and "role actor, node " in str(error)
     for other in set(stacks) - {culprit}:
         assert f"rank {other} " in str(error)
@@ -312,6 +312,7 @@ def test_a_death_comes_before_what_others_raised_shortly_before_it_was_heard_of(
     error = blame_earliest(death, now - 60.0, sorted(found, key=lambda one: one.time))
     lines = str(error).splitlines()
     assert first in (lines[0] + lines[1] if "process" in first else lines[3])
+    assert error.is_death == ("process" in first)  # what a user's code raised ends the run, and is not restarted
     (line,) = [line for line in lines if "its process was killed by SIGKILL" in line]
     assert "consequence" not in line
 

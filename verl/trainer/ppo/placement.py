@@ -113,13 +113,14 @@ def start_pools(
         announce(cluster.describe(platform, num_ranks))
     elif runtime == "auto" and (head := ray_cluster.local_head()) is not None:
         announce(f"a Ray head runs on this machine at {head}; trainer.runtime=ray joins it")
-    group_name, stall_timeout_s = f"verl-{config.trainer.experiment_name}", config.trainer.stall_timeout_s
+    group_name, settings = f"verl-{config.trainer.experiment_name}", config.trainer
+    stall_timeout_s, wait_s = settings.stall_timeout_s, settings.node_wait_s
 
     def start(pool: Pool) -> WorkerGroup:
         name, layout = pool.name if len(pools) > 1 else "", Layout.data_parallel(pool.num_ranks)
         factory = partial(build_rank_workers, config, total_steps, pool.roles)
         if runtime == "ray":
-            devices = Devices(platform, config.trainer.nnodes, group_name=f"{group_name}-{pool.name}")
+            devices = Devices(platform, config.trainer.nnodes, 1.0, f"{group_name}-{pool.name}", wait_s)
             return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s)
         if pool.num_ranks == 1 and "actor" in pool.roles and runtime != "processes":
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))

@@ -31,6 +31,7 @@ from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, pub
 from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
+from verl.trainer.restarts import restart_line
 from verl.trainer.resume import find_resume
 from verl.trainer.run_files import LEDGER
 from verl.trainer.run_folder import metrics_of
@@ -251,6 +252,7 @@ class TrainingRun:
             f"rows         {self.num_prompts:,} prompts, {held_out}",
             f"steps        {self.total_steps:,} of {data.train_batch_size} prompts x "
             f"{self.config.actor_rollout_ref.rollout.n} answers{every}",
+            *restart_line(self.config, self.trainer.pools.num_ranks),
         ]
 
     def save(self) -> None:

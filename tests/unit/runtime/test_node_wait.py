@@ -1,0 +1,35 @@
+"""Nodes of a Ray cluster that are missing are waited for, but not for ever."""
+
+import itertools
+
+import pytest
+
+from verl.plugin.platform import choose_platform
+from verl.runtime import ray_cluster
+from verl.runtime.ray_cluster import Devices, await_nodes
+
+SMALL, LARGE = {"CPU": 1.0}, {"CPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "found", "looked"),
+    [
+        (0.0, ([LARGE, SMALL], 1), 1),
+        (60.0, ([LARGE, SMALL, LARGE], 2), 3),  # the third look finds a second node that is large enough
+        (0.05, ([LARGE, SMALL], 1), 2),
+    ],
+)
+def test_missing_nodes_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wait_s: float, found: tuple, looked: int
+):
+    looks = itertools.count(1)
+    later = [LARGE] if wait_s > 1 else []
+    monkeypatch.setattr(ray_cluster, "alive_nodes", lambda: [LARGE, SMALL, *(later if next(looks) > 2 else [])])
+    monkeypatch.setattr(ray_cluster, "NODE_POLL_S", 0.06)
+    devices = Devices(choose_platform("cpu"), num_nodes=2, wait_s=wait_s)
+    assert await_nodes(devices, devices.of_ranks(4)) == found
+    assert next(looks) == looked + 1
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"1 of 2 nodes are there; waiting for the others for {wait_s:g} s (trainer.node_wait_s)"] * (
+        wait_s > 0
+    )
