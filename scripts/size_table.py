@@ -11,11 +11,11 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3925,
+    "config": 3940,
     "plugin": 1350,
     "data": 2740,
     "algorithms": 2300,
-    "runtime": 2580,
+    "runtime": 2600,
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 6835,
+    "trainer": 6915,
     "commands": 5270,
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18035, 47385, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18155, 47505, 400
 
 
 def package_of(path: Path) -> str:
