@@ -20,6 +20,46 @@ from verl.trainer.ppo.rollout_setup import build_weight_sync, check_rollout_engi
 from verl.utils.errors import ConfigError, PluginError, TransportError
 
 
+def test_replicas_read_from_the_rank_on_their_device_and_the_others_from_the_first(monkeypatch: pytest.MonkeyPatch):
+    """Three ranks on devices a, b and c; replicas on c and a, and one whose device no rank has."""
+    here, used = threading.local(), list[str]()
+    monkeypatch.setattr(shared_memory, "device_identity", lambda: here.device)
+
+    def allocate(size: int) -> shared_memory.BufferHalf:
+        used.append(here.device)
+        return shared_memory.allocate_host_half(size)
+
+    monkeypatch.setattr(shared_memory, "allocate_device_half", allocate)
+    devices, ends, metadata = ["a", "b", "c", "c", "a", "d"], [], []
+    for here.device in devices:
+        ends.append(shared_memory.SharedMemoryTransport(4000, timeout=60))
+        metadata.append(ends[-1].prepare())
+    trainer, rollout = shared_memory.SharedMemoryTransport.build_topology(3, 3, metadata)
+    assert (trainer["rank"], trainer["receivers"]) == ([0, -1, 0], [2, 0, 1])
+    arrived: dict[int, list[float]] = {}
+
+    def run(number: int) -> None:
+        here.device = devices[number]
+        side, index = (trainer, number) if number < 3 else (rollout, number - 3)
+        ends[number].init_process_group(**{name: values[index] for name, values in side.items()})
+        if number >= 3:
+            arrived[number] = [float(t[0]) for bucket in ends[number].receive_buckets(0) for _, t in bucket]
+        elif trainer["rank"][number] == 0:  # each rank sends its own number
+            weights = [(f"{n}", torch.full((50,), float(number))) for n in range(20)]
+            for _ in ends[number].send_buckets(buckets(weights, 1000), None, 0):
+                pass
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert arrived == {3: [2.0] * 20, 4: [0.0] * 20, 5: [0.0] * 20}
+    assert set(used) == {"c"}  # rank 0 has a receiver on another device, so it sends through host memory
+    for end in ends:
+        end.finalize()
+
+
 def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.MonkeyPatch):
     """The device is played by this process: what CUDA's handles would name is looked up in a table."""
     table: list[Tensor] = []
@@ -33,7 +73,7 @@ def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(shared_memory, "open_device_memory", lambda handle: table[handle[0]])
     sent = [(f"{n}", torch.randn(50 + n)) for n in range(40)]
     ends = [shared_memory.SharedMemoryTransport(4000, timeout=60) for _ in range(3)]
-    arguments = shared_memory.SharedMemoryTransport.build_topology(1, 2, [])
+    arguments = shared_memory.SharedMemoryTransport.build_topology(1, 2, [end.prepare() for end in ends])
     folder = arguments[0]["folder"][0]
     assert os.stat(folder).st_mode & 0o077 == 0
     arrived: dict[int, list[tuple[str, Tensor]]] = {}

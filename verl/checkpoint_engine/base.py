@@ -63,7 +63,8 @@ class CheckpointEngine(ABC):
 
 
 class BucketTransport(CheckpointEngine):
-    """Base of our transports: rank 0 of the trainer sends buckets of many tensors to every rollout worker.
+    """Base of our transports: rank 0 of the trainer sends buckets of many tensors to every rollout worker, or several
+    ranks to some of them each.
 
     A transport stays connected between publishes, until `finalize`. The other trainer ranks only take part in
     producing the weights. `timeout`: seconds one endpoint waits for another before it raises TransportError.

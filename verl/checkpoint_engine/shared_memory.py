@@ -1,7 +1,8 @@
 """`checkpoint_engine.backend=naive`: processes of one machine share a buffer; one half is filled while one is read.
 
-The buffer is anonymous host memory, or device memory if all processes use one device that can share it (CUDA IPC). The
-processes connect to a Unix socket in a folder that only this user can enter; JSON messages give the position of each
+Receivers on the device of a trainer's rank read from that rank, the others from rank 0. The buffer is anonymous host
+memory, or device memory if a sender and all its receivers use one device that can share it (CUDA IPC). The processes
+connect to a Unix socket in a folder that only this user can enter; JSON messages give the position of each
 tensor. A receiver copies a half before it acknowledges it, as engines may keep the tensors that they load.
 """
 
@@ -14,6 +15,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +51,7 @@ class ReceiverConnection:
 
 
 class SharedMemoryTransport(BucketTransport):
-    """Rank 0 writes, the others read; all on one machine."""
+    """A sender (its rank is 0) writes, its receivers read; all on one machine."""
 
     def __init__(self, bucket_size: int, timeout: float = 300.0):
         super().__init__(bucket_size, timeout)
@@ -58,11 +60,28 @@ class SharedMemoryTransport(BucketTransport):
         self.halves: dict[int, BufferHalf] = {}
         self.on_device = False
 
+    def prepare(self) -> dict[str, Any]:
+        return {"device": device_identity()}
+
     @classmethod
     def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
-        root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        folder = tempfile.mkdtemp(prefix="verl-weights-", dir=root)
-        return cls.topology_by_rank(actor_world_size, rollout_world_size, folder=folder, receivers=rollout_world_size)
+        devices = [worker["device"] for worker in metadata]
+        ranks = {device: rank for rank, device in reversed([*enumerate(devices[:actor_world_size])]) if device}
+        senders = [ranks.get(device, 0) for device in devices[actor_world_size:]]
+        root, counts = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None, Counter(senders)
+        folders = {rank: tempfile.mkdtemp(prefix="verl-weights-", dir=root) for rank in counts}
+        numbers = range(actor_world_size)
+        trainer = {
+            "rank": [0 if rank in counts else -1 for rank in numbers],
+            "folder": [folders.get(rank, "") for rank in numbers],
+            "receivers": [counts[rank] for rank in numbers],
+        }
+        rollout = {
+            "rank": list(range(1, rollout_world_size + 1)),
+            "folder": [folders[rank] for rank in senders],
+            "receivers": [counts[rank] for rank in senders],
+        }
+        return trainer, rollout
 
     def init_process_group(self, rank: int, folder: str, receivers: int) -> None:
         self.rank = rank
