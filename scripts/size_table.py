@@ -13,9 +13,9 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "cli.py": 120,
     "config": 3940,
     "plugin": 1350,
-    "data": 2740,
+    "data": 2770,
     "algorithms": 2300,
-    "runtime": 2600,
+    "runtime": 2615,
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1550,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18155, 47535, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18190, 47565, 400
 
 
 def package_of(path: Path) -> str:

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,36 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     with pytest.raises(WorkerError, match=r"(?s)replica 1: .*nothing"):
         engine.wait_until_ready()
     engine.close()
+
+
+def test_a_killed_server_is_replaced_and_its_requests_have_the_same_answers(folder: Path):
+    config = replace(SMALL, server=ServerConfig(python=sys.executable))
+    start, model = partial(RemoteEngine, config, folder, (EOS,)), small_model()
+    router = Router([start(number) for number in range(2)], start, max_restarts=1)
+    for engine in router.engines:
+        engine.wait_until_ready()
+    try:
+        probe = LogprobProbe(probe_sequences(EOS + 2), lambda sequences: trainer_logprobs(model, sequences))
+        sync = by_transport(model, router, probe=probe)
+        asyncio.run(sync.publish(0))
+        sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+        requests = [GenerationRequest(number, PROMPT, sampling) for number in range(4)]
+
+        async def ask(kill: bool) -> list[list[int]]:
+            waiting = [asyncio.create_task(router.generate(request)) for request in requests]
+            await asyncio.sleep(0.3)
+            if kill:
+                router.engines[1].process.send_signal(signal.SIGKILL)
+            return [completion.token_ids for [completion] in await asyncio.gather(*waiting)]
+
+        undisturbed = asyncio.run(ask(kill=False))
+        assert asyncio.run(ask(kill=True)) == undisturbed and len(router.replicas) == 1
+        router.starting[1].wait_until_ready()
+        step(model)
+        receipt = asyncio.run(sync.publish(1))
+        assert receipt.num_replicas == len(receipt.probes) == 2 and receipt.num_read_back == receipt.num_tensors
+    finally:
+        router.close()
 
 
 @pytest.mark.parametrize("backend", ["naive", "nccl"])

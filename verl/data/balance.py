@@ -18,13 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from verl.data.batch import Batch
-from verl.data.micro_batches import MicroBatching, sequence_groups, split_lengths
+from verl.data.micro_batches import MicroBatching, check_longest, sequence_groups, split_lengths
 
 MAX_IMBALANCE = 1.05  # highest ratio of most expensive part to mean part in a step, if the lengths allow it
 _TOLERANCE = 0.002  # a step whose ratio is at most 1 + this is not improved further
 _MAX_SWAPS = 200  # per step
 _EXTRA_STEPS = 2  # larger numbers of steps that are tried after the first feasible one
 _CROSS_STEP_MARGIN = 0.02  # swaps between steps are tried if the ratio is above MAX_IMBALANCE minus this
+_MAX_PAIRS = 1 << 18  # pairs of sequences that are looked at for one swap
+_BLOCK = (8192, 8)  # sequences and steps at least of a block: larger batches are balanced block by block
 _CROSS_STEP_SEARCHES = 60  # searches for swaps between steps: this many plus one per step
 
 
@@ -79,9 +81,10 @@ def _assign_micro_batches(
     lengths: list[int], costs: np.ndarray, ranks: int, micro: MicroBatching, balanced: bool
 ) -> list[list[list[int]]]:
     """The micro-batches of each rank."""
-    split_lengths(lengths, micro)  # ConfigError for a sequence over the budget
+    if micro.max_tokens is not None:
+        check_longest(max(lengths, default=0), micro.max_tokens)
     if balanced:
-        steps = _balanced_steps(lengths, costs, ranks, micro)
+        steps = _balanced_blocks(lengths, costs, ranks, micro)
         parts = [[step[rank] for step in steps] for rank in range(ranks)]
     else:
         edges = [-(-len(lengths) * rank // ranks) for rank in range(ranks + 1)]
@@ -101,6 +104,18 @@ def _make_shard(parts: list[list[int]], micro: MicroBatching) -> Shard:
 
 
 Steps = list[list[list[int]]]  # (K, R) parts, each a list of sequence indices
+
+
+def _balanced_blocks(lengths: list[int], costs: np.ndarray, ranks: int, micro: MicroBatching) -> Steps:
+    """`_balanced_steps` of a batch; of a large one, of blocks like each other, so that the time grows with its size."""
+    num_steps = _min_micro_steps(lengths, ranks, micro)
+    count = max(min(len(lengths) // _BLOCK[0], num_steps // _BLOCK[1]), 1)
+    steps: Steps = []
+    order = np.argsort(-costs, kind="stable")
+    for block in (np.sort(order[number::count]) for number in range(count)):
+        block_steps = _balanced_steps([lengths[i] for i in block], costs[block], ranks, micro)
+        steps += [[block[part].tolist() for part in step] for step in block_steps]
+    return steps
 
 
 def _balanced_steps(lengths: list[int], costs: np.ndarray, ranks: int, micro: MicroBatching) -> Steps:
@@ -199,21 +214,25 @@ def _assign_to_cheapest(
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens, remaining = [0] * count, []
+    shortest = min((lengths[i] for i in order), default=0)
     heap = [(0.0, number) for number in range(count)]
     for i in order:
-        popped = []
-        while heap and heap[0][0] + costs[i] <= max_cost:
+        popped, cost_i = [], float(costs[i])
+        while heap and heap[0][0] + cost_i <= max_cost:
             cost, number = heapq.heappop(heap)
-            popped.append((cost, number))
             if tokens[number] + lengths[i] <= limits.tokens and len(parts[number]) < limits.sequences:
-                popped[-1] = (cost + float(costs[i]), number)
+                popped.append((cost + cost_i, number))
                 parts[number].append(i)
                 tokens[number] += lengths[i]
                 break
+            popped.append((cost, number))
         else:
             remaining.append(i)
-        for entry in popped:
-            heapq.heappush(heap, entry)
+            if max_cost == float("inf"):  # then the caller has no use for the others
+                break
+        for cost, number in popped:  # but for those that nothing fits any more
+            if tokens[number] + shortest <= limits.tokens and len(parts[number]) < limits.sequences:
+                heapq.heappush(heap, (cost, number))
     return parts, remaining
 
 
@@ -277,6 +296,10 @@ class _Swaps:
         ranks, part_costs = self.shape[1], self.part_costs()
         a = np.flatnonzero(self.part_of // ranks == step)
         b = np.flatnonzero(np.isin(self.part_of // ranks, others))
+        if len(a) * len(b) > _MAX_PAIRS:  # the most expensive part of the step, and the cheapest of all
+            a = np.flatnonzero(self.part_of == step * ranks + part_costs[step].argmax())
+            cheapest_first = np.argsort(part_costs.ravel()[self.part_of[b]], kind="stable")
+            b = b[cheapest_first[: max(_MAX_PAIRS // len(a), 1)]]
         p, q = self.part_of[a][:, None], self.part_of[b][None]
         allowed = p != q
         for size, limit in ((self.lengths, self.limits.tokens), (self.counts, self.limits.sequences)):

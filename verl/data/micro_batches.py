@@ -62,7 +62,7 @@ def bin_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | None
     """
     if not lengths:
         return []
-    _check_longest(max(lengths), max_tokens)
+    check_longest(max(lengths), max_tokens)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     max_members = max_sequences or len(lengths)
     count = max(-(-sum(lengths) // max_tokens), -(-len(lengths) // max_members))
@@ -73,7 +73,8 @@ def bin_by_tokens(lengths: list[int], max_tokens: int, max_sequences: int | None
         count += 1
 
 
-def _check_longest(longest: int, max_tokens: int, what: str = "a sequence") -> None:
+def check_longest(longest: int, max_tokens: int, what: str = "a sequence") -> None:
+    """ConfigError for a sequence, or what `what` says, that is over the budget."""
     if longest > max_tokens:
         raise ConfigError(
             f"{what} of {longest} tokens does not fit into a micro-batch of {max_tokens} tokens; raise "
@@ -125,7 +126,7 @@ def sequence_groups(batch: Batch, micro: MicroBatching) -> list[SequenceGroup]:
     if micro.max_tokens is not None and groups:
         longest = max(groups, key=lambda group: group.tokens)
         what = "a sequence" if len(longest.indices) == 1 else f"a group of {len(longest.indices)} sequences"
-        _check_longest(longest.tokens, micro.max_tokens, what)
+        check_longest(longest.tokens, micro.max_tokens, what)
     return groups
 
 
@@ -145,7 +146,7 @@ def prefix_groups(batch: Batch, max_tokens: int | None, max_sequences: int | Non
         response_lengths = [lengths[i] - prompt for i in group]
         budget = sum(response_lengths) or 1
         if max_tokens is not None:
-            _check_longest(prompt + max(response_lengths), max_tokens)
+            check_longest(prompt + max(response_lengths), max_tokens)
             budget = max(max_tokens - prompt, 1)
         for part in bin_by_tokens(response_lengths, budget, max_sequences):
             indices, parts = [group[i] for i in part], [response_lengths[i] for i in part]

@@ -21,6 +21,7 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 
 _ALIGNMENT = 16  # bytes; every tensor starts at a multiple of it
+_LONG = 64  # whole or floating-point numbers of a list that travel as bytes, not as text
 
 
 class NotSerializableError(TypeError):
@@ -65,7 +66,13 @@ def _to_json(item: Any, tensors: list[Tensor]) -> Any:
     if item is None or type(item) in (bool, int, float, str):
         return item
     if type(item) in (list, tuple):
-        if all(type(value) in (int, float) for value in item):  # token ids, log-probs: thousands of values
+        kinds = set(map(type, item))
+        if len(item) >= _LONG and kinds in ({int}, {float}):  # token ids, log-probs: several times as fast
+            array = np.array(item)
+            if array.dtype == (np.int64 if kinds == {int} else np.float64):  # not so beyond 64 bits
+                tensors.append(torch.from_numpy(array.view(np.uint8)))
+                return ["numbers", type(item).__name__, array.dtype.name, len(item), array.nbytes]
+        if kinds <= {int, float}:
             return [type(item).__name__, 0, list(item)]
         return [type(item).__name__, 1, [_to_json(value, tensors) for value in item]]
     if type(item) is dict:
@@ -128,6 +135,9 @@ def _from_json(item: Any, tensors: _TensorReader | _ArrayReader) -> Any:
     if kind in ("list", "tuple"):
         values = [_from_json(value, tensors) for value in fields[1]] if fields[0] else fields[1]
         return values if kind == "list" else tuple(values)
+    if kind == "numbers":
+        values = tensors.next(fields[1], [fields[2]], fields[3]).tolist()
+        return values if fields[0] == "list" else tuple(values)
     if kind == "dict":
         return {_from_json(key, tensors): _from_json(value, tensors) for key, value in fields[0]}
     if kind == "extra":

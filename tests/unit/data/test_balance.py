@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl.data import balance
 from verl.data.balance import Shard, assign_shards, sequence_costs
 from verl.data.batch import Batch, cumulative_lengths
 from verl.data.micro_batches import MicroBatching
@@ -179,3 +180,26 @@ def test_the_tokens_of_ranks_are_reported_in_order_and_as_dealt():
     expected = {"min": 3, "max": 13, "minmax_diff": 10, "mean": 8, "balanced_min": 8, "balanced_max": 8}
     assert found == {f"global_seqlen/{name}": value for name, value in expected.items()}
     assert "global_seqlen/balanced_min" not in balance_metrics([5, 7], [0.0])  # a step without an update
+
+
+def test_large_batches_are_balanced_block_by_block():
+    lengths = [8 + n % 41 for n in range(17_000)]
+    shards = assign_shards(batch_of(lengths), 2, MicroBatching(max_tokens=8192), ATTENTION)
+    assert sorted(row for shard in shards for row in shard.indices) == list(range(len(lengths)))
+    costs = step_costs(lengths, shards)
+    least = -(-sum(lengths) // (2 * 8192))
+    assert least <= len(costs) <= least + 2 and worst_ratio(costs) <= 1.05
+
+
+def test_a_swap_looks_at_a_bounded_number_of_pairs(monkeypatch: pytest.MonkeyPatch):
+    looked_at, look = [], balance._unevenness
+
+    def count(squares: np.ndarray, means: np.ndarray) -> np.ndarray:
+        looked_at.append(squares.size)
+        return look(squares, means)
+
+    monkeypatch.setattr(balance, "_unevenness", count)
+    lengths = log_normal(2000, seed=1, sigma=0.3)
+    shards = assign_shards(batch_of(lengths), 32, MicroBatching(max_tokens=sum(lengths) // 32 + 400), ATTENTION)
+    assert worst_ratio(step_costs(lengths, shards)) <= 1.05
+    assert looked_at and max(looked_at) <= balance._MAX_PAIRS < len(lengths) ** 2

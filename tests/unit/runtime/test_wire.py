@@ -11,7 +11,7 @@ from verl.data.batch import Batch
 from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
-from verl.runtime.wire import NotSerializableError, deserialize, serialize
+from verl.runtime.wire import NotSerializableError, deserialize, pack, serialize, unpack
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 
 
@@ -46,6 +46,27 @@ def test_keys_of_the_users_own_arrive_with_their_section():
     assert type(arrived) is Extra and arrived == sent and arrived.path.deep == [1, "x"]
     with pytest.raises(AttributeError, match=r"algorithm\.extra\.gamma is not set"):
         _ = arrived.gamma
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [0, -1, 2**63 - 1, -(2**63)] * 40,
+        [0.1, -1e-300, 1.0, -0.0, float("inf")] * 40,
+        [2**63, 1] * 40,
+        [2**63, -1] * 40,
+        [2**70] * 100,
+        [1, 1.0] * 50,
+        [True] * 100,
+        (3,) * 100,
+        [],
+    ],
+)
+def test_long_lists_of_numbers_arrive_equal_and_of_the_same_type(numbers):
+    arrived, tensor = deserialize(serialize([numbers, torch.ones(3)]))
+    assert repr(arrived) == repr(numbers) and type(arrived) is type(numbers)
+    assert tensor.tolist() == [1, 1, 1]
+    assert repr(unpack(pack({"a": numbers}))["a"]) == repr(numbers)
 
 
 def test_numbers_that_are_not_numbers_arrive():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from verl.commands.quickstart.small_model import make_tokenizer
 from verl.config import DataConfig
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import load_prompts
+from verl.data.trajectory import Trajectory
 from verl.rewards.base import Score
-from verl.trainer.ppo.group_filter import GroupRules
+from verl.trainer.ppo.group_filter import GroupFilter, GroupRules
 from verl.trainer.ppo.trajectory_source import RolloutBatch, RolloutCollector, SyncSource
 from verl.utils.errors import RewardError, VerlError
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
@@ -247,3 +249,24 @@ def test_greedy_baselines_are_drawn_for_the_groups_that_are_kept(tmp_path: Path)
     found = source(tmp_path, mixed(), GroupRules("acc"), with_baselines=True)
     batch = take(found, 2)
     assert all(t.reward_baseline == json.loads(r.ground_truth)[0] for r in batch.rows for t in batch.trajectories)
+
+
+class Unread(dict):
+    """A dictionary whose values are not gone through as a whole."""
+
+    def values(self) -> Any:
+        raise AssertionError("every group is looked at")
+
+
+def test_a_group_is_counted_once_and_the_others_are_not_looked_at():
+    trajectory = Trajectory.from_completion([1], [2], [-1.0], group_id=0)
+    groups = [[(replace(trajectory, reward=float(i % 3 * j)), Score(1.0)) for j in range(2)] for i in range(30)]
+    numbers = iter(range(100))
+    plan = GroupFilter(20, GroupRules("seq_reward", gen_batch_size=1), lambda count: [(None, next(numbers))])
+    plan.verdicts = Unread()
+    assert len(plan.next_prompts()) == 20
+    for number, group in enumerate(groups):
+        plan.add(number, group)
+        if not plan.complete:
+            assert len(plan.next_prompts()) == (number % 3 == 0)
+    assert plan.complete and plan.num_sent == 30
