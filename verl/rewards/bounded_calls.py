@@ -5,14 +5,19 @@ is reported as timed out, and a new thread starts. Time in the queue or in a bus
 """
 
 import asyncio
+import contextlib
+import faulthandler
 import inspect
 import queue
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MAX_ABANDONED_CALLS = 64
+HELD_S = 10.0  # beyond the limit of a call, in which no other thread has had a turn
 _POLL_INTERVAL_S = 0.25
 _ASYNC_POLL_INTERVAL_S = 1.0  # longer, because thousands of calls wait at once
 
@@ -43,10 +48,39 @@ class CallPool:
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Outcomes (results or errors) of one call per dict of keyword arguments, in that order."""
-        if self._loop is not None:
-            return await self._loop.run(all_kwargs)
-        assert self._threads is not None
-        return await self._threads.run(all_kwargs)
+        with _stacks_where_all_is_held():
+            if self._loop is not None:
+                return await self._loop.run(all_kwargs)
+            assert self._threads is not None
+            return await self._threads.run(all_kwargs)
+
+
+_watched = {"runs": 0, "armed": 0.0}  # runs in progress, and when the timer of this process was set
+
+
+@contextlib.contextmanager
+def _stacks_where_all_is_held() -> Iterator[None]:
+    """While calls run, print the stacks of all threads when one lets no other run, as a regular expression can.
+
+    Then neither a limit nor a thread of ours gets a turn; faulthandler's timer does.
+    """
+    _watched["runs"] += 1
+    _watched["armed"] = 0.0
+    try:
+        yield
+    finally:
+        _watched["runs"] -= 1
+        if not _watched["runs"]:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _rearm(timeout_s: float | None) -> None:
+    """Set the timer anew: somebody has had a turn."""
+    now = time.monotonic()
+    if timeout_s is not None and now - _watched["armed"] > _POLL_INTERVAL_S / 2:
+        _watched["armed"] = now
+        with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a stderr without a file
+            faulthandler.dump_traceback_later(timeout_s + HELD_S, repeat=True, file=sys.__stderr__ or sys.stderr)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -95,6 +129,7 @@ class _ThreadPool:
             self._jobs.put(job)
         try:
             while any(job.outcome is None for job in jobs):
+                _rearm(self._timeout_s)
                 running = [job for job in jobs if job.running]
                 await asyncio.wait({group.finished}, timeout=self._poll_s)
                 self._abandon_late(running)
@@ -163,6 +198,7 @@ class _EventLoopThread:
         future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
         waiting, heartbeats, silent_s = asyncio.wrap_future(future), self._heartbeats, 0.0
         while not waiting.done():
+            _rearm(self._timeout_s)
             await asyncio.wait({waiting}, timeout=_POLL_INTERVAL_S)
             # Sum of poll intervals, not wall time: a process that was suspended has not been silent.
             silent_s, heartbeats = (
