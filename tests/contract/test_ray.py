@@ -65,8 +65,25 @@ def test_large_arguments_lie_in_the_object_store_once(group: RayGroup, monkeypat
         group.broadcast("closure")
 
 
+def test_a_shard_is_one_object_that_its_ranks_read_where_it_lies(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    ray = pytest.importorskip("ray")
+    puts, sent = [], []
+    monkeypatch.setattr(ray, "put", lambda item, put=ray.put: puts.append(item) or put(item))
+    group = RayGroup(Reader, Layout.data_parallel(2, ranks_per_group=2), cpus())
+    send = group._send
+    monkeypatch.setattr(group, "_send", lambda rank, calls, body: (sent.append(body), send(rank, calls, body)))
+    try:
+        assert group.scatter("keep", [long_batch(1), long_batch(3)]) == [True, True]  # no copy in any rank
+        assert len(puts) == 2 and sent[0] is sent[1] is not sent[2] is sent[3]  # two ranks each; a reference to it
+        assert all(isinstance(body, ray.ObjectRef) for body in sent)
+        assert group.broadcast("sum_kept") == [1 << 20, 1 << 20, 3 << 20, 3 << 20]
+        assert len(puts) == 2  # small calls and results need none
+    finally:
+        group.close()
+
+
 def test_a_dead_rank_is_named_with_the_call_that_it_ran(group: RayGroup):
-    with pytest.raises(WorkerError, match=r"rank 1 failed in die_on\(\):\nits actor has ended") as caught:
+    with pytest.raises(WorkerError, match=r"rank 1 failed in die_on\(\):\nits actor on node \S+ has ended") as caught:
         group.broadcast("die_on", 1)
     assert caught.value.rank == 1
     with pytest.raises(WorkerError, match="die_on"):

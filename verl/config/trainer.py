@@ -109,6 +109,7 @@ class RayKwargsConfig(Section):
 
     ray_init: dict[str, Any] = key({}, "Arguments of ray.init, such as num_cpus or runtime_env.")
     timeline_json_file: str | None = key(None, "File for Ray's timeline, written at the end.")
+    devices_per_rank: float = key(1.0, "Share of a device (on a CPU: of a core) for a rank.", greater_than=0, maximum=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl.plugin.platform import get_platform
+from verl.runtime.versions import check_ranks
 from verl.utils.errors import ConfigError, WorkerError
 from verl.utils.process_end import end_without_freeing_objects, exit_now
 
@@ -76,7 +77,10 @@ class RankInfo:
             )
 
     def _store_at_master(self) -> dist.Store:
-        """The store at MASTER_ADDR, once all ranks have joined it; WorkerError says what keeps this one from it."""
+        """The store at MASTER_ADDR, once all ranks have joined it and have found their versions to be the same.
+
+        WorkerError says what keeps this rank from it.
+        """
         place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
         waited_s = JOIN_TIMEOUT.total_seconds()
         silent = threading.Timer(waited_s + 5.0, _end_unanswered, [f"rank {self.rank}: no rank 0 at {place}; {_TAKEN}"])
@@ -98,6 +102,7 @@ class RankInfo:
         finally:
             silent.cancel()
         store.set_timeout(COLLECTIVE_TIMEOUT)
+        check_ranks(dist.PrefixStore("versions", store), self.rank, self.world_size)
         return dist.PrefixStore("default_pg", store)
 
 

@@ -3,12 +3,13 @@
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,26 +161,48 @@ class Devices:
 
     platform: PlatformBase
     num_nodes: int = 1
-    share: float = 1.0  # of a device; on a CPU, every rank counts as one core
+    share: float = 1.0  # of a device, or of a core on CPUs; (0, 1]
     group_name: str = "verl"  # begins the name of the placement group
     wait_s: float = 0.0  # how long nodes that are missing are waited for
 
+    @property
+    def ranks_per_device(self) -> int:
+        return int(1 / self.share + 1e-9)
+
     def of_ranks(self, count: int) -> dict[str, float]:
-        """Ray's resources for `count` ranks."""
+        """Ray's resources for `count` ranks of a node: parts of one device, or whole devices."""
+        name, together = device_resource(self.platform), self.ranks_per_device
+        amount = count * self.share if count <= together else float(math.ceil(count / together))
+        return ({} if name == "CPU" else {"CPU": float(count)}) | {name: amount}
+
+    def ranks_within(self, resources: Mapping[str, float]) -> int:
+        """How many ranks such a node can hold."""
         name = device_resource(self.platform)
-        return {"CPU": float(count)} | ({} if name == "CPU" else {name: count * self.share})
+        held = int(resources.get(name, 0.0)) * self.ranks_per_device
+        return held if name == "CPU" else min(held, int(resources.get("CPU", 0.0)))
 
     def actor_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": 1}
-        if device_resource(self.platform) != "CPU":
-            options |= self.platform.ray_resource_options(self.share)
-        return options
+        if device_resource(self.platform) == "CPU":
+            return {"num_cpus": self.share}
+        return {"num_cpus": 1, **self.platform.ray_resource_options(self.share)}
+
+    def check_apart(self, places: Sequence[tuple[str, str, list[str]]]) -> None:
+        """ConfigError where two ranks of a group, at (node, address, devices), share one and cannot join there."""
+        backend, first = self.platform.communication_backend_name(), dict[Any, int]()
+        for rank, (node, address, ids) in enumerate(places):
+            if backend != "gloo" and ids and (other := first.setdefault((node, *ids), rank)) != rank:
+                raise ConfigError(
+                    f"ranks {other} and {rank} of one pool got {device_resource(self.platform)} {ids[0]} of node "
+                    f"{address}, and {backend} joins one rank a device; ray_kwargs.devices_per_rank={self.share:g} "
+                    "shares devices between runs and pools of one rank a node: set it to 1, or lower n_gpus_per_node"
+                )
 
 
-def reserve(devices: Devices, ranks: int, who: str) -> Any:
-    """A placement group for `ranks`, one bundle a node; ConfigError, with the numbers, where it cannot be had."""
-    from ray.util.placement_group import placement_group, remove_placement_group
+def reserve(devices: Devices, ranks: int, who: str, beside: int = 0) -> Any:
+    """A placement group for `ranks`, one bundle a node, `beside` of a node's ranks not being trainer.n_gpus_per_node's.
 
+    ConfigError, with the numbers and the nearest that fits, where it cannot be had.
+    """
     nodes = devices.num_nodes
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks cannot be shared evenly by {nodes} machines")
@@ -192,7 +215,12 @@ def reserve(devices: Devices, ranks: int, who: str) -> Any:
     if set(bundle) == {"CPU"}:
         advice += "; ray_kwargs.ray_init.num_cpus=N counts more cores on a Ray that the run starts"
     if fit < nodes:
-        raise ConfigError(f"{need}, but {fit} of the cluster's {len(there)} can hold that ({have}{more}); {advice}")
+        nearest = _nearest(devices, ranks // nodes, beside, there)
+        raise ConfigError(
+            f"{need}, but {fit} of the cluster's {len(there)} can hold that ({have}{more}); {nearest}{advice}"
+        )
+    from ray.util.placement_group import placement_group, remove_placement_group
+
     name = f"{devices.group_name}-{uuid.uuid4().hex[:8]}"  # Ray refuses one that is in use
     group = placement_group([bundle] * nodes, "STRICT_SPREAD" if nodes > 1 else "PACK", name)
     if not group.wait(RESERVE_S):
@@ -220,6 +248,26 @@ def await_nodes(devices: Devices, bundle: Mapping[str, float]) -> tuple[list[dic
             )  # fmt: skip
         has_warned = True
         time.sleep(NODE_POLL_S)
+
+
+def release(group: Any) -> None:
+    """Give the devices of a placement group back; a Ray that has ended has done so."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if ray.is_initialized():
+        remove_placement_group(group)
+
+
+def _nearest(devices: Devices, per_node: int, beside: int, there: list[dict[str, float]]) -> str:
+    """Of the plans that this cluster can hold, the one with most ranks, but not more than are asked for."""
+    room = sorted((devices.ranks_within(node) - beside for node in there), reverse=True)
+    asked, best = devices.num_nodes * (per_node - beside), (0, 0, 0)
+    for nodes, ranks in enumerate(room, 1):
+        count = min(ranks, asked // nodes)
+        best = max(best, (nodes * count, -nodes, count))
+    total, nodes, count = best
+    return f"the nearest that fits is trainer.nnodes={-nodes} trainer.n_gpus_per_node={count}; " if total > 0 else ""
 
 
 def _free() -> dict[str, float]:

@@ -21,11 +21,12 @@ from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S, RemoteGroup
 from verl.runtime.group import Layout
 from verl.runtime.rank import RankInfo
-from verl.runtime.rank_reports import RankReports, blame_earliest
-from verl.runtime.ray_cluster import Devices, device_resource, rank_environment, reserve
+from verl.runtime.rank_reports import blame_earliest
+from verl.runtime.ray_cluster import Devices, device_resource, rank_environment, release, reserve
 from verl.runtime.ray_processes import RanksOnRay
 from verl.runtime.ray_rank import POLL_S, RankActor
 from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
+from verl.runtime.versions import check_same, own_versions
 from verl.runtime.wire import pack, unpack
 from verl.utils.errors import VerlError, WorkerError
 
@@ -34,12 +35,15 @@ INLINE_BYTES = 65536  # what is smaller travels in the message itself
 
 
 class RayGroup(RemoteGroup):
-    """`layout.world_size` actors of Ray, each with a worker built by `factory()`, in a placement group of their own.
+    """`layout.world_size` actors of Ray, each with a worker built by `factory()`, equally many in each bundle of the
+    placement group `reserved`, or of one of their own.
 
     Ray must be joined (`join_cluster`), and this package must be importable on every node. Raises ConfigError where the
     cluster has not enough devices, and WorkerError when a rank fails, dies or stalls (inside a call, `stall_timeout_s`
     without CPU time or bytes; 0: never); after a death or a stall the group is unusable.
     """
+
+    actor_class: type = RankActor
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class RayGroup(RemoteGroup):
         name: str = "",
         ranks_on_machine: int | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        reserved: Any = None,
     ):
         super().__init__(layout, name)
         self.devices = devices
@@ -56,9 +61,11 @@ class RayGroup(RemoteGroup):
         self._ranks: RanksOnRay | None = None
         self._stall_watch: StallWatch | None = None
         self._actors: list[Any] = []
+        self._addresses: list[str] = []  # of the node of each rank
         self._sent: SimpleQueue[tuple[Any, int]] = SimpleQueue()  # messages of which it is not known that they arrived
         self._messages = [0] * layout.world_size  # sent to each rank
-        self._group = reserve(devices, layout.world_size, f"pool {name}" if name else "the run")
+        self._owns_group = reserved is None
+        self._group: Any = reserve(devices, layout.world_size, "the run") if reserved is None else reserved
         atexit.register(self.close)  # before Ray's own, so that nothing still waits for a rank
         try:
             self._start(factory, ranks_on_machine or layout.world_size)
@@ -78,7 +85,7 @@ class RayGroup(RemoteGroup):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         remote: Any = ray.remote
-        actor_class = remote(concurrency_groups={"replies": 1})(RankActor)
+        actor_class = remote(concurrency_groups={"replies": 1})(self.actor_class)
         environment = rank_environment(self.devices.platform)
         for rank in range(self.layout.world_size):
             bundle = rank * self.devices.num_nodes // self.layout.world_size
@@ -92,6 +99,12 @@ class RayGroup(RemoteGroup):
         resource = device_resource(self.devices.platform)
         places = self._ask([actor.place.remote(resource) for actor in self._actors])
         nodes = [node for node, _, _ in places]
+        self.devices.check_apart(places)
+        self._addresses = [address for _, address, _ in places]
+        firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
+        found = self._ask([self._actors[rank].versions.remote() for rank in firsts])
+        names = [f"node {places[rank][1]} (ranks from {rank})" for rank in firsts]
+        check_same({"the driver's node": own_versions(), **dict(zip(names, found, strict=True))})
         address = rank_server.ADDRESS if len(set(nodes)) == 1 else places[0][1]
         [port] = self._ask([self._actors[0].open_store.remote(address)])
         started = []
@@ -100,10 +113,9 @@ class RayGroup(RemoteGroup):
             device = int(ids[0]) if ids and str(ids[0]).isdigit() else local.index(rank)
             on_machine = ranks_on_machine if len(set(nodes)) == 1 else len(local)
             info = RankInfo(rank, len(nodes), device, on_machine)
-            share_cores = "OMP_NUM_THREADS" not in environment
-            reports = RankReports(self._reports, rank)
-            start = self._actors[rank].start
-            started.append(start.remote(info, address, port, share_cores, os.getcwd(), reports, factory))
+            variables, share_cores = info.env_variables(address, port), "OMP_NUM_THREADS" not in environment
+            start, reports = self._actors[rank].start, str(self._reports)
+            started.append(start.remote(variables, share_cores, os.getcwd(), reports, factory))
         processes = self._ask(started)  # fails where a node cannot import the worker
         if all(processes):
             self._ranks = RanksOnRay(nodes, processes, self._reports)
@@ -160,7 +172,7 @@ class RayGroup(RemoteGroup):
                         polls[self._poll(rank)] = rank
                 except Exception as error:
                     polls.pop(ref, None)
-                    self._on_death(rank, f"its actor has ended: {_plain(error)}")
+                    self._on_death(rank, f"its actor on node {self._addresses[rank]} has ended: {_plain(error)}")
                     continue
                 for text, arrays in replies:  # copied, so that the object store is free again
                     self._resolve(rank, *unpack((text, [array.copy() for array in arrays])))
@@ -179,14 +191,14 @@ class RayGroup(RemoteGroup):
 
     def _kill_ranks(self) -> None:
         import ray
-        from ray.util.placement_group import remove_placement_group
 
         if self._ranks is not None and self._failure is not None:
             self._ranks.kill()  # Ray waits for those that are stopped
         with contextlib.suppress(Exception):  # Ray may have ended
             for actor in self._actors:
                 ray.kill(actor)
-            remove_placement_group(self._group)
+            if self._owns_group:
+                release(self._group)
 
     def close(self) -> None:
         """Ask the ranks to end; kill those still running after GRACE_S. Calls of other threads then fail."""

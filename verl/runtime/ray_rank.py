@@ -7,6 +7,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from verl.runtime.rank import RankInfo
 from verl.runtime.rank_processes import RankProcess, threads_of_this_process
 from verl.runtime.rank_reports import RankReports
 from verl.runtime.rank_server import CallServer
+from verl.runtime.versions import own_versions
 from verl.runtime.wire import Packed, pack, unpack
 
 POLL_S = 10.0  # after which a rank without replies says so
@@ -88,6 +90,10 @@ class RankActor:
             ids = [str(visible.index(device)) for device in ids if device in visible]
         return context.get_node_id(), str(address()), ids
 
+    def versions(self) -> dict[str, str]:
+        """Those of this rank's environment."""
+        return own_versions()
+
     def open_store(self, address: str) -> int:
         """Open the store where the ranks meet; returns its port."""
         listener = socket.create_server((address, 0))
@@ -98,21 +104,15 @@ class RankActor:
         return port
 
     def start(
-        self,
-        info: RankInfo,
-        address: str,
-        port: int,
-        share_cores: bool,
-        folder: str,
-        reports: RankReports,
-        factory: Callable[[], Any],
+        self, variables: dict[str, str], share_cores: bool, folder: str, reports: str, factory: Callable[[], Any]
     ) -> RankProcess:
         """Join the other ranks and build the worker, in the thread of the calls; the reply says how that ended.
 
-        Paths are relative to `folder`, that of the driver.
+        `variables` are those that torchrun would set. Paths are relative to `folder`, that of the driver; `reports` is
+        that of the reports on this node.
         """
-        self.server.reports = reports
-        reports.open()
+        self.server.reports = RankReports(Path(reports), int(variables["RANK"]))
+        self.server.reports.open()
         try:
             os.chdir(folder)
         except OSError as error:
@@ -120,13 +120,16 @@ class RankActor:
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors in the object store
         if share_cores:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the cores it counts for this rank
-        os.environ.update(info.env_variables(address, port))
+        os.environ.update(variables)
+        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         if address == rank_server.ADDRESS and (interface := loopback_interface()) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
         def build() -> Any:
-            info.init_process_group(dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False)))
+            RankInfo.from_environment().init_process_group(
+                dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False))
+            )
             return factory()
 
         of_ray = threads_of_this_process()

@@ -20,7 +20,7 @@ from verl.observe.tracker_checks import check_trackers
 from verl.plugin.findings import Finding, Status
 from verl.plugin.platform import PlatformBase, choose_platform
 from verl.runtime.rank import num_cores
-from verl.runtime.ray_cluster import asked_for_by_environment
+from verl.runtime.ray_cluster import asked_for_by_environment, local_head
 from verl.trainer.early_checks import WHAT
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 
@@ -113,6 +113,12 @@ def chosen_runtime(settings: TrainerConfig | SFTTrainerConfig) -> str:
     one rank inline, several in processes."""
     asked = settings.nnodes > 1 or asked_for_by_environment() is not None
     return "ray" if settings.runtime == "auto" and asked else settings.runtime
+
+
+def report_local_head(settings: TrainerConfig | SFTTrainerConfig, announce: Callable[[str], None]) -> None:
+    """Tell `announce` of a Ray on this machine that `trainer.runtime=auto` does not join."""
+    if chosen_runtime(settings) == "auto" and (head := local_head()) is not None:
+        announce(f"a Ray head runs on this machine at {head}; trainer.runtime=ray joins it")
 
 
 def _platform_is_chosen() -> bool:

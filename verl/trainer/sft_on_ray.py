@@ -120,7 +120,8 @@ def run_on_ray(config: SFTConfig, preset: str, words: Sequence[str], count: int)
         say(cluster.describe(get_platform(), count))
         threads = stack.enter_context(ThreadPoolExecutor(1))
         settings = config.trainer
-        devices = Devices(get_platform(), settings.nnodes, group_name=f"verl-{settings.experiment_name}-sft")
+        share = config.ray_kwargs.devices_per_rank
+        devices = Devices(get_platform(), settings.nnodes, share, f"verl-{settings.experiment_name}-sft")
         group = RayGroup(partial(SFTRank, type(config), preset, words), Layout.data_parallel(count), devices)
         stack.callback(group.close)
         ends = threads.submit(group.broadcast, "run")

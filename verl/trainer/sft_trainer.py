@@ -56,14 +56,17 @@ def train(config_class: type[SFTConfig], preset: str, arguments: list[str]) -> i
         import verl.trainer.rank_launch  # noqa: F401  (torch: seconds)
     from verl.runtime.rank import RankInfo, end_rank, end_with_parent
     from verl.trainer.lost_ranks import end_if_rank_lost
-    from verl.trainer.preflight import chosen_runtime
+    from verl.trainer.preflight import chosen_runtime, report_local_head
     from verl.trainer.rank_launch import run_torchrun
     from verl.trainer.sft_on_ray import run_on_ray
 
     is_one_of_many = False
     try:
         with BeforeFirstStep():
-            if count := check_and_count_ranks(config, said):
+            count = check_and_count_ranks(config, said)
+            if "WORLD_SIZE" not in os.environ:
+                report_local_head(config.trainer, say)
+            if count:
                 config, place = named_for_ranks(config)
                 words = [*arguments, f"trainer.experiment_name={config.trainer.experiment_name}"]
                 say(f"starting {count} rank{'s' * (count > 1)}; {place.state}")

@@ -15,14 +15,14 @@ from verl.plugin.platform.cuda import PlatformCUDA
 from verl.plugin.platform.npu import PlatformNPU
 from verl.plugin.platform.rocm import PlatformROCm
 from verl.runtime import ray_cluster, ray_rank
-from verl.runtime.ray_cluster import Devices, join_cluster, rank_environment
+from verl.runtime.ray_cluster import Devices, join_cluster, rank_environment, reserve
 from verl.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("platform", "bundle", "options"),
     [
-        (PlatformCPU(), {"CPU": 4.0}, {"num_cpus": 1}),
+        (PlatformCPU(), {"CPU": 2.0}, {"num_cpus": 0.5}),
         (PlatformCUDA(), {"CPU": 4.0, "GPU": 2.0}, {"num_cpus": 1, "num_gpus": 0.5}),
         (PlatformROCm(), {"CPU": 4.0, "GPU": 2.0}, {"num_cpus": 1, "num_gpus": 0.5}),
         (PlatformNPU(), {"CPU": 4.0, "NPU": 2.0}, {"num_cpus": 1, "resources": {"NPU": 0.5}}),
@@ -33,6 +33,23 @@ from verl.utils.errors import ConfigError
 def test_ranks_ask_for_the_resource_of_their_platform(platform: PlatformBase, bundle: Any, options: Any):
     devices = Devices(platform, share=0.5)
     assert devices.of_ranks(4) == bundle and devices.actor_options() == options
+
+
+@pytest.mark.parametrize(
+    ("share", "ranks", "devices"), [(0.3, 3, 0.9), (0.3, 4, 2.0), (0.4, 3, 2.0), (0.6, 3, 3.0), (0.1, 10, 1.0)]
+)
+def test_a_rank_has_its_share_on_one_device(share: float, ranks: int, devices: float):
+    found = Devices(PlatformCUDA(), share=share)
+    assert found.of_ranks(ranks) == {"CPU": float(ranks), "GPU": pytest.approx(devices)}
+    assert found.ranks_within({"CPU": 64.0, "GPU": 2.0}) == 2 * found.ranks_per_device
+
+
+def test_two_ranks_of_a_group_on_one_device_are_refused_where_the_backend_joins_one():
+    places = [("n", "10.0.0.1", ["0"]), ("n", "10.0.0.1", ["1"]), ("m", "10.0.0.2", ["0"]), ("n", "10.0.0.1", ["1"])]
+    with pytest.raises(ConfigError, match=r"ranks 1 and 3 of one pool got GPU 1 of node 10.0.0.1, and nccl joins one"):
+        Devices(PlatformCUDA(), share=0.5).check_apart(places)
+    Devices(PlatformCUDA()).check_apart(places[:3])
+    Devices(PlatformCPU(), share=0.5).check_apart([("n", "10.0.0.1", [])] * 2)
 
 
 def test_the_shell_decides_the_environment_of_ranks_and_whether_ray_hides_devices(monkeypatch: pytest.MonkeyPatch):
@@ -119,3 +136,23 @@ def test_a_rank_takes_the_device_that_ray_gave_it_also_where_ray_leaves_several_
     monkeypatch.setattr(ray_rank, "get_platform", lambda: platform)
     monkeypatch.setenv(platform.visible_devices_envvar(), visible)
     assert ray_rank.RankActor("rank 0").place("CHIP") == ("node", "10.0.0.1", [device])
+
+
+@pytest.mark.parametrize(
+    ("there", "nodes", "per_node", "beside", "nearest"),
+    [
+        ([8] * 15 + [4], 16, 8, 0, "trainer.nnodes=15 trainer.n_gpus_per_node=8"),  # 120 ranks; 16 x 4 are 64
+        ([4] * 4, 2, 8, 0, "trainer.nnodes=4 trainer.n_gpus_per_node=4"),  # as many as were asked for
+        ([8, 8, 8], 1, 12, 0, "trainer.nnodes=2 trainer.n_gpus_per_node=6"),
+        ([8, 8], 2, 10, 4, "trainer.nnodes=2 trainer.n_gpus_per_node=4"),  # four for other roles on each
+        ([4, 4], 2, 10, 4, None),
+    ],
+)
+def test_the_nearest_plan_has_most_of_the_ranks_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, there: list[int], nodes: int, per_node: int, beside: int, nearest: str | None
+):
+    monkeypatch.setattr(ray_cluster, "alive_nodes", lambda: [{"CPU": 64.0, "GPU": float(count)} for count in there])
+    with pytest.raises(ConfigError) as caught:
+        reserve(Devices(PlatformCUDA(), nodes), nodes * per_node, "the run", beside)
+    found = str(caught.value).partition("the nearest that fits is ")[2].partition(";")[0]
+    assert found == (nearest or "")

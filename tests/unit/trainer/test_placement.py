@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from verl.config import ConfigError, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
+from verl.trainer import preflight, rank_launch, sft_trainer
 from verl.trainer.ppo import placement
 from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.preflight import chosen_runtime
@@ -242,6 +243,21 @@ def test_a_ray_on_this_machine_is_reported_and_not_joined(tmp_path: Path, monkey
     assert start() == []  # it has ended
 
 
+def test_fine_tuning_reports_a_ray_on_this_machine_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(preflight, "local_head", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(sft_trainer, "say_early_mistakes", lambda *of_a_run: [])
+    monkeypatch.setattr(sft_trainer, "check_and_count_ranks", lambda *of_a_run: 2)
+    monkeypatch.setattr(rank_launch, "run_torchrun", lambda *of_a_run: 0)
+    words = ["model.path=m", "data.train_files=f", f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
+    line = "a Ray head runs on this machine at 10.0.0.1:6379; trainer.runtime=ray joins it\n"
+    assert sft_trainer.main(words) == 0 and line in capsys.readouterr().out
+    assert sft_trainer.main([*words, "trainer.runtime=processes"]) == 0 and line not in capsys.readouterr().out
+
+
 def test_a_token_in_the_home_folder_or_the_environment_is_shown_to_a_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -264,7 +280,8 @@ def test_ranks_are_watched_for_the_configured_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray_cluster, "check_installed", lambda: None)
     joined = SimpleNamespace(leave=lambda: None, describe=lambda *_: "joined")
     monkeypatch.setattr(placement, "join_cluster", lambda *_: joined)
+    monkeypatch.setattr(placement, "reserve", lambda *_: "reserved")
     words = [f"trainer.runtime={runtime}", "trainer.n_gpus_per_node=2", "trainer.stall_timeout_s=7"]
     config = load_config([*ON_CPU, *words])
     start_pools(config, 1, place_roles(config))
-    assert [arguments[-1] for arguments in started] == [7.0]
+    assert [arguments[5] for arguments in started] == [7.0]

@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from verl.config import RunConfig
 from verl.config.check import check_values_can_start
@@ -11,14 +13,14 @@ from verl.plugin.platform import get_platform
 from verl.runtime import ray_cluster
 from verl.runtime.group import Layout, WorkerGroup
 from verl.runtime.inline import InlineGroup
-from verl.runtime.pools import Pool, WorkerPools
+from verl.runtime.pools import Pool, WorkerPools, describe_pools
 from verl.runtime.processes import ProcessGroup
-from verl.runtime.ray_cluster import Devices, join_cluster
+from verl.runtime.ray_cluster import Devices, join_cluster, release, reserve
 from verl.runtime.ray_group import RayGroup
 from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, devices_beside_actor, plan_placement, splits_rollout
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import log_lines
-from verl.trainer.preflight import check_devices_asked_for, chosen_runtime
+from verl.trainer.preflight import check_devices_asked_for, chosen_runtime, report_local_head
 from verl.trainer.run_header import say
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
@@ -106,24 +108,28 @@ def start_pools(
     """The ranks with their engines: the actor's single rank is this process, all others one process each; with Ray,
     actors of the cluster that `announce` is told about."""
     num_ranks, runtime, platform = sum(pool.num_ranks for pool in pools), chosen_runtime(config.trainer), get_platform()
-    leave: Callable[[], None] = lambda: None  # noqa: E731
-    if runtime == "ray":
-        cluster = join_cluster(config.ray_kwargs.ray_init, config.ray_kwargs.timeline_json_file)
-        leave = cluster.leave
-        announce(cluster.describe(platform, num_ranks))
-    elif runtime == "auto" and (head := ray_cluster.local_head()) is not None:
-        announce(f"a Ray head runs on this machine at {head}; trainer.runtime=ray joins it")
-    group_name, settings = f"verl-{config.trainer.experiment_name}", config.trainer
-    stall_timeout_s, wait_s = settings.stall_timeout_s, settings.node_wait_s
+    settings, share = config.trainer, config.ray_kwargs.devices_per_rank
+    stall_timeout_s, group_name = settings.stall_timeout_s, f"verl-{settings.experiment_name}"
+    devices = Devices(platform, settings.nnodes, share, group_name, settings.node_wait_s)
+    reserved: Any = None
 
     def start(pool: Pool) -> WorkerGroup:
         name, layout = pool.name if len(pools) > 1 else "", Layout.data_parallel(pool.num_ranks)
         factory = partial(build_rank_workers, config, total_steps, pool.roles)
         if runtime == "ray":
-            devices = Devices(platform, config.trainer.nnodes, 1.0, f"{group_name}-{pool.name}", wait_s)
-            return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s)
+            return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s, reserved)
         if pool.num_ranks == 1 and "actor" in pool.roles and runtime != "processes":
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
         return ProcessGroup(factory, layout, name, pool.first_device, num_ranks, stall_timeout_s)
 
-    return WorkerPools(pools, start, leave)
+    with ExitStack() as ending:
+        if runtime == "ray":
+            cluster = join_cluster(config.ray_kwargs.ray_init, config.ray_kwargs.timeline_json_file)
+            ending.callback(cluster.leave)
+            announce(cluster.describe(platform, num_ranks))
+            beside = sum(pool.num_ranks for pool in pools if pool.name != "actor") // config.trainer.nnodes
+            reserved = reserve(devices, num_ranks, f"the run of {describe_pools(pools)}", beside)
+            ending.callback(release, reserved)
+        else:
+            report_local_head(config.trainer, announce)
+        return WorkerPools(pools, start, ending.pop_all().close)
