@@ -223,11 +223,12 @@ def reserve(devices: Devices, ranks: int, who: str, beside: int = 0) -> Any:
 
     name = f"{devices.group_name}-{uuid.uuid4().hex[:8]}"  # Ray refuses one that is in use
     group = placement_group([bundle] * nodes, "STRICT_SPREAD" if nodes > 1 else "PACK", name)
-    if not group.wait(RESERVE_S):
+    limit_s = max(RESERVE_S, devices.wait_s)  # Ray counts a lost node for a while
+    if not group.wait(limit_s):
         remove_placement_group(group)
         free = {name: _free().get(name, 0.0) for name in bundle}
         raise ConfigError(
-            f"{need}, but after {RESERVE_S:g} s only {_amounts(free)} of the cluster are free; wait for the other jobs "
+            f"{need}, but after {limit_s:g} s only {_amounts(free)} of the cluster are free; wait for the other jobs "
             f"(ray status), or {advice}"
         )
     return group
