@@ -69,7 +69,8 @@ def test_a_shard_is_one_object_that_its_ranks_read_where_it_lies(cluster: Cluste
     ray = pytest.importorskip("ray")
     puts, sent = [], []
     monkeypatch.setattr(ray, "put", lambda item, put=ray.put: puts.append(item) or put(item))
-    group = RayGroup(Reader, Layout.data_parallel(2, ranks_per_group=2), cpus())
+    halves = Devices(choose_platform("cpu"), share=0.5)  # of a core for a rank
+    group = RayGroup(Reader, Layout.data_parallel(2, ranks_per_group=2), halves)
     send = group._send
     monkeypatch.setattr(group, "_send", lambda rank, calls, body: (sent.append(body), send(rank, calls, body)))
     try:
