@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 6930,
+    "trainer": 7020,
     "commands": 5270,
-    "utils": 1550,
+    "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18380, 47790, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18465, 47880, 400
 
 
 def package_of(path: Path) -> str:

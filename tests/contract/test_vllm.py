@@ -216,8 +216,9 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
         server.process.send_signal(signal.SIGKILL)
         await task
 
-    with pytest.raises(WorkerError, match=r"rollout replica 3: its process ended with signal SIGKILL"):
+    with pytest.raises(WorkerError, match=r"^rollout replica 3: its process ended with signal SIGKILL") as lost:
         asyncio.run(killed())
+    assert not lost.value.is_death  # which is of a rank
     with pytest.raises(WorkerError, match="replica 3"):
         answer(server)
 

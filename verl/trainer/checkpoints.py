@@ -115,13 +115,18 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _clean_up_on_failure(self, step: int, folder: Path) -> Iterator[None]:
-        """Turn a failed save into CheckpointError with advice, and delete the partial checkpoint."""
+        """Turn a failed save into CheckpointError with advice, and delete the partial checkpoint.
+
+        A rank that is lost is no failure of the save.
+        """
         try:
             yield
         except (OSError, CheckpointError, WorkerError) as error:
             self._pending = None
             if is_rank_zero():
                 shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, WorkerError) and (error.is_death or error.is_stall):
+                raise
             steps = complete_steps(self.root)
             newest = f"goes on from {step_folder(self.root, steps[-1])}" if steps else "begins anew"
             raise CheckpointError(
@@ -133,8 +138,13 @@ class Checkpoints:
         """Wait for the pending checkpoint, and on the rank that copies until everything is copied."""
         self.finish_pending(wait=True)
         if self.copies is not None and self.copies.pending:
-            self.copies.wait()
+            self.wait_for_copies()
             self._prune(max(complete_steps(self.root), default=0))
+
+    def wait_for_copies(self) -> None:
+        """Wait until everything that is saved is copied."""
+        if self.copies is not None:
+            self.copies.wait()
 
     def seconds_to_save(self) -> float:
         """The longest save so far, and its copy; a minute each until there was one."""

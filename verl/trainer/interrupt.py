@@ -19,11 +19,11 @@ class Stoppable(Protocol):
 class BeforeFirstStep:
     """While a run loads, checks and validates: Ctrl-C or SIGTERM end it at once, as Interrupted. Its ranks end with it.
 
-    Once `Interrupt` takes over, a signal outside of it comes after the last step.
+    `when` says what was done by then: once `Interrupt` takes over, a signal outside of it comes after the last step.
     """
 
     def __init__(self) -> None:
-        self.number, self.steps_began = 0, False
+        self.number, self.when = 0, "before the first step; nothing was saved"
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> None:
@@ -42,9 +42,14 @@ class BeforeFirstStep:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         if self.number and error is not None and not isinstance(error, Interrupted):  # whatever it was turned into
-            when = "after its last step, which is saved as far as its settings ask for it"
-            when = when if self.steps_began else "before the first step; nothing was saved"
-            raise Interrupted(f"stopped by {name_of(self.number)} {when}", 128 + self.number) from error
+            raise Interrupted(f"stopped by {name_of(self.number)} {self.when}", 128 + self.number) from error
+
+
+def stop_is_said(when: str) -> None:
+    """From now on a signal that ends a run outside of its steps came then."""
+    for number in SIGNALS:
+        if isinstance(before := getattr(signal.getsignal(number), "__self__", None), BeforeFirstStep):
+            before.when = when
 
 
 class Interrupt:
@@ -55,13 +60,11 @@ class Interrupt:
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> None:
+        stop_is_said("after its last step, which is saved as far as its settings ask for it")
         try:
             self.previous = {number: signal.signal(number, self.request_stop) for number in SIGNALS}
         except ValueError:  # not the main thread: the caller handles signals
             self.previous = {}
-        for handler in self.previous.values():
-            if isinstance(before := getattr(handler, "__self__", None), BeforeFirstStep):
-                before.steps_began = True
 
     def request_stop(self, number: int, *_: object) -> None:
         self.run.stop_requested = self.run.stop_requested or number
@@ -82,6 +85,12 @@ def interrupted(number: int, step: int, total_steps: int, folder: object, comman
         "goes on from there",
         128 + number,
     )
+
+
+def interrupted_by_loss(number: int, lost: BaseException, folder: object | None, command: str) -> Interrupted:
+    """The end of a run that was to stop after its step, but lost a rank in it; `folder` is its newest checkpoint."""
+    where = f"{folder} is the newest checkpoint; {command} goes on from there" if folder else "nothing was saved"
+    return Interrupted(f"stopped by {name_of(number)}; its step was not finished: {lost}\n{where}", 128 + number)
 
 
 def name_of(number: int) -> str:

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from verl.config import RunConfig, load_config
+from verl.config.run_name import same_command
 from verl.observe.progress import Progress
 from verl.trainer.early_checks import say_early_mistakes
-from verl.trainer.interrupt import BeforeFirstStep
-from verl.trainer.restarts import Restarts
+from verl.trainer.interrupt import BeforeFirstStep, interrupted_by_loss
+from verl.trainer.restarts import Restarts, is_lost
+from verl.trainer.run_files import step_folder
 from verl.trainer.run_folder import claimed_run
 from verl.trainer.run_header import closing_lines, opening_lines, say
 from verl.utils.command_line import run_command
@@ -44,27 +47,51 @@ def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[st
         for line in opening_lines(config, place):
             announce(line)
         said = say_early_mistakes(config, announce)  # the preflight says the others, but loads libraries for seconds
-        return Restarts(config, announce).run(lambda config: _train(config, announce, said))
+        restarts = Restarts(config, announce)
+        return restarts.run(lambda config: _train(config, announce, said, restarts))
 
 
-def _train(config: RunConfig, announce: Callable[[str], None], said: Sequence[VerlError]) -> dict[str, float]:
+def _train(
+    config: RunConfig, announce: Callable[[str], None], said: Sequence[VerlError], restarts: Restarts
+) -> dict[str, float]:
     """Train to the last step, or until a rank is lost."""
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress())
-        progress.stage("loading libraries")
-        from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
+    ended_by: BaseException | None = None  # an error while the run closes does not take its place
+    try:
+        with ExitStack() as stack:
+            progress = stack.enter_context(Progress())
+            progress.stage("loading libraries")
+            from verl.trainer.ppo.run_setup import build_run  # after the first lines: it takes seconds
 
-        run = build_run(config, progress, said)
-        for line in run.header_lines():
-            announce(line)
-        stack.enter_context(run.tracking)
-        try:
-            return run.fit()
-        finally:
-            run.trainer.close()
-            progress.close()
-            for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
+            run = build_run(config, progress, said)
+            run.on_begin = restarts.began
+            for line in run.header_lines():
                 announce(line)
+            stack.enter_context(run.tracking)
+
+            def say_end() -> None:
+                if restarts.follows(ended_by):
+                    run.checkpoints.wait_for_copies()  # two runs would copy, and delete, the same folders
+                    return
+                for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
+                    announce(line)
+
+            for at_end in (say_end, progress.close, run.trainer.close):  # in the reverse order
+                stack.callback(at_end)
+            try:
+                return run.fit()
+            except BaseException as error:
+                ended_by = error
+                if run.stop_requested and is_lost(error):
+                    step, root = restarts.newest_step(), Path(config.trainer.default_local_dir)
+                    folder = None if step is None else step_folder(root, step)
+                    ended_by = interrupted_by_loss(run.stop_requested, error, folder, same_command(config))
+                    raise ended_by from error
+                raise
+    except Exception as error:
+        if ended_by is None or error is ended_by:
+            raise
+        announce(f"warning: {error}")
+    raise ended_by
 
 
 if __name__ == "__main__":

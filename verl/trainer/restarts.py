@@ -1,13 +1,15 @@
 """A run whose rank or node is lost goes on from its newest checkpoint, a limited number of times."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from verl.config import RunConfig
 from verl.config.run_name import with_trainer_values
-from verl.trainer.run_files import complete_steps
-from verl.utils.errors import VerlError, WorkerError
+from verl.trainer.interrupt import stop_is_said
+from verl.trainer.run_files import TRAINER_STATE_FILE, complete_steps, read_marker, step_folder
+from verl.utils.errors import CheckpointError, Interrupted, VerlError, WorkerError
 
 T = TypeVar("T")
 
@@ -19,47 +21,81 @@ class Restarts:
     """
 
     def __init__(self, config: RunConfig, announce: Callable[[str], None]):
-        self.config, self.announce, self.left = config, announce, config.trainer.max_restarts
-        self.lost: WorkerError | None = None  # why it was restarted last
+        self.config, self.announce, self.total = config, announce, config.trainer.max_restarts
+        self.count = self.first_step = 0
+        self.lost: WorkerError | None = None  # why it was restarted last, until it trains again
         may_resume = config.trainer.resume_mode == "auto"
-        self.used_step = None if may_resume else self._newest_step()  # the checkpoint from which nothing restarts
+        self.used = None if may_resume else self._newest()  # the checkpoint from which nothing restarts
 
     def run(self, train: Callable[[RunConfig], T]) -> T:
-        """The result of `train(config)`. WorkerError for a lost rank says why the run does not go on."""
+        """The result of `train(config)`, which calls `began`. WorkerError for a lost rank says why the run ends."""
         while True:
             try:
                 return train(self.config)
-            except WorkerError as error:
-                if not (error.is_death or error.is_stall):
-                    raise
-                self._prepare(error)
+            except Interrupted:
+                raise
             except VerlError as error:
-                if self.lost is None:
+                if isinstance(error, WorkerError) and is_lost(error):
+                    self._prepare(error)
+                elif self.lost is None:
                     raise
-                raise _with(self.lost, f"the restart from step {self.used_step} failed: {error}") from error
+                else:
+                    line = f"the restart from step {self.first_step} failed: {error}"
+                    raise _with(self.lost, line) from error
+
+    def began(self, step: int) -> None:
+        """The run goes on from the checkpoint of `step` (0: none) and trains: no later error is a failed restart."""
+        self.lost, self.first_step = None, step
+
+    def follows(self, error: BaseException | None) -> bool:
+        """Whether the run is restarted after `error`."""
+        return is_lost(error) and self.total > 0 and not self._reason_against()
+
+    def newest_step(self) -> int | None:
+        """The step that the same command goes on from."""
+        newest = self._newest()
+        return newest and newest[0]
 
     def _prepare(self, error: WorkerError) -> None:
-        step, total = self._newest_step(), self.config.trainer.max_restarts
-        if total == 0:
+        if self.total == 0:
             raise error
-        if step is None:
-            raise _with(error, "nothing could be restarted: the run has saved no checkpoint (trainer.save_freq)")
-        if step == self.used_step:
-            raise _with(error, f"not restarted: nothing was saved since the run went on from step {step}")
-        if self.left == 0:
-            raise _with(error, f"not restarted: that was done {total} times already (trainer.max_restarts)")
-        self.left, self.used_step, self.lost = self.left - 1, step, error.with_traceback(None)
-        self.announce(f"error: {error}\nrestart {total - self.left} of {total}: all ranks, from step {step}")
+        if reason := self._reason_against():
+            raise _with(error, reason)
+        self.used = self._newest()
+        assert self.used is not None
+        self.count, self.first_step, self.lost = self.count + 1, self.used[0], error.with_traceback(None)
+        stop_is_said(f"during restart {self.count}; step {self.first_step} is saved")
+        self.announce(f"error: {error}\nrestart {self.count} of {self.total}: all ranks, from step {self.first_step}")
         self.config = with_trainer_values(self.config, {"resume_mode": "auto"})
 
-    def _newest_step(self) -> int | None:
-        return max(complete_steps(Path(self.config.trainer.default_local_dir)), default=None)
+    def _reason_against(self) -> str:
+        newest = self._newest()
+        if newest is None or (newest == self.used and not self.first_step):
+            return "nothing could be restarted: the run has saved no checkpoint (trainer.save_freq)"
+        if newest == self.used:
+            return f"not restarted: nothing was saved since the run went on from step {self.first_step}"
+        used_up = f"not restarted: trainer.max_restarts={self.total} is used up"
+        return used_up if self.count == self.total else ""
+
+    def _newest(self) -> tuple[int, int] | None:
+        """The newest checkpoint that a run may resume from: its step, and the time at which it was written in ns."""
+        root = Path(self.config.trainer.default_local_dir)
+        marked = None
+        with contextlib.suppress(CheckpointError):  # the restart itself says what is wrong with the marker
+            marked = read_marker(root)
+        steps = [step for step in complete_steps(root) if marked is None or step <= marked]
+        return (steps[-1], (step_folder(root, steps[-1]) / TRAINER_STATE_FILE).stat().st_mtime_ns) if steps else None
 
 
-def restart_line(config: RunConfig, num_ranks: int) -> list[str]:
-    """What becomes of a lost rank, for a run's header; nothing for a single one, which is this process."""
+def is_lost(error: BaseException | None) -> bool:
+    """Whether `error` says that a rank has died or stalled."""
+    return isinstance(error, WorkerError) and (error.is_death or error.is_stall)
+
+
+def restart_line(config: RunConfig, is_inline: bool) -> list[str]:
+    """What becomes of a lost rank, for a run's header; nothing where the only rank is this process."""
     settings = config.trainer
-    if num_ranks == 1:
+    if is_inline:
         return []
     if settings.save_freq is None or settings.save_freq <= 0:
         return [

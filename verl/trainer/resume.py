@@ -17,6 +17,7 @@ from verl.trainer.checkpoints import (
     read_state,
     step_folder,
 )
+from verl.trainer.run_files import read_marker
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.paths import remove_leftovers
 from verl.workers.engine.manifest import DamagedCheckpointError, verify_folder
@@ -88,8 +89,7 @@ def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:
     remove_leftovers(root, ("global_step_", LATEST_STEP_FILE))
     steps = complete_steps(root)
     latest = root / LATEST_STEP_FILE
-    if latest.exists():
-        marked = _read_marker(latest)
+    if (marked := read_marker(root)) is not None:
         if marked not in steps:
             logger.warning(
                 "%s names step %d, but %s is no complete checkpoint", latest, marked, step_folder(root, marked)
@@ -106,23 +106,12 @@ def _newest_intact_step(root: Path, roles: Sequence[str]) -> int:
             first_error = first_error or error
         else:
             return step
-    if first_error is not None or latest.exists():
+    if first_error is not None or marked is not None:
         raise CheckpointError(
             f"{root} holds no checkpoint that is whole ({first_error or 'none is complete'}); restore one, or start "
             "over under another trainer.experiment_name"
         )
     return NO_CHECKPOINT
-
-
-def _read_marker(path: Path) -> int:
-    """The step number in LATEST_STEP_FILE."""
-    try:
-        text = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); write a step number into it, or delete it") from error
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise CheckpointError(f"{path} holds {text[:40]!r}, expected a step number; correct or delete the file")
-    return int(text)
 
 
 def _requested_folder(path: str | None) -> Path:

@@ -57,6 +57,13 @@ class WorkerError(VerlError):
         self.is_death, self.is_stall = is_death, is_stall
 
 
+class ReplicaError(WorkerError):
+    """A failed call of a rollout replica, whose number is `rank`; the text names it. It loses no rank."""
+
+    def __str__(self) -> str:
+        return self.remote_traceback
+
+
 MISTAKES = "mistakes in the configuration"
 
 

@@ -3,15 +3,16 @@
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.e2e.test_resume import damage, save
 from verl.config.trainer import TrainerConfig
-from verl.trainer.checkpoints import complete_steps
+from verl.trainer.checkpoints import Checkpoints, complete_steps
 from verl.trainer.resume import find_resume
 from verl.utils.checksummed import read_checksummed, write_checksummed
-from verl.utils.errors import CheckpointError
+from verl.utils.errors import CheckpointError, WorkerError
 
 
 def found(root: Path) -> Path | None:
@@ -128,3 +129,21 @@ def test_a_damaged_model_for_other_programs_is_said_and_the_run_goes_on(
         (actor / "huggingface" / "config.json").unlink()
     assert found(tmp_path) == tmp_path / "global_step_1"
     assert "huggingface/config.json is" in caplog.text and "verl merge" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["is_death", "is_stall", ""])
+@pytest.mark.parametrize("fails", ["save", "finish_save"])
+def test_a_rank_that_is_lost_in_a_save_is_no_failure_of_the_save(tmp_path: Path, fails: str, kind: str):
+    error = WorkerError(1, "actor.save", "its process was killed", **({kind: True} if kind else {}))
+
+    def fail(*given: object) -> bool:
+        raise error
+
+    role = SimpleNamespace(**{"save": lambda folder: None, "finish_save": lambda wait: True, fails: fail})
+    checkpoints = Checkpoints(tmp_path, {"actor": None})
+    with pytest.raises(WorkerError if kind else CheckpointError) as caught:
+        checkpoints.save(3, {}, {"actor": role})
+        checkpoints.finish_pending(wait=True)
+    assert (caught.value is error) == bool(kind)
+    assert not list(tmp_path.iterdir())  # what was written until then
+    checkpoints.finish_all()

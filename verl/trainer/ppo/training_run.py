@@ -114,6 +114,7 @@ class TrainingRun:
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
+        self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
         self.planned_memory: dict[str, float] = {}  # metrics of the plan, of every step
 
     @property
@@ -127,6 +128,7 @@ class TrainingRun:
         Ctrl-C and SIGTERM finish the step in progress, save, and raise Interrupted.
         """
         self.resume()
+        self.on_begin(self.trainer.global_step)
         if not (self.config.trainer.val_only and (self.root / RUN_FILE).exists()):
             write_run_record(self.root, self.config, self.total_steps)
         for line in setup_lines(self.config.algorithm.adv_estimator, self.config.actor_rollout_ref.rollout.n):
@@ -252,7 +254,7 @@ class TrainingRun:
             f"rows         {self.num_prompts:,} prompts, {held_out}",
             f"steps        {self.total_steps:,} of {data.train_batch_size} prompts x "
             f"{self.config.actor_rollout_ref.rollout.n} answers{every}",
-            *restart_line(self.config, self.trainer.pools.num_ranks),
+            *restart_line(self.config, self.trainer.actor.group.local_worker is not None),
         ]
 
     def save(self) -> None:

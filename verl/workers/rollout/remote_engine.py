@@ -26,7 +26,7 @@ from verl.runtime.rank_processes import Counters, family, waits_for_disk
 from verl.runtime.stall_watch import Progress
 from verl.runtime.wire import deserialize
 from verl.utils import errors
-from verl.utils.errors import VerlError, WorkerError
+from verl.utils.errors import ReplicaError, VerlError, WorkerError
 from verl.workers.rollout.base import (
     Completion,
     CopyingEngine,
@@ -191,7 +191,7 @@ class RemoteEngine(CopyingEngine):
         if kind == "StaleWeightsError":
             return StaleWeightsError(message)
         error_class = getattr(errors, kind, None) if kind else None
-        if error_class is None or error_class is WorkerError:
+        if error_class in (None, WorkerError, ReplicaError):
             return self._failure("generate", message)
         return error_class(message)
 
@@ -199,10 +199,10 @@ class RemoteEngine(CopyingEngine):
         with self._lock:
             waiting, self._pending = self._pending, {}
         for future in waiting.values():
-            future.set_exception(self._failure("generate", how, is_death=True))
+            future.set_exception(self._failure("generate", how))
 
-    def _failure(self, method: str, message: str, is_death: bool = False) -> WorkerError:
-        return WorkerError(self.replica, method, f"rollout replica {self.replica}: {message}", is_death)
+    def _failure(self, method: str, message: str) -> ReplicaError:
+        return ReplicaError(self.replica, method, f"rollout replica {self.replica}: {message}")
 
     def _exit_message(self) -> str:
         """How the process ended, for which it waits, and the last lines of its output."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl.utils.errors import WorkerError
+from verl.utils.errors import ReplicaError, WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.least_loaded import LeastLoaded
@@ -139,12 +139,11 @@ class Router(CopyingEngine):
         limit = f"actor_rollout_ref.rollout.server.max_restarts={self.max_restarts}"
         if used >= self.max_restarts or not others:
             why = f"it was replaced {used} times" if others else "no replica is left that could answer for it"
-            raise WorkerError(
+            raise ReplicaError(
                 number, "generate",
                 f"{lost}\n{why} ({limit}). Its last lines say why it ended; SIGKILL without a cause in them is most "
                 "often the system, out of memory (dmesg): lower rollout.gpu_memory_utilization or max_num_seqs. Raise "
                 "the key if its machine is to blame. Started again, the run resumes from its last checkpoint",
-                is_death=True,
             )  # fmt: skip
         self.restarts[number] += 1
         logger.warning(

@@ -176,8 +176,9 @@ def test_no_replica_is_replaced_more_often_than_allowed():
         await router.renew()  # the first replacement does not start; nor will the second
         assert router.restarts == [0, 2, 0]
         told = r"(?s)replica 1: its replacement did not start: .*no memory.*replaced 2 times .*max_restarts=2.*dmesg"
-        with pytest.raises(WorkerError, match=told):
+        with pytest.raises(WorkerError, match=told) as caught:
             await router.renew()
+        assert not caught.value.is_death and str(caught.value).startswith("rollout replica 1: ")  # no rank is lost
 
     asyncio.run(go())
 
