@@ -20,7 +20,7 @@ from verl.runtime.ray_group import RayGroup
 from verl.runtime.versions import own_versions
 from verl.trainer.ppo import placement
 from verl.trainer.ppo.placement import place_roles, start_pools
-from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 pytestmark = pytest.mark.ray
 NODE = {"num_cpus": 8, "num_gpus": 8, "object_store_memory": 80 << 20}
@@ -151,6 +151,9 @@ def test_a_node_with_another_version_is_refused_by_name(nodes: Any, light: None,
         r"\(ranks from 0\), 9\.9 on node \S+ \(ranks from 1\); install the same on every node$",
         text,
     )
+    monkeypatch.delenv("VERL_TEST_VERSIONS")  # a rank that cannot say its versions, as one of an older package
+    with pytest.raises(VerlError, match=r"(?s)Ray could not start the ranks: .*\nhas a node an older version of this"):
+        start("trainer.n_gpus_per_node=1")
     assert free_devices(16)
 
 

@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how often a running call is looked at
 DEFAULT_TIMEOUT = 60.0  # seconds one call may take
-_SLOW: "weakref.WeakSet[BaseTool]" = weakref.WeakSet()  # tools of which it is said that they took too long
+_SAID_SLOW = "_said_slow"  # attribute of a tool of which it is said that it took too long; it may not be hashable
 
 
 @dataclass
@@ -273,8 +272,8 @@ async def call_tool(
             raise ValueError(f"its reward is {reward}; it must be finite")
         return to_tool_response(response), reward, dict(metrics or {})
     except _TooSlowError:
-        if tool not in _SLOW:
-            _SLOW.add(tool)
+        if _SAID_SLOW not in vars(tool):
+            vars(tool)[_SAID_SLOW] = True
             logger.warning(
                 "tool %s took longer than its timeout of %g seconds with the arguments %.200s; the policy gets that as "
                 "the reply. The tool's `timeout` is the limit; this is said once", name, seconds, arguments,

@@ -101,8 +101,8 @@ class RankInfo:
             raise WorkerError(self.rank, "init_process_group", what) from error
         finally:
             silent.cancel()
-        store.set_timeout(COLLECTIVE_TIMEOUT)
         check_ranks(dist.PrefixStore("versions", store), self.rank, self.world_size)
+        store.set_timeout(COLLECTIVE_TIMEOUT)
         return dist.PrefixStore("default_pg", store)
 
 

@@ -102,7 +102,8 @@ class RayGroup(RemoteGroup):
         self.devices.check_apart(places)
         self._addresses = [address for _, address, _ in places]
         firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
-        found = self._ask([self._actors[rank].versions.remote() for rank in firsts])
+        older = "\nhas a node an older version of this package? install the same on every node"
+        found = self._ask([self._actors[rank].versions.remote() for rank in firsts], older)
         names = [f"node {places[rank][1]} (ranks from {rank})" for rank in firsts]
         check_same({"the driver's node": own_versions(), **dict(zip(names, found, strict=True))})
         address = rank_server.ADDRESS if len(set(nodes)) == 1 else places[0][1]
@@ -120,14 +121,14 @@ class RayGroup(RemoteGroup):
         if all(processes):
             self._ranks = RanksOnRay(nodes, processes, self._reports)
 
-    def _ask(self, refs: list[Any]) -> list[Any]:
-        """The results; VerlError where an actor does not start."""
+    def _ask(self, refs: list[Any], advice: str = "") -> list[Any]:
+        """The results; VerlError with `advice` where an actor does not start."""
         import ray
 
         try:
             return list(ray.get(refs, timeout=START_S))
         except ray.exceptions.RayError as error:
-            raise VerlError(f"Ray could not start the ranks: {_plain(error)}") from error
+            raise VerlError(f"Ray could not start the ranks: {_plain(error)}{advice}") from error
 
     # --- messages ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine, W
 from verl.runtime.rank_reports import RecordedError
 
 ANSWER_S, STACKS_S = 5.0, 30.0  # how long a node's answer is waited for
-_OF_RAY = "/ray/"  # in the command lines of the processes of a Ray that the driver has started
 
 
 class RanksOnRay(WatchedRanks):
@@ -35,7 +34,10 @@ class RanksOnRay(WatchedRanks):
         return None if None in answers else {rank: one for answer in answers for rank, one in answer.items()}
 
     def look_at_helpers(self) -> dict[tuple[str, int], Counters]:
-        found = helpers_of([os.getpid()], without=_OF_RAY)
+        import ray
+
+        own_ray = f"{ray.__path__[0]}/"  # in the command lines of the processes of a Ray that the driver has started
+        found = helpers_of([os.getpid()], without=own_ray)
         for answer in self._ask("look_at_helpers"):
             found |= answer or {}
         return found

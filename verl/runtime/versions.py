@@ -2,7 +2,7 @@
 
 An error: what computes or travels between ranks (Python, torch with its build and NCCL, transformers, a rollout engine,
 this package), because ranks that differ compute different numbers, wait for each other without end, or cannot read each
-other's messages. A warning: the rest, and an engine that only some nodes have, which matters where it is to run.
+other's messages. A warning: the rest, and NCCL or an engine that only some nodes have; it matters where it is to run.
 """
 
 import hashlib
@@ -20,14 +20,16 @@ import torch.distributed as dist
 
 import verl
 from verl.plugin.installed import version_of
-from verl.utils.errors import ConfigError
+from verl.plugin.platform import get_platform
+from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 logger = logging.getLogger(__name__)
 
-MUST_AGREE = {"torch": ("torch",), "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"), "transformers": ("transformers",)}
+MUST_AGREE = ("torch", "transformers")
 ENGINES = ("vllm", "sglang")
 SHOULD_AGREE = ("numpy", "safetensors", "tokenizers", "triton", "flash-attn", "peft")
 ABSENT = "not installed"
+ANSWER = timedelta(minutes=2)  # until every rank has said its versions: all have joined the store already
 FAREWELL = timedelta(seconds=10)  # for the other ranks to read why the run ends, before the store goes
 
 Versions = Mapping[str, str]
@@ -39,15 +41,25 @@ def own_versions() -> dict[str, str]:
     digest = hashlib.sha256()
     root = Path(verl.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+        name = path.relative_to(root)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):  # as an editor's copies and locks
+            digest.update(f"{name}\n".encode() + path.read_bytes())
     major, minor, patch = platform.python_version_tuple()
-    named = {**MUST_AGREE, **{name: (name,) for name in (*ENGINES, *SHOULD_AGREE)}}
     return {
         "verl": f"{verl.__version__} (files {digest.hexdigest()[:8]})",
         "Python": f"{major}.{minor}",
         "Python's patch": f"{major}.{minor}.{patch}",
-        **{name: version_of(*distributions) or ABSENT for name, distributions in named.items()},
+        "NCCL": _nccl_version(),
+        **{name: version_of(name) or ABSENT for name in (*MUST_AGREE, *ENGINES, *SHOULD_AGREE)},
     }
+
+
+def _nccl_version() -> str:
+    """Of the library that torch has loaded, where ranks join by it."""
+    platform = get_platform()
+    if platform.communication_backend_name() != "nccl" or not dist.is_nccl_available():
+        return ABSENT
+    return ".".join(map(str, platform.device_module.nccl.version()))
 
 
 def check_same(by_node: Mapping[str, Versions]) -> None:
@@ -65,7 +77,7 @@ def check_same(by_node: Mapping[str, Versions]) -> None:
         more = f" and {len(different) - 4} nodes more" if len(different) > 4 else ""
         text = f"{name} is {version} on {first}, but {nodes}{more}"
         is_missing = ABSENT in (version, *different.values())
-        if name in ("verl", "Python", *MUST_AGREE) or (name in ENGINES and not is_missing):
+        if name in ("verl", "Python", *MUST_AGREE) or (name in ("NCCL", *ENGINES) and not is_missing):
             errors.append(text)
         else:
             logger.warning(text)
@@ -73,24 +85,30 @@ def check_same(by_node: Mapping[str, Versions]) -> None:
         raise ConfigError(f"{'; '.join(errors)}; install the same on every node")
 
 
-def check_ranks(store: dist.Store, rank: int, world_size: int) -> None:
-    """`check_same` of all ranks, which meet in `store`: ConfigError on every rank, warnings on rank 0."""
+def check_ranks(store: dist.Store, rank: int, world_size: int, limit: timedelta = ANSWER) -> None:
+    """`check_same` of all ranks, which meet in `store`: ConfigError on every rank, warnings on rank 0.
+
+    WorkerError names the ranks that have not said their versions after `limit`.
+    """
     store.set(f"of/{rank}", json.dumps([socket.gethostname(), own_versions()]))
     if rank:
+        _await_ranks(store, {0: "verdict"}, 2 * limit)
         verdict = json.loads(store.get("verdict"))
         store.set(f"read/{rank}", "yes")
         if verdict is not None:
             raise ConfigError(verdict)
         return
     by_node: dict[str, Versions] = {}
-    for other, text in enumerate(store.multi_get([f"of/{other}" for other in range(world_size)])):
-        host, versions = json.loads(text)
-        name = f"node {host}"
-        by_node[name if by_node.get(name, versions) == versions else f"{name} (rank {other})"] = versions
+    keys = {other: f"of/{other}" for other in range(world_size)}
     verdict = None
     try:
+        _await_ranks(store, keys, limit)
+        for other, text in enumerate(store.multi_get([*keys.values()])):
+            host, versions = json.loads(text)
+            name = f"node {host}"
+            by_node[name if by_node.get(name, versions) == versions else f"{name} (rank {other})"] = versions
         check_same(by_node)
-    except ConfigError as error:
+    except VerlError as error:
         verdict = str(error)
         raise
     finally:
@@ -98,3 +116,15 @@ def check_ranks(store: dist.Store, rank: int, world_size: int) -> None:
         if verdict is not None:
             with suppress(dist.DistStoreError):
                 store.wait([f"read/{other}" for other in range(1, world_size)], FAREWELL)
+
+
+def _await_ranks(store: dist.Store, keys: Mapping[int, str], limit: timedelta) -> None:
+    """Until each of these ranks has set its key."""
+    try:
+        store.wait([*keys.values()], limit)
+    except dist.DistError as error:
+        silent = [rank for rank, key in keys.items() if len(keys) == 1 or not store.check([key])] or [*keys]
+        what = f"no versions were said within {limit.total_seconds():g} s by rank {', '.join(map(str, silent))}: "
+        what += str(error).strip().partition("\n")[0].rstrip(".")
+        what += "; is an older version of this package there?"
+        raise WorkerError(silent[0], "init_process_group", what) from error

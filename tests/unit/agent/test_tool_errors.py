@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_calls_that_hang_delay_neither_others_nor_the_end(tmp_path: Path, caplog
     assert time.perf_counter() - begin < 100  # a call takes 300
     [said] = [record.getMessage() for record in caplog.records]  # once, not 40 times
     assert 'tool slow took longer than its timeout of 0.05 seconds with the arguments {"x": 1}' in said
+
+
+@dataclass(eq=True)
+class Unhashable(Misbehaving):
+    """One that compares by its fields, and so has no hash."""
+
+    config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        BaseTool.__init__(self, self.config)
+
+
+def test_each_tool_says_once_that_it_is_slow_also_without_a_hash(caplog: pytest.LogCaptureFixture):
+    two = [Unhashable({"does": "release hangs", "timeout": 0.02}) for _ in range(2)]
+    assert two[0].__hash__ is None and two[0].config == two[1].config
+    for tool in (*two, *two):
+        response, _, _ = asyncio.run(call_tool({"bad": tool}, "bad", "{}", {}))
+        assert response.text == "Error: bad took longer than 0.02 seconds"
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize(
