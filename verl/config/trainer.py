@@ -18,8 +18,8 @@ _LEAD = (
     "saves if there may be no time for another one and its checkpoint; these seconds are kept free beside."
 )
 _RESTARTS = (
-    "How often all ranks start again from the newest checkpoint after a rank or node was lost, or stalled; not twice "
-    "from the same one. With trainer.runtime=processes or ray."
+    "How often all ranks start again from the newest checkpoint after a rank or node was lost, or stalled; once from "
+    "each that the run has saved. With trainer.runtime=processes or ray."
 )
 _NODE_WAIT = (
     "Seconds for which a run on Ray waits for nodes that are missing, at its start and when it restarts after one was "
@@ -27,7 +27,7 @@ _NODE_WAIT = (
 )
 _STALL_TIMEOUT = (
     "Seconds without CPU time and bytes after which ranks inside a call have stalled: the run says which one and "
-    "where, and ends. 0 is never. With trainer.runtime=processes or ray, on Linux."
+    "where, and restarts (max_restarts) or ends. 0 is never. With trainer.runtime=processes or ray, on Linux."
 )
 _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "

@@ -114,7 +114,9 @@ def blame_earliest(
 ) -> WorkerError:
     """The earliest error of the ranks after the time `since`, with a line for each other one and those of `stuck`;
     `error` itself if it is alone. Errors that say only that another rank is gone count as later. A death counts as
-    earlier than what other ranks raised shortly before the driver heard of it, but follows what caused it.
+    earlier than what other ranks raised shortly before the driver heard of it, but follows what caused it. A stall
+    stays one only where nothing was recorded before it: an exception that a rank recorded in the call, also in a
+    background thread, comes first as its cause, and ends the run where the stall alone would restart it.
     """
     given = RecordedError(time.time(), error.rank, error.method, error.remote_traceback, is_death=error.is_death)
     found = [one for one in recorded if one.time >= since or not one.in_call]
