@@ -2,10 +2,14 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.e2e import jobs
+from verl.config import load_config
+from verl.models.load import load_tokenizer
+from verl.trainer.ppo import rollout_setup
 from verl.utils.errors import ConfigError, PluginError
 from verl.workers.rollout import registry
 from verl.workers.rollout.base import RolloutEngine
@@ -122,6 +126,33 @@ def test_engines_of_a_module_of_the_users_train_as_the_native_one_does(folder: P
     (folder / "log").unlink()
     assert train(folder, "in_place", *theirs(folder, "their_view")) == own
     assert (folder / "log").read_text().split() == ["built"]
+
+
+def test_throughput_is_per_device_also_of_a_rollout_apart(folder: Path):
+    apart = ["hybrid_engine=False", "rollout.n_gpus_per_node=2"]
+    words = [*theirs(folder, "their_copy"), *(f"{jobs.ARR}.{word}" for word in apart), "trainer.n_gpus_per_node=1"]
+    jobs.train(folder, "apart", "trainer.total_training_steps=1", "trainer.device=cpu", *words)
+    found = jobs.metrics(folder, "apart")[1]
+    devices = found["perf/total_num_tokens"] / (found["perf/throughput"] * found["perf/time_per_step"])
+    assert devices == pytest.approx(3)
+
+
+def test_replicas_without_a_trainer_get_devices_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def devices(*words: str, visible: int = 4, kind: str = "cuda") -> tuple[tuple[int, ...], ...]:
+        platform = SimpleNamespace(device_name=kind, device_count=lambda: visible)
+        monkeypatch.setattr(rollout_setup, "get_platform", lambda: platform)
+        keys = ["rollout.name=noted", f"model.path={folder / 'model'}", *words]
+        config = load_config([f"{jobs.ARR}.{key}" for key in keys])
+        return rollout_setup.build_standalone_engine(config, load_tokenizer(config.actor_rollout_ref.model)).devices
+
+    register_rollout_engine("noted", weights=Weights.COPIED)(lambda inputs: inputs)
+    monkeypatch.setattr(registry.RegisteredEngine, "build", lambda engine, inputs: engine.builder(inputs))
+    two, tensor = "rollout.num_replicas=2", "rollout.tensor_model_parallel_size=2"
+    assert devices(two) == ((0,), (1,)) and devices(two, tensor) == ((0, 1), (2, 3))
+    assert devices() == devices(tensor) == ()  # one replica sees all
+    assert devices(two, kind="cpu", visible=1) == ()
+    with pytest.raises(ConfigError, match="2 replicas with .*=2 take 4 devices, and 3 are.*num_replicas to at most 1"):
+        devices(two, tensor, visible=3)
 
 
 def test_an_engine_in_place_is_built_on_every_rank(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -46,7 +46,7 @@ def test_two_machines_are_planned_on_a_laptop_from_a_configuration_alone(
 
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(
-        device_name="cuda", device_count=lambda: 1, is_available=lambda: True, memory_info=lambda: (0, 40 * 10**9)
+        device_name="cuda", device_count=lambda: 1, is_available=lambda: True, total_memory=lambda: 40 * 10**9
     )
     monkeypatch.setattr(planning, "get_platform", lambda: here)
 

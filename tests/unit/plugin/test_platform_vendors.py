@@ -62,6 +62,16 @@ def test_a_rollout_process_sees_some_of_the_devices_that_this_one_sees(monkeypat
     assert PlatformCPU().rollout_environment([0, 1]) == os.environ  # its devices are only counted
 
 
+def test_the_memory_of_a_device_is_read_without_opening_it_where_its_properties_say_it(monkeypatch):
+    module = RecordingDeviceModule(get_device_properties=types.SimpleNamespace(total_memory=80), mem_get_info=(5, 7))
+    monkeypatch.setattr(PlatformCUDA, "device_module", module)
+    assert PlatformCUDA().total_memory() == 80
+    assert module.calls == [("get_device_properties", 0)]  # mem_get_info would open it
+    monkeypatch.setattr(PlatformCUDA, "device_module", types.SimpleNamespace(mem_get_info=lambda: (5, 7)))
+    assert PlatformCUDA().total_memory() == 7
+    assert PlatformCPU().total_memory() == PlatformCPU().memory_info()[1]
+
+
 def test_cuda_names_and_calls(monkeypatch):
     cuda = PlatformCUDA()
     module = RecordingDeviceModule(get_device_capability=(9, 0), cudart="runtime")

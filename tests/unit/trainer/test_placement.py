@@ -168,6 +168,8 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
         sizes = [f"{rollout}.tensor_model_parallel_size={tensor}", f"{rollout}.data_parallel_size=2"]
         found = refusal(*vllm, *sizes)
         assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in found
+    one = refusal(*vllm, *sizes, f"{rollout}.num_replicas=1")
+    assert one.endswith(f"set {rollout}.data_parallel_size=1")  # it is one replica still
     assert refusal(*vllm, f"{rollout}.num_replicas=2", ray).startswith(f"{rollout}.num_replicas with rollout.name=vllm")
     assert place(*vllm, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
     split = [*vllm, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]

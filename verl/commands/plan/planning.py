@@ -69,7 +69,7 @@ def _device_bytes(given: float | None, machine: Machine) -> int | None:
     platform = get_platform()
     if machine.kind != platform.device_name or machine.kind == "cpu" or not platform.is_available():
         return None
-    return platform.memory_info()[1]
+    return platform.total_memory()
 
 
 def check_fits(

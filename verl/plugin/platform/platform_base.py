@@ -168,6 +168,11 @@ class PlatformBase(ABC):
         free, total = self.device_module.mem_get_info()
         return int(free), int(total)
 
+    def total_memory(self) -> int:
+        """Bytes of the first device, which are read without opening a context on it where the device module can."""
+        properties = getattr(self.device_module, "get_device_properties", None)
+        return int(properties(0).total_memory) if properties else self.memory_info()[1]
+
     def device_memory_used(self) -> int:
         """Bytes of the current device that all processes together use; 0 where the device module does not say."""
         free, total = self.memory_info() if hasattr(self.device_module, "mem_get_info") else (0, 0)

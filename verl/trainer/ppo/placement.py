@@ -65,7 +65,7 @@ def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> l
     memory: list[PoolMemory] = []
     if log_lines(plan) or platform.device_name != "cpu":
         try:
-            size = None if platform.device_name == "cpu" else platform.memory_info()[1]
+            size = None if platform.device_name == "cpu" else platform.total_memory()
             memory = estimate_memory(config, plan, count_roles(config, plan), size)
         except Exception:  # of any library: loading the model says what is wrong with it
             logger.debug("the memory of the placement is not known", exc_info=True)
@@ -87,10 +87,12 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
     if not _has_copies_on_devices(config, plan):
         return
     if replicas.data > 1:
+        asked = config.actor_rollout_ref.rollout.num_replicas
+        then = f", which makes {replicas.count * replicas.data} replicas" if asked is None else ""
         raise ConfigError(
             f"{ROLLOUT}.data_parallel_size={replicas.data} with rollout.name={name} is planned by `verl plan`, but a "
             "run does not start it: the data-parallel engines of a replica step together, and here each steps when it "
-            f"has requests; set {ROLLOUT}.data_parallel_size=1, which makes {replicas.count * replicas.data} replicas"
+            f"has requests; set {ROLLOUT}.data_parallel_size=1{then}"
         )
     splits = splits_rollout(config)
     if (plan.runtime == "ray" and (replicas.count > 1 or splits)) or (splits and plan.num_nodes > 1):

@@ -76,6 +76,11 @@ class Plan:
         return max(pool.first_node + pool.nodes for pool in self.pools)
 
     @property
+    def num_devices(self) -> int:
+        """The devices of all pools, those of a rollout apart too."""
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
     def rollout(self) -> Replicas:
         return self.replicas[0]
 

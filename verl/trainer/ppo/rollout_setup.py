@@ -18,7 +18,7 @@ from verl.models.lora import add_adapters
 from verl.plugin.platform import get_platform
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.trainer.ppo.placement import plan_run
-from verl.trainer.ppo.plan import replicas_without_devices, splits_rollout
+from verl.trainer.ppo.plan import ROLLOUT, replicas_without_devices, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -93,7 +93,23 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
     replicas = replicas_without_devices(rollout, notes)
     for note in notes:
         logger.warning(note)
-    return registered.build(copied_inputs(loaded, settings.path or "", tokenizer, replicas))
+    joins_server = registered.joins_server and rollout.server.url is not None
+    devices = () if joins_server or replicas == 1 else _devices_of_replicas(replicas, rollout)
+    return registered.build(replace(copied_inputs(loaded, settings.path or "", tokenizer, replicas), devices=devices))
+
+
+def _devices_of_replicas(count: int, rollout: RolloutConfig) -> tuple[tuple[int, ...], ...]:
+    """Indices of the devices of each replica, in order; none on CPUs. ConfigError where this machine has too few."""
+    platform, size = get_platform(), rollout.tensor_model_parallel_size
+    if platform.device_name == "cpu":
+        return ()
+    if count * size > (there := platform.device_count()):
+        most = f"lower {ROLLOUT}.num_replicas to at most {there // size}" if there >= size else "use a smaller one"
+        raise ConfigError(
+            f"{count} replicas with {ROLLOUT}.tensor_model_parallel_size={size} take {count * size} devices, and "
+            f"{there} are visible; {most}"
+        )
+    return tuple(tuple(range(first, first + size)) for first in range(0, count * size, size))
 
 
 def copied_inputs(

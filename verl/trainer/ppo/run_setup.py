@@ -58,14 +58,15 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
     warn_about_unused_rows(len(rows), together, config.data.shuffle)
     total_steps = count_steps(config, prompts)
     progress.stage("loading the model")
-    planned = planned_memory_metrics(plan_run(config), announce_plan(config))
+    plan = plan_run(config)
+    planned = planned_memory_metrics(plan, announce_plan(config))
     pools = start_pools(config, total_steps, place_roles(config))
     try:
         run = assemble_run(config, pools, prepared, prompts, total_steps)
     except BaseException:
         pools.close()
         raise
-    run.progress, run.planned_memory = progress, planned
+    run.progress, run.planned_memory, run.num_devices = progress, planned, plan.num_devices
     return run
 
 

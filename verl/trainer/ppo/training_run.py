@@ -115,6 +115,7 @@ class TrainingRun:
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
         self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
+        self.num_devices = trainer.pools.num_ranks  # and those of a rollout apart, once the plan is known
         self.planned_memory: dict[str, float] = {}  # metrics of the plan, of every step
 
     @property
@@ -178,8 +179,8 @@ class TrainingRun:
         self.block.add_step(timer.seconds["step"] - timer.seconds.get("save_checkpoint", 0.0))
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)
-        devices, num_tokens = self.trainer.pools.num_ranks, record.batch.num_tokens
-        metrics.update(throughput_metrics(timer.seconds, num_tokens, int(response.sum()), devices))
+        num_tokens, num_answered = record.batch.num_tokens, int(response.sum())
+        metrics.update(throughput_metrics(timer.seconds, num_tokens, num_answered, self.num_devices))
         metrics.update(mfu_metrics(self.trainer, record.batch, record.trained, timer.seconds))
         metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
