@@ -151,7 +151,7 @@ def test_replicas_without_a_trainer_get_devices_of_their_own(folder: Path, monke
     assert devices(two) == ((0,), (1,)) and devices(two, tensor) == ((0, 1), (2, 3))
     assert devices() == devices(tensor) == ()  # one replica sees all
     assert devices(two, kind="cpu", visible=1) == ()
-    with pytest.raises(ConfigError, match="2 replicas with .*=2 take 4 devices, and 3 are.*num_replicas to at most 1"):
+    with pytest.raises(ConfigError, match=r"2 replicas with .*=2 take 4 devices, and 3 are.*num_replicas to at most 1"):
         devices(two, tensor, visible=3)
 
 
