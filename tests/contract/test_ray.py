@@ -1,8 +1,10 @@
 """Worker groups of Ray's actors: errors, deaths, shared devices, refusals, and which Ray a run uses."""
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +118,11 @@ def comes_true(condition: Callable[[], bool]) -> bool:
     return holds
 
 
-def test_a_rank_that_does_not_move_is_named_with_its_line_and_one_that_computes_is_not(cluster: Cluster):
+def test_a_rank_that_does_not_move_is_named_with_its_line_and_one_that_computes_is_not(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))  # the driver's, where ranks could not write
     group = RayGroup(Worker, Layout.data_parallel(2), cpus(), stall_timeout_s=TIMEOUT_S)
     assert group.broadcast("hash", 2 * TIMEOUT_S) == [2.0, 2.0]
     [nap] = group.post(1, "nap", [(2.5 * TIMEOUT_S,)])

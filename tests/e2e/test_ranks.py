@@ -1,5 +1,6 @@
 """A main job on two ranks is the job on one: the same answers are sampled, and the same weights come out."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     jobs.train(folder, "lost", *on_two, f"reward.custom_reward_function.path={folder / 'deadly.py'}")
     said = capsys.readouterr().out
     assert (folder / "shot").exists() and "was killed by SIGKILL" in said
-    assert "restart 1 of 3: all ranks, from step 2" in said
+    assert re.search(r"restart 1 of 3: all ranks, from step [1-3]\b", said)  # as far as the background has saved
     assert "restarts     after a lost rank or node from the newest checkpoint, 3 times at most" in said
     whole, lost = trained(folder, "whole"), trained(folder, "lost")
     assert all(torch.equal(whole[name], lost[name]) for name in whole)

@@ -128,8 +128,10 @@ class SFTTrainerConfig(Section):
     n_gpus_per_node: int | None = key(
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
-    max_restarts: int = key(3, _RESTARTS, minimum=0)
-    node_wait_s: float = key(0.0, _NODE_WAIT, minimum=0.0)
+    stall_timeout_s: float = key(
+        30.0, "On Ray: seconds without CPU time and bytes until a rank is named as stalled; 0 is never.", minimum=0.0
+    )
+    node_wait_s: float = key(0.0, "Seconds for which a run on Ray waits at its start for missing nodes.", minimum=0.0)
     balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")
     test_freq: int | str = key(-1, "Validate every test_freq steps, or after_each_epoch; <= 0 is only at the end.")
     save_freq: int | str = key(-1, "Save every save_freq steps, or after_each_epoch; <= 0 is only at the end.")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -96,6 +97,11 @@ class RankReports:
 def error_text(error: BaseException) -> str:
     """The message of an error that explains itself, the traceback of any other."""
     return str(error) if isinstance(error, VerlError) else "".join(traceback.format_exception(error))
+
+
+def folder_of_this_node(name: str) -> Path:
+    """The folder `name` among this machine's temporary files, which lie elsewhere on others; OSError where none may."""
+    return Path(tempfile.gettempdir()) / name
 
 
 def stack_file(folder: Path, rank: int) -> Path:

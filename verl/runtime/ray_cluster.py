@@ -252,12 +252,13 @@ def await_nodes(devices: Devices, bundle: Mapping[str, float]) -> tuple[list[dic
 
 
 def release(group: Any) -> None:
-    """Give the devices of a placement group back; a Ray that has ended has done so."""
+    """Give the devices of a placement group back; a Ray that has ended, or has lost its head, has done so."""
     import ray
     from ray.util.placement_group import remove_placement_group
 
     if ray.is_initialized():
-        remove_placement_group(group)
+        with contextlib.suppress(Exception):
+            remove_placement_group(group)
 
 
 def _nearest(devices: Devices, per_node: int, beside: int, there: list[dict[str, float]]) -> str:

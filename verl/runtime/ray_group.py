@@ -9,11 +9,9 @@ import atexit
 import contextlib
 import os
 import re
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -57,7 +55,7 @@ class RayGroup(RemoteGroup):
     ):
         super().__init__(layout, name)
         self.devices = devices
-        self._reports = Path(tempfile.gettempdir()) / f"verl-ranks-{uuid.uuid4().hex}"  # on each node
+        self._reports = f"verl-ranks-{uuid.uuid4().hex}"  # a folder of each node's own for temporary files
         self._ranks: RanksOnRay | None = None
         self._stall_watch: StallWatch | None = None
         self._actors: list[Any] = []
@@ -115,8 +113,8 @@ class RayGroup(RemoteGroup):
             on_machine = ranks_on_machine if len(set(nodes)) == 1 else len(local)
             info = RankInfo(rank, len(nodes), device, on_machine)
             variables, share_cores = info.env_variables(address, port), "OMP_NUM_THREADS" not in environment
-            start, reports = self._actors[rank].start, str(self._reports)
-            started.append(start.remote(variables, share_cores, os.getcwd(), reports, factory))
+            start = self._actors[rank].start
+            started.append(start.remote(variables, share_cores, os.getcwd(), self._reports, factory))
         processes = self._ask(started)  # fails where a node cannot import the worker
         if all(processes):
             self._ranks = RanksOnRay(nodes, processes, self._reports)

@@ -3,31 +3,38 @@
 import contextlib
 import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine, WatchedRanks, helpers_of
-from verl.runtime.rank_reports import RecordedError
+from verl.runtime.rank_reports import RecordedError, folder_of_this_node
 
 ANSWER_S, STACKS_S = 5.0, 30.0  # how long a node's answer is waited for
 
 
-class RanksOnRay(WatchedRanks):
-    """Ranks on the nodes `nodes[rank]` (ids), in `processes[rank]`, which write stacks and errors to `folder` there."""
+class _RanksOfNode(RanksOfMachine):
+    """Those of a node, by the name of their folder there."""
 
-    def __init__(self, nodes: Sequence[str], processes: Sequence[RankProcess], folder: Path):
+    def __init__(self, processes: dict[int, RankProcess], name: str, parents: Collection[int]):
+        super().__init__(processes, folder_of_this_node(name), parents)
+
+
+class RanksOnRay(WatchedRanks):
+    """Ranks on the nodes `nodes[rank]` (ids), in `processes[rank]`, which write stacks and errors to the folder
+    `reports` (a name) among the temporary files there."""
+
+    def __init__(self, nodes: Sequence[str], processes: Sequence[RankProcess], reports: str):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.nodes, self.processes = nodes, processes
         self._by_node: dict[str, Any] = {}
-        watcher: Any = ray.remote(RanksOfMachine)
+        watcher: Any = ray.remote(_RanksOfNode)
         for node in dict.fromkeys(nodes):
             own = {rank: processes[rank] for rank in range(len(nodes)) if nodes[rank] == node}
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": there}
             parents = [place.process for place in own.values()]
-            self._by_node[node] = watcher.options(**options).remote(own, folder, parents)
+            self._by_node[node] = watcher.options(**options).remote(own, reports, parents)
 
     def look(self, ranks: Collection[int]) -> dict[int, Counters] | None:
         answers = self._ask("look", ranks)

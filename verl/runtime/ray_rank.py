@@ -7,7 +7,6 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from verl.runtime.calls import GRACE_S
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo
 from verl.runtime.rank_processes import RankProcess, threads_of_this_process
-from verl.runtime.rank_reports import RankReports
+from verl.runtime.rank_reports import RankReports, folder_of_this_node
 from verl.runtime.rank_server import CallServer
 from verl.runtime.versions import own_versions
 from verl.runtime.wire import Packed, pack, unpack
@@ -109,10 +108,14 @@ class RankActor:
         """Join the other ranks and build the worker, in the thread of the calls; the reply says how that ended.
 
         `variables` are those that torchrun would set. Paths are relative to `folder`, that of the driver; `reports` is
-        that of the reports on this node.
+        the name of this node's folder for reports.
         """
-        self.server.reports = RankReports(Path(reports), int(variables["RANK"]))
-        self.server.reports.open()
+        try:
+            found = RankReports(folder_of_this_node(reports), int(variables["RANK"]))
+            found.open()
+            self.server.reports = found
+        except OSError as error:
+            warnings.warn(f"this node has no room for reports: a stall here has no stack: {error}", stacklevel=1)
         try:
             os.chdir(folder)
         except OSError as error:

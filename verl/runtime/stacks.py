@@ -47,10 +47,7 @@ class Stack:
         if not threads:
             return cls()
         signalled = parts.index("Current thread") // 2 if "Current thread" in parts else -1  # the main one, if it can
-        main = next(
-            (t for t in threads if any(_is_server(f) and f.function in ("serve", "_serve") for f in t)),
-            threads[signalled],
-        )
+        main = next((thread for thread in threads if any(map(_is_main, thread))), threads[signalled])
         call = itertools.takewhile(lambda frame: not _is_server(frame), main)
         return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None), any(map(_syncs, threads)))
 

@@ -121,8 +121,10 @@ def run_on_ray(config: SFTConfig, preset: str, words: Sequence[str], count: int)
         threads = stack.enter_context(ThreadPoolExecutor(1))
         settings = config.trainer
         share = config.ray_kwargs.devices_per_rank
-        devices = Devices(get_platform(), settings.nnodes, share, f"verl-{settings.experiment_name}-sft")
-        group = RayGroup(partial(SFTRank, type(config), preset, words), Layout.data_parallel(count), devices)
+        name = f"verl-{settings.experiment_name}-sft"
+        devices = Devices(get_platform(), settings.nnodes, share, name, settings.node_wait_s)
+        rank, layout = partial(SFTRank, type(config), preset, words), Layout.data_parallel(count)
+        group = RayGroup(rank, layout, devices, stall_timeout_s=settings.stall_timeout_s)
         stack.callback(group.close)
         ends = threads.submit(group.broadcast, "run")
         _Driver(group).follow(ends)

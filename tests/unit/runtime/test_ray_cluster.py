@@ -1,7 +1,9 @@
 """What a run asks of Ray by platform, the environment of its ranks, and which Ray it joins; without a Ray."""
 
+import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,3 +158,32 @@ def test_the_nearest_plan_has_most_of_the_ranks_that_were_asked_for(
         reserve(Devices(PlatformCUDA(), nodes), nodes * per_node, "the run", beside)
     found = str(caught.value).partition("the nearest that fits is ")[2].partition(";")[0]
     assert found == (nearest or "")
+
+
+def test_devices_of_a_ray_whose_head_is_gone_are_given_back_without_an_error(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def remove(group: Any) -> None:
+        asked.append(group)
+        raise ConnectionError("the head does not answer")
+
+    module = SimpleNamespace(remove_placement_group=remove)
+    for name in ("ray", "ray.util"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", module)
+    ray_cluster.release("group")
+    assert asked == ["group"]
+
+
+def test_a_rank_starts_where_its_node_has_no_room_for_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    variables = {"RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    for name in variables:
+        monkeypatch.setenv(name, "")  # as it was, after the test
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    monkeypatch.setattr(ray_rank.RankActor, "_serve", lambda actor, build: None)
+    actor = ray_rank.RankActor("rank 1")
+    with pytest.warns(UserWarning, match="this node has no room for reports: a stall here has no stack: .*file"):
+        place = actor.start(variables, False, os.getcwd(), "verl-ranks-1", dict)
+    assert place.process == os.getpid()
+    actor.server.record("update", ValueError("the driver hears of it by the reply"))
