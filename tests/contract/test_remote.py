@@ -1,9 +1,15 @@
 """The trainer's end of a rollout server, whose other end is the test."""
 
+import os
+import select
+import signal
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +17,7 @@ from verl.config.rollout import RolloutConfig
 from verl.utils.errors import WorkerError
 from verl.workers.rollout import remote_engine
 from verl.workers.rollout.engine_server import encode_frame
+from verl.workers.rollout.own_engines import start_all
 
 
 def test_an_answer_that_came_before_the_server_died_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -35,3 +42,42 @@ def test_an_answer_that_came_before_the_server_died_is_not_lost(tmp_path: Path, 
     for lost in (engine._started, second, engine._call("third")):
         assert isinstance(lost.exception(60), WorkerError)
     engine.close()
+
+
+def test_nothing_that_a_dead_server_started_survives(tmp_path: Path):
+    ours, theirs = socket.socketpair()
+    child = "import os, subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); os._exit(1)"
+    reading, writing = os.pipe()  # which the child holds open until it ends
+    process = subprocess.Popen([sys.executable, "-c", child], stdout=writing, start_new_session=True)
+    os.close(writing)
+    with theirs, os.fdopen(reading) as output:
+        pid = int(output.readline())
+        remote_engine.stop_server(ours, process, str(tmp_path / "log"))
+        ended = select.select([output], [], [], 60)[0]
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+    assert ended
+
+
+def test_engines_are_closed_if_one_of_them_cannot_start():
+    closed: list[int] = []
+
+    class Engine(SimpleNamespace):
+        def wait_until_ready(self) -> None:
+            if self.number == 1:
+                raise WorkerError(1, "start", "no memory")
+
+        def close(self) -> None:
+            closed.append(self.number)
+
+    def build(number: int) -> Any:
+        if number == 3:
+            raise OSError("no more processes")
+        return Engine(number=number)
+
+    for count in (3, 4):
+        with pytest.raises((WorkerError, OSError)):
+            start_all(build, count)
+        assert sorted(closed) == [0, 1, 2]
+        closed.clear()
+    assert len(start_all(build, 1)) == 1 and not closed

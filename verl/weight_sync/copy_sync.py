@@ -55,11 +55,12 @@ class CopySync:
     async def _publish(self, version: int, start: float) -> Receipt:
         await self.engine.wake()
         transfer = self._transfer_in_process if self.weight_transfer is None else self.weight_transfer.transfer
+        numbers = self.engine.replica_numbers
         manifest, num_bytes, arrived = await transfer(version)
-        for number, received in enumerate(arrived):
+        for number, received in zip(numbers, arrived, strict=True):
             check_manifests(manifest, received, number, version)
         await self.engine.finish_update(version)
-        for number, replica in enumerate(self.engine.replicas):
+        for number, replica in zip(self.engine.replica_numbers, self.engine.replicas, strict=True):
             if replica.version != version:
                 raise StaleWeightsError(
                     f"replica {number} says that it samples from version {replica.version} after {version} was sent"
@@ -97,7 +98,7 @@ class CopySync:
         due = due or any(replica not in self._probed for replica in replicas)
         if self.probe is None or not due:
             return ()
-        results = tuple(await self.probe.check(replicas, version))
+        results = tuple(await self.probe.check(replicas, version, self.engine.replica_numbers))
         self._probed = replicas
         return results
 

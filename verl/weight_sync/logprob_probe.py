@@ -46,12 +46,17 @@ class LogprobProbe:
     _trainer: Tensor | None = None  # of the last probe: an error tells a stale engine from a wrong one
     _engines: dict[int, Tensor] = field(default_factory=dict)
 
-    async def check(self, replicas: Sequence[CopyingEngine], version: int) -> list[ProbeResult]:
-        """One result per replica; raises StaleWeightsError naming the first wrong replica and the difference."""
+    async def check(
+        self, replicas: Sequence[CopyingEngine], version: int, numbers: Sequence[int] | None = None
+    ) -> list[ProbeResult]:
+        """One result per replica; raises StaleWeightsError naming the first wrong replica and the difference.
+
+        `numbers`: of the replicas, where they are not the first ones.
+        """
         trainer = flat_logprobs(await self.trainer_logprobs(self.sequences))
         bound = MAX_ROUNDINGS * await self._rounding(trainer)
         results = []
-        for number, replica in enumerate(replicas):
+        for number, replica in zip(numbers or range(len(replicas)), replicas, strict=True):
             engine = flat_logprobs(await replica.compute_logprobs(self.sequences))
             difference = rms(engine - trainer)
             if not difference <= bound:

@@ -76,10 +76,10 @@ class WeightTransfer:
         return await asyncio.to_thread(self.trainer.broadcast, "transport_step", step, argument)
 
     def _call_replicas(self, step: str, arguments: Sequence[Any]) -> dict[str, Coroutine[Any, Any, Any]]:
-        pairs = zip(self.engine.receivers, arguments, strict=True)
+        numbers = self.engine.replica_numbers  # one receiver may hold several replicas
         return {
             f"replica {number}": replica.transport_step(step, argument)
-            for number, (replica, argument) in enumerate(pairs)
+            for number, replica, argument in zip(numbers, self.engine.receivers, arguments, strict=False)
         }
 
     async def _results_or_errors(self, calls: dict[str, Coroutine[Any, Any, Any]], timeout_s: float) -> list[Any]:

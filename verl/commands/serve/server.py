@@ -102,7 +102,10 @@ class OpenAIServer:
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        lost = self.engine.lost_replicas
+        status = "lost" if self.engine.lost else "degraded" if lost else "ok"
+        more = {"lost_replicas": list(lost)} if lost else {}
+        return web.json_response({"status": status, **more}, status=503 if self.engine.lost else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._entry()]})

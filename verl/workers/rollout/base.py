@@ -153,6 +153,8 @@ class RolloutEngine(ABC):
     """Samples from the newest published policy. Many `generate` calls can run at the same time."""
 
     response_formats: Collection[str] = ()  # values of response_format.type that answers can be held to
+    lost: str | None = None  # how its process ended, or the last of its replicas; None: it works
+    lost_replicas: Sequence[int] = ()  # those that others stand in for, and that nothing replaces
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -230,12 +232,16 @@ class CopyingEngine(RolloutEngine):
     out_of_process = False  # whether its workers are other processes, reached through a transport only
     endpoint: TransportEndpoint | None = None
     read_back = ReadBack(0)  # of the last update
-    lost: str | None = None  # how its process ended; None: it works
     has_started = True  # false until `wait_until_ready` returns, or raises, at once
 
     @property
     def replicas(self) -> "Sequence[CopyingEngine]":
         return [self]
+
+    @property
+    def replica_numbers(self) -> Sequence[int]:
+        """The number of each of `replicas`, which the one that takes its place keeps."""
+        return range(len(self.replicas))
 
     @property
     def receivers(self) -> "Sequence[CopyingEngine]":

@@ -1,13 +1,16 @@
 """The rollout engines of this package, registered. vLLM is imported when it is built; SGLang and TGI are servers."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar
 
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.registry import EngineInputs, Weights, register_rollout_engine
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import CopyingEngine, RolloutEngine
+
+Engine = TypeVar("Engine", bound="CopyingEngine")
 
 
 @register_rollout_engine("native", "hf", weights=Weights.IN_PLACE)
@@ -39,10 +42,7 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     def start(number: int) -> RemoteEngine:
         return RemoteEngine(config, path, eos, number, inputs.devices_of(number))
 
-    engines = [start(number) for number in range(inputs.num_replicas)]
-    for engine in engines:  # they start in parallel
-        engine.wait_until_ready()
-    return routed(engines, start, config.server.max_restarts)
+    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts)
 
 
 @register_rollout_engine(
@@ -64,12 +64,11 @@ def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
             f"actor_rollout_ref.rollout.server.url names one server, but num_replicas={inputs.num_replicas}; leave out "
             "one of the two"
         )
-    numbers = range(inputs.num_replicas)
-    path, eos = inputs.model_path, inputs.eos_token_ids
-    servers = [SGLangEngine(config, path, eos, number, inputs.devices_of(number)) for number in numbers]
-    for server in servers:  # they start in parallel
-        server.wait_until_ready()
-    return routed(servers)
+
+    def start(number: int) -> SGLangEngine:
+        return SGLangEngine(config, inputs.model_path, inputs.eos_token_ids, number, inputs.devices_of(number))
+
+    return routed(start_all(start, inputs.num_replicas))
 
 
 @register_rollout_engine("tgi", weights=Weights.REMOTE)
@@ -78,6 +77,19 @@ def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
     from verl.workers.rollout.tgi_engine import TGIEngine
 
     return TGIEngine(inputs.config, inputs.tokenizer)
+
+
+def start_all(start: Callable[[int], Engine], count: int) -> list[Engine]:
+    """`count` engines, which start in parallel; if one cannot, all are closed, so that none keeps its devices."""
+    with ExitStack() as if_one_fails:
+        engines: list[Engine] = []
+        for number in range(count):
+            engines.append(start(number))
+            if_one_fails.callback(engines[-1].close)
+        for engine in engines:
+            engine.wait_until_ready()
+        if_one_fails.pop_all()
+    return engines
 
 
 def routed(

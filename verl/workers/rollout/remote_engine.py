@@ -206,9 +206,8 @@ class RemoteEngine(CopyingEngine):
 
     def _exit_message(self) -> str:
         """How the process ended, for which it waits, and the last lines of its output."""
-        try:
-            code = self.process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        code = end_server(self.process)
+        if code is None:
             return "its process closed the connection; start the run again, it resumes from its last checkpoint"
         how = f"its process ended with {f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'}"
         log = Path(self.log)
@@ -296,15 +295,23 @@ def start_server(python: str | None, devices: Sequence[int] = ()) -> tuple[socke
 
 
 def stop_server(connection: socket.socket, process: subprocess.Popen[bytes], log: str) -> None:
-    """Close the connection, which ends the server; kill its process group after a timeout; delete its log."""
+    """Close the connection, which ends the server, and delete its log."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
-    try:
-        process.wait(_EXIT_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        kill_group(process)
-        process.wait()
+    if process.returncode is None:  # who has waited for it has ended its group
+        end_server(process)
+    process.wait()
     Path(log).unlink(missing_ok=True)
+
+
+def end_server(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a server that ends by itself; None if it did not in time. Nothing that it started survives."""
+    try:
+        return process.wait(_EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill_group(process)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

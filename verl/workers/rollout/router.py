@@ -26,7 +26,8 @@ class Router(CopyingEngine):
 
     A replica that is lost is replaced by what `start(number)` gives, at most `max_restarts` times each. Its requests go
     to the others at once; the new one joins at the next update that begins after it has started, or, where weights are
-    never updated, as soon as it has started. Without `start`, a loss is an error.
+    never updated, as soon as it has started. One that may not be replaced again is left out; that is an error where no
+    other works, and where weights are updated. Without `start`, every loss is an error.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Router(CopyingEngine):
         self.replica_of_conversation: OrderedDict[int, int] = OrderedDict()
         self.replica_of_request: dict[int, int] = {}
         self.starting: dict[int, CopyingEngine] = {}  # by number of the replica that is lost
+        self.left_out: dict[int, ReplicaError] = {}  # lost for good, by number
         self.restarts = [0] * len(self.engines)
         self._tokens = [0] * len(self.engines)  # of the requests that run, also where `load` is infinite
         self._ended = [[EngineStats()]] * len(self.engines)  # counts of the engines that were lost
@@ -51,7 +53,19 @@ class Router(CopyingEngine):
 
     @property
     def replicas(self) -> Sequence[CopyingEngine]:
-        return [engine for number, engine in enumerate(self.engines) if number not in self.starting]
+        return [self.engines[number] for number in self.replica_numbers]
+
+    @property
+    def replica_numbers(self) -> Sequence[int]:
+        return [number for number in range(len(self.engines)) if self._works(number)]
+
+    @property
+    def lost_replicas(self) -> Sequence[int]:  # type: ignore[override]
+        return sorted(self.left_out)
+
+    @property
+    def lost(self) -> str | None:  # type: ignore[override]
+        return str(self.left_out[0]) if len(self.left_out) == len(self.engines) else None
 
     @property
     def response_formats(self) -> Collection[str]:  # type: ignore[override]
@@ -68,12 +82,15 @@ class Router(CopyingEngine):
             raise StaleWeightsError(f"replicas hold different versions: {[engine.version for engine in self.replicas]}")
         return versions.pop()
 
+    def _works(self, number: int) -> bool:
+        return number not in self.starting and number not in self.left_out
+
     def pick_replica(self, conversation: int | None) -> int:
         """The replica of an earlier turn of this conversation, else the least loaded."""
         if conversation is None:
             return self.load.least
         known = self.replica_of_conversation.get(conversation)
-        replica = self.load.least if known is None or known in self.starting else known
+        replica = self.load.least if known is None or not self._works(known) else known
         self.replica_of_conversation[conversation] = replica
         self.replica_of_conversation.move_to_end(conversation)
         if len(self.replica_of_conversation) > _MAX_CONVERSATIONS:
@@ -107,6 +124,8 @@ class Router(CopyingEngine):
         while True:
             if self.starting and not self._is_updated:
                 await self._take_in()
+            if self.left_out and len(self.starting) + len(self.left_out) == len(self.engines):
+                raise next(reversed(self.left_out.values()))
             number = self.pick_replica(request.conversation)
             engine = self.engines[number]
             self.replica_of_request[request.request_id] = number
@@ -122,29 +141,35 @@ class Router(CopyingEngine):
 
     def _add_load(self, number: int, tokens: int) -> None:
         self._tokens[number] += tokens
-        self.load[number] = math.inf if number in self.starting else self._tokens[number]
+        self.load[number] = self._tokens[number] if self._works(number) else math.inf
 
     def _replace(self, number: int, engine: CopyingEngine, error: BaseException) -> None:
         """Start another in the place of a lost engine; raises `error` where it works, or cannot be replaced."""
         if engine.lost is None or self.start is None:
             raise error
-        if self.engines[number] is engine and number not in self.starting:
+        if self.engines[number] is engine and self._works(number):
             self._ended[number] = [replace(stats, gauges={}) for stats in self._known[number]]
             self._start_again(number, engine.lost)
 
     def _start_again(self, number: int, how: str) -> None:
         assert self.start is not None
-        others, used = len(self.engines) - len(self.starting.keys() | {number}), self.restarts[number]
+        others, used = len(set(self.replica_numbers) - {number}), self.restarts[number]
         lost = f"rollout replica {number}: {how}"
         limit = f"actor_rollout_ref.rollout.server.max_restarts={self.max_restarts}"
         if used >= self.max_restarts or not others:
             why = f"it was replaced {used} times" if others else "no replica is left that could answer for it"
-            raise ReplicaError(
+            error = ReplicaError(
                 number, "generate",
                 f"{lost}\n{why} ({limit}). Its last lines say why it ended; SIGKILL without a cause in them is most "
                 "often the system, out of memory (dmesg): lower rollout.gpu_memory_utilization or max_num_seqs. Raise "
                 "the key if its machine is to blame. Started again, the run resumes from its last checkpoint",
             )  # fmt: skip
+            if used >= self.max_restarts:
+                self._leave_out(number, error)
+            if others and not self._is_updated:
+                logger.error("%s\nthe %d others answer its requests", error, others)
+                return
+            raise error
         self.restarts[number] += 1
         logger.warning(
             "%s\nits requests go to the %d others; a new process starts and joins at the next update of the weights "
@@ -155,6 +180,13 @@ class Router(CopyingEngine):
         self.load[number] = math.inf
         if self._is_asleep:
             self._let_sleep(engine)
+
+    def _leave_out(self, number: int, error: ReplicaError) -> None:
+        """Send nothing more to a replica that is lost for good."""
+        self.starting.pop(number, None)
+        self.left_out[number] = error
+        self._add_load(number, 0)
+        self.engines[number].close()
 
     def _let_sleep(self, engine: CopyingEngine) -> None:
         """Put an engine to sleep that has not started yet; nobody waits for it."""
@@ -192,10 +224,12 @@ class Router(CopyingEngine):
         if self.start is not None:
             await self.stats()  # returns when every replica has answered or is given up
             await self._take_in()
+        for error in self.left_out.values():
+            raise error
 
     async def _each(self, call: Callable[[CopyingEngine], Coroutine[Any, Any, Result]]) -> dict[int, Result]:
         """Results by number of the replicas that work; those that are lost are replaced."""
-        engines = {number: engine for number, engine in enumerate(self.engines) if number not in self.starting}
+        engines = {number: self.engines[number] for number in self.replica_numbers}
         results = await asyncio.gather(*map(call, engines.values()), return_exceptions=True)
         answers: dict[int, Result] = {}
         for (number, engine), result in zip(engines.items(), results, strict=True):
@@ -257,7 +291,7 @@ class Router(CopyingEngine):
             is_first = not self.restarts[number]
             self._known[number] = now if is_first else [s.continuing(e) for s, e in zip(now, ended, strict=True)]
         known = zip(self._known, self._ended, range(len(self.engines)), strict=True)
-        return [stats for now, ended, number in known for stats in (ended if number in self.starting else now)]
+        return [stats for now, ended, number in known for stats in (now if self._works(number) else ended)]
 
 
 def _send_rest(sample: int, completion: Completion, sent: list[int], on_tokens: TokenCallback) -> None:

@@ -1,6 +1,7 @@
 """Which replica a router chooses, what a choice costs, and what it does about replicas that are lost."""
 
 import asyncio
+import contextlib
 import math
 import random
 from typing import Any
@@ -8,7 +9,14 @@ from typing import Any
 import pytest
 
 from verl.utils.errors import WorkerError
-from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, SamplingParams
+from verl.weight_sync.copy_sync import CopySync
+from verl.workers.rollout.base import (
+    Completion,
+    CopyingEngine,
+    GenerationRequest,
+    SamplingParams,
+    StaleWeightsError,
+)
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.least_loaded import LeastLoaded
 from verl.workers.rollout.router import Router
@@ -183,6 +191,31 @@ def test_no_replica_is_replaced_more_often_than_allowed():
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("fails_to_start", [False, True])
+def test_without_updates_the_others_answer_for_a_replica_that_is_lost_for_good(fails_to_start: bool):
+    async def go() -> None:
+        router = Router([Replica() for _ in range(4)], lambda number: start(number, fails=True), int(fails_to_start))
+        answers, _ = await lose(router, 1, 8)
+        assert len(answers) == 8
+        more = [router.generate(GenerationRequest(100 + i, [1], conversation=i % 8)) for i in range(20)]
+        assert len(await asyncio.gather(*more)) == 20
+        assert router.replica_numbers == [0, 2, 3] and not router.starting and router.lost_replicas == [1]
+        assert router.lost is None and len(await router.stats()) == 4
+        with pytest.raises(WorkerError, match="replica 1: "):  # weights would be published
+            await router.renew()
+        for number in (0, 2, 3):
+            with contextlib.suppress(WorkerError):
+                await lose(router, number)
+            if fails_to_start:
+                await asyncio.sleep(0)
+        with pytest.raises(WorkerError, match="replica"):
+            await asyncio.wait_for(router.generate(GenerationRequest(200, [1])), 10)
+        if not fails_to_start:
+            assert router.lost_replicas == [0, 1, 2, 3] and router.lost is not None
+
+    asyncio.run(go())
+
+
 def test_an_error_of_a_replica_that_works_is_no_loss():
     async def go() -> None:
         router = Router([Replica() for _ in range(3)], None, 2)
@@ -214,3 +247,20 @@ def test_a_stream_ends_where_another_replica_samples_other_tokens():
 
     with pytest.raises(WorkerError, match=r"had sent 1 tokens .* samples other tokens"):
         asyncio.run(go())
+
+
+def test_a_publish_names_a_replica_by_its_number_while_another_is_lost():
+    async def go(router: Router) -> None:
+        await lose(router, 0)
+        router.engines[2].version = 7
+        await CopySync(lambda: [], router).publish(1)
+
+    def start_slowly(number: int) -> Replica:
+        replica = start(number)
+        replica.has_started = False
+        return replica
+
+    replicas = [Replica() for _ in range(3)]
+    replicas[1].version = 1
+    with pytest.raises(StaleWeightsError, match="replica 2 says that it samples from version 7 after 1 was sent"):
+        asyncio.run(go(Router(replicas, start_slowly, 1)))
