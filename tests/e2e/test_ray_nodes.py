@@ -1,8 +1,14 @@
-"""A main job of two ranks on each of two Ray nodes is the job on four processes of this machine."""
+"""A main job on two Ray nodes of two ranks is the job on four processes of this machine; it outlives a lost node."""
 
+import contextlib
+import os
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +23,7 @@ HYBRID = [f"{jobs.ARR}.actor.fsdp_config.fsdp_size=2"]  # a copy of the paramete
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A Ray of two simulated nodes of two cores, which have addresses of their own. RAY_ADDRESS names it."""
     import_or_skip("ray")
     from ray.cluster_utils import Cluster
@@ -28,13 +34,13 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         try:
             cluster.add_node(num_cpus=2, object_store_memory=100 << 20, node_ip_address="127.0.0.2")
             monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-            yield cluster.address
+            yield cluster
         finally:
             cluster.shutdown()
 
 
 def test_a_job_on_two_nodes_of_ray_is_the_job_on_one_machine(
-    tmp_path: Path, two_nodes: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -43,7 +49,7 @@ def test_a_job_on_two_nodes_of_ray_is_the_job_on_one_machine(
     on_ray = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"ray_kwargs.timeline_json_file={timeline}"]
     jobs.train(tmp_path, "ray", *COMMON, *HYBRID, *on_ray)  # auto: RAY_ADDRESS is set
     said = capfd.readouterr().out
-    assert f"Ray: joined {two_nodes} (RAY_ADDRESS); 2 nodes, 4 CPU, asked for 4" in said
+    assert f"Ray: joined {two_nodes.address} (RAY_ADDRESS); 2 nodes, 4 CPU, asked for 4" in said
     assert timeline.stat().st_size > 2
     jobs.train(tmp_path, "processes", *COMMON, *HYBRID, "trainer.runtime=processes", "trainer.n_gpus_per_node=4")
     weights, expected = (trained(tmp_path, run) for run in ("ray", "processes"))
@@ -57,3 +63,50 @@ def test_a_job_on_two_nodes_of_ray_is_the_job_on_one_machine(
     for step in range(1, STEPS + 1):
         one, two = (read_ledger(tmp_path / run / "ledger", step).batch for run in ("ray", "processes"))
         assert torch.equal(one["tokens"], two["tokens"])
+
+
+def lose(cluster: Any, node: Any) -> None:
+    """End the node and its processes, as a power cut does."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    children = [
+        pid for task in Path(f"/proc/{raylet}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    cluster.remove_node(node, allow_graceful=False)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_run_that_loses_a_node_waits_for_another_and_goes_on(
+    tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    jobs.prepare(tmp_path)
+    saved, gone, done = tmp_path / "lost" / "global_step_1" / "trainer.json", tmp_path / "gone", threading.Event()
+    waits = f"    while Path({str(saved)!r}).exists() and not Path({str(gone)!r}).exists():\n        time.sleep(0.05)\n"
+    lines = (tmp_path / "reward.py").read_text().splitlines(keepends=True)
+    (tmp_path / "reward.py").write_text(
+        "".join(["import time\nfrom pathlib import Path\n", lines[0], waits, *lines[1:]])
+    )
+
+    def lose_a_node() -> None:
+        while not saved.exists() and not done.is_set():
+            time.sleep(0.05)
+        lose(two_nodes, next(iter(two_nodes.worker_nodes)))
+        gone.touch()
+        two_nodes.add_node(num_cpus=2, object_store_memory=100 << 20, node_ip_address="127.0.0.2")
+        done.wait()  # a node ends with the thread that has started it
+
+    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", lambda handler: None)  # which wants the main thread
+    thread = threading.Thread(target=lose_a_node, daemon=True)
+    thread.start()
+    on_ray = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.save_freq=1", "trainer.node_wait_s=120"]
+    try:
+        jobs.train(tmp_path, "lost", *COMMON, *on_ray)
+    finally:
+        done.set()
+    said = capfd.readouterr().out
+    assert gone.exists() and "restart 1 of 3: all ranks, from step " in said, said[-3000:]
+    assert (tmp_path / "lost" / f"global_step_{STEPS}" / "trainer.json").exists()
+    assert {*range(1, STEPS + 1)} <= jobs.metrics(tmp_path, "lost").keys()
