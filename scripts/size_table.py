@@ -19,9 +19,9 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
-    "workers/rollout": 3995,
+    "workers/rollout": 4012,
     "workers": 1100,  # the driver-side handles
-    "checkpoint_engine": 950,  # transports, at the path where plug-ins look for their interface
+    "checkpoint_engine": 952,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18536, 48024, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18536, 48047, 400
 
 
 def package_of(path: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from verl.config.rollout import RolloutConfig
+from verl.runtime.wire import deserialize
 from verl.utils.errors import WorkerError
 from verl.workers.rollout import remote_engine
 from verl.workers.rollout.engine_server import encode_frame
@@ -81,3 +82,19 @@ def test_engines_are_closed_if_one_of_them_cannot_start():
         assert sorted(closed) == [0, 1, 2]
         closed.clear()
     assert len(start_all(build, 1)) == 1 and not closed
+
+
+def test_calls_to_a_server_that_reads_nothing_return_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours, server = socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    monkeypatch.setattr(remote_engine, "start_server", lambda python, devices: (ours, process, str(tmp_path / "log")))
+    engine = remote_engine.RemoteEngine(RolloutConfig(), tmp_path)
+    calling = threading.Thread(target=lambda: [engine._call("x", text="x" * 2**20) for _ in range(8)], daemon=True)
+    calling.start()
+    calling.join(30)
+    assert not calling.is_alive()
+    with server, server.makefile("rb") as stream:  # all of them come, in their order
+        frames = [stream.read(int.from_bytes(stream.read(8), "little")) for _ in range(9)]
+    assert [deserialize(frame)[0] for frame in frames] == [*range(1, 10)]
+    remote_engine.kill_group(process)
+    engine.close()

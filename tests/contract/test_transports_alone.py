@@ -1,6 +1,7 @@
 """Transports without the processes that use them: device memory, a plug-in's library, what cannot work."""
 
 import os
+import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,3 +129,28 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path):
         build_weight_sync(config, here, SimpleNamespace(receivers=[SimpleNamespace(out_of_process=False)]))
     with pytest.raises(TransportError, match=r"did not offer its weights within 0.05 s"):
         shared_memory.SharedMemoryTransport(1, timeout=0.05).init_process_group(1, str(tmp_path), 1)
+
+
+def test_a_rank_whose_receiver_is_gone_takes_part_until_all_weights_are_produced(monkeypatch: pytest.MonkeyPatch):
+    produced: list[int] = []
+
+    def weights() -> Any:
+        for i in range(5):
+            produced.append(i)
+            yield str(i), torch.ones(3)
+
+    def send_buckets(offered: Any, *_: Any) -> Any:
+        yield next(iter(offered))
+        raise BrokenPipeError
+
+    endpoint = TransportEndpoint()
+    endpoint.transport = transport = shared_memory.SharedMemoryTransport(12)
+    transport.rank = 0
+    monkeypatch.setattr(transport, "send_buckets", send_buckets)
+    with pytest.raises(BrokenPipeError):
+        endpoint.send(weights(), 0, None)
+    assert produced == [0, 1, 2, 3, 4]
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(TransportError, match="disconnected"):
+        shared_memory.send_descriptor(ours, 0)

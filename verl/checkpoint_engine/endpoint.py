@@ -18,7 +18,6 @@ from verl.checkpoint_engine.base import (
 )
 from verl.checkpoint_engine.buckets import NamedTensor, buckets
 from verl.models.fingerprint import fingerprint
-from verl.utils.errors import TransportError
 
 Manifest = dict[str, str]  # fingerprints of tensors by name
 
@@ -90,8 +89,8 @@ class TransportEndpoint:
             if isinstance(transport, BucketTransport):
                 transport.fail(f"{type(error).__name__}: {error}")
             self.close()
-            if isinstance(error, TransportError):
-                for _ in weights:  # the trainer's other ranks are in the collectives that produce the rest
+            if isinstance(error, Exception):
+                for _ in weights:  # the trainer's other ranks are in the collectives that produce the rest, if any
                     pass
             raise
         return manifest, sum(sizes)

@@ -147,7 +147,7 @@ class SharedMemoryTransport(BucketTransport):
             for receiver in self.receivers:
                 send_message(receiver.socket, {**message, "handle": half.handle})
                 if is_new and half.handle is None:
-                    socket.send_fds(receiver.socket, [b"m"], [half.descriptor])
+                    send_descriptor(receiver.socket, half.descriptor)
             yield sent_bucket
         self._wait_until_read(already_read + number)
         for receiver in self.receivers:
@@ -222,6 +222,13 @@ def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
 def send_bytes(connection: socket.socket, data: bytes) -> None:
     try:
         connection.sendall(data)
+    except OSError as error:
+        raise TransportError(f"the other endpoint of the weight transport disconnected ({error})") from error
+
+
+def send_descriptor(connection: socket.socket, descriptor: int) -> None:
+    try:
+        socket.send_fds(connection, [b"m"], [descriptor])
     except OSError as error:
         raise TransportError(f"the other endpoint of the weight transport disconnected ({error})") from error
 

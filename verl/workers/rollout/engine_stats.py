@@ -18,7 +18,13 @@ class EngineStats:
 
     def continuing(self, ended: "EngineStats") -> "EngineStats":
         """Stats of an engine that took the place of one that `ended`."""
-        return self._plus(ended, 1)
+        fresh = EngineStats(  # it may not name yet what it has not counted
+            {**dict.fromkeys(ended.totals, 0), **self.totals},
+            {**dict.fromkeys(ended.steps, 0), **self.steps},
+            {**dict.fromkeys(ended.ratios, (0, 0)), **self.ratios},
+            self.gauges,
+        )
+        return fresh._plus(ended, 1)
 
     def since(self, before: "EngineStats") -> "EngineStats":
         """What was counted after `before`; all of it where a count is lower now, as that of an engine started anew."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import queue
 import select
 import signal
 import socket
@@ -64,12 +65,14 @@ class RemoteEngine(CopyingEngine):
         self._token_callbacks: dict[int, Callable[..., object]] = {}
         self._last_call_id = 0
         self._lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # a server that hangs reads nothing
         self._num_transfers = 0  # steps of a weight transport in progress: these wait for the trainer
         self._progress: Progress | None = None  # since it was asked for a sign of life
         self._silent_s = 0.0
         self._given_up = ""
         self._socket, self.process, self.log = start_server(config.server.python, devices)
         threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True).start()
+        threading.Thread(target=self._write_calls, name=f"calls of rollout replica {replica}", daemon=True).start()
         self._stop = weakref.finalize(self, stop_server, self._socket, self.process, self.log)
         self._started = self._call(
             "start", config=config, model_path=str(model_path), eos_token_ids=list(eos_token_ids), replica=replica
@@ -103,14 +106,19 @@ class RemoteEngine(CopyingEngine):
             if on_tokens is not None:
                 self._token_callbacks[self._last_call_id] = on_tokens
             if self.lost is None:
-                with contextlib.suppress(OSError):  # the reader notices it after the pending replies
-                    self._socket.sendall(encode_frame([self._last_call_id, method, arguments]))
+                self._outgoing.put(encode_frame([self._last_call_id, method, arguments]))
         if self.lost is not None:
             self._fail_all(self.lost)
         return future
 
     async def _call_async(self, method: str, **arguments: Any) -> Any:
         return await asyncio.wrap_future(self._call(method, **arguments))
+
+    def _write_calls(self) -> None:
+        """Sends calls in a separate thread, in their order; returns when the server ends."""
+        with contextlib.suppress(OSError):  # the reader notices it after the pending replies
+            while (frame := self._outgoing.get()) is not None:
+                self._socket.sendall(frame)
 
     def _read_replies(self) -> None:
         """Consumes replies in a separate thread; returns when the server ends."""
@@ -127,6 +135,7 @@ class RemoteEngine(CopyingEngine):
                 future.set_result(result)
             else:
                 future.set_exception(self._to_exception(*result))
+        self._outgoing.put(None)
         how = self._exit_message()
         with self._lock:
             self.lost = how
@@ -165,7 +174,7 @@ class RemoteEngine(CopyingEngine):
         now = replace(now, cpu_s=used, num_bytes=0)
         if self._progress is None:
             self._progress, self._silent_s = Progress(now), 0.0
-            self._ask_for_sign_of_life()
+            self._outgoing.put(encode_frame([_SIGN_OF_LIFE, "stats", {}]))
             return
         self._progress.update(now, elapsed_s)
         self._silent_s += elapsed_s
@@ -179,13 +188,6 @@ class RemoteEngine(CopyingEngine):
                 f"(actor_rollout_ref.rollout.server.timeout={timeout_s:g}); {what}. It was killed"
             )
             kill_group(self.process)
-
-    def _ask_for_sign_of_life(self) -> None:
-        """Ask for statistics, without waiting: a server that has not read earlier calls has been asked by those."""
-        if self._lock.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                self._socket.send(encode_frame([_SIGN_OF_LIFE, "stats", {}]), socket.MSG_DONTWAIT)
-            self._lock.release()
 
     def _to_exception(self, kind: str, message: str) -> VerlError:
         if kind == "StaleWeightsError":

@@ -49,6 +49,7 @@ class Router(CopyingEngine):
         self._ended = [[EngineStats()]] * len(self.engines)  # counts of the engines that were lost
         self._known = [[EngineStats()]] * len(self.engines)  # the last statistics
         self._is_asleep = self._is_updated = False
+        self._aborted: set[int] = set()  # requests that run
         self._falling_asleep: set[asyncio.Task[None]] = set()
 
     @property
@@ -135,9 +136,12 @@ class Router(CopyingEngine):
                 return await call(engine)
             except WorkerError as error:
                 self._replace(number, engine, error)
+                if request.request_id in self._aborted:  # nobody waits for it
+                    return [Completion([], [], "aborted", (0, 0))] * request.sampling.n
             finally:
                 self._add_load(number, -cost)
                 self.replica_of_request.pop(request.request_id, None)
+                self._aborted.discard(request.request_id)
 
     def _add_load(self, number: int, tokens: int) -> None:
         self._tokens[number] += tokens
@@ -172,8 +176,9 @@ class Router(CopyingEngine):
             raise error
         self.restarts[number] += 1
         logger.warning(
-            "%s\nits requests go to the %d others; a new process starts and joins at the next update of the weights "
-            "(replacement %d of at most %s)", lost, others, used + 1, limit
+            "%s\nits requests go to the %d others; a new process starts and joins %s (replacement %d of at most %s)",
+            lost, others, "at the next update of the weights" if self._is_updated else "when it has started", used + 1,
+            limit,
         )  # fmt: skip
         self.engines[number].close()
         engine = self.starting[number] = self.start(number)
@@ -208,7 +213,8 @@ class Router(CopyingEngine):
                 await engine.wake()
                 problem = ""
             except WorkerError as error:
-                problem = f"its replacement did not start: {error.remote_traceback}"
+                what = "did not start" if engine.lost is None else "ended"
+                problem = f"its replacement {what}: {error.remote_traceback}"
             if self.starting.get(number) is not engine:  # another request has seen to it meanwhile
                 continue
             if problem:
@@ -235,11 +241,14 @@ class Router(CopyingEngine):
         for (number, engine), result in zip(engines.items(), results, strict=True):
             if isinstance(result, BaseException):
                 self._replace(number, engine, result)
-            else:
+            elif self.engines[number] is engine and self._works(number):  # else it was lost meanwhile
                 answers[number] = result
         return answers
 
     async def abort(self, request_id: int | None = None) -> None:
+        self._aborted |= self.replica_of_request.keys() & (
+            {request_id} if request_id is not None else self.replica_of_request
+        )
         if request_id is None:
             await self._each(lambda engine: engine.abort())
         elif request_id in self.replica_of_request:

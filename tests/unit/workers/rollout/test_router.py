@@ -78,6 +78,13 @@ def start(number: int, fails: bool = False) -> Replica:
     return replica
 
 
+def start_slowly(number: int) -> Replica:
+    """A replacement that has not started yet."""
+    replica = start(number)
+    replica.has_started = False
+    return replica
+
+
 class OtherTokens(Replica):
     """Samples other tokens than `Replica`."""
 
@@ -255,12 +262,81 @@ def test_a_publish_names_a_replica_by_its_number_while_another_is_lost():
         router.engines[2].version = 7
         await CopySync(lambda: [], router).publish(1)
 
-    def start_slowly(number: int) -> Replica:
-        replica = start(number)
-        replica.has_started = False
-        return replica
-
     replicas = [Replica() for _ in range(3)]
     replicas[1].version = 1
     with pytest.raises(StaleWeightsError, match="replica 2 says that it samples from version 7 after 1 was sent"):
         asyncio.run(go(Router(replicas, start_slowly, 1)))
+
+
+def test_a_request_that_was_aborted_is_not_sent_again_when_its_replica_dies():
+    async def go() -> None:
+        router = Router([Replica() for _ in range(2)], start_slowly, 1)
+        asked = asyncio.create_task(router.generate(GenerationRequest(5, [1], SamplingParams(n=2))))
+        await asyncio.sleep(0)
+        await router.abort(5)
+        router.engines[0].die()
+        assert [completion.stop_reason for completion in await asked] == ["aborted"] * 2
+        assert router.engines[1].requests == [] and not router._aborted
+
+    asyncio.run(go())
+
+
+def test_counts_go_on_exactly_where_a_replica_is_replaced():
+    """A reading that began before the loss and ends after it is of an engine that no longer counts."""
+
+    async def go() -> None:
+        router = Router([Replica() for _ in range(2)], start_slowly, 1)
+        lost, late = router.engines[1], asyncio.Event()
+        await router.finish_update(0)
+        totals = {"answers": 100.0}
+        lost.stats = lambda: answer(None)
+
+        async def answer(wait: asyncio.Event | None) -> list[EngineStats]:
+            if wait is not None:
+                await wait.wait()
+            return [EngineStats(totals, {"steps": 10.0}, {"share": (1.0, 2.0)})]
+
+        await router.stats()
+        lost.stats = lambda: answer(late)
+        slow = asyncio.create_task(router.stats())
+        await asyncio.sleep(0)
+        lost.die()
+        router._replace(1, lost, WorkerError(1, "generate", "gone"))
+        new = router.starting[1]
+        new.has_started = True
+        await router.renew()
+        assert router.engines[1] is new
+        late.set()
+        await slow
+        new.requests.append(GenerationRequest(1, [1]))
+        [_, now] = await router.stats()
+        assert now == EngineStats({"answers": 101.0}, {"steps": 10.0}, {"share": (1.0, 2.0)})
+
+    asyncio.run(go())
+
+
+def test_a_replacement_sleeps_with_the_others_and_wakes_when_it_joins():
+    async def go() -> None:
+        calls: list[str] = []
+
+        def start_logged(number: int) -> Replica:
+            replica = start_slowly(number)
+
+            async def log(what: str) -> None:
+                calls.append(what)
+
+            replica.sleep, replica.wake = lambda: log("sleep"), lambda: log("wake")
+            return replica
+
+        router = Router([Replica() for _ in range(2)], start_logged, 1)
+        await router.finish_update(0)
+        await router.sleep()
+        router.engines[1].die()
+        await router.stats()
+        await asyncio.sleep(0)
+        assert calls == ["sleep"]
+        router.starting[1].has_started = True
+        await router.renew()
+        assert calls == ["sleep", "wake"] and router.replica_numbers == [0, 1]
+
+    asyncio.run(go())
