@@ -307,7 +307,7 @@ def test_counts_go_on_exactly_where_a_replica_is_replaced():
         await router.renew()
         assert router.engines[1] is new
         late.set()
-        await slow
+        assert (await slow)[1].totals == totals  # not twice
         new.requests.append(GenerationRequest(1, [1]))
         [_, now] = await router.stats()
         assert now == EngineStats({"answers": 101.0}, {"steps": 10.0}, {"share": (1.0, 2.0)})
