@@ -116,8 +116,22 @@ def test_who_has_no_key_is_refused(address: str):
         assert code == 401 and "API key" in json.loads(text)["error"]["message"]
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=address, api_key="none", max_retries=0).models.list()
-    with urllib.request.urlopen(address.replace("/v1", "/health")) as reply:
-        assert reply.status == 200
+    assert health(address) == (200, {"status": "ok"})
+
+
+def health(address: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(address.replace("/v1", "/health")) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_health_names_the_lost_replicas(server: OpenAIServer, address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server.engine, "lost_replicas", (1,))
+    assert health(address) == (200, {"status": "degraded", "lost_replicas": [1]})
+    monkeypatch.setattr(server.engine, "lost", "its process ended")
+    assert health(address) == (503, {"status": "lost", "lost_replicas": [1]})
 
 
 def test_a_body_is_limited_after_it_is_unpacked(address: str):
