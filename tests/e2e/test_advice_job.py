@@ -20,8 +20,8 @@ def test_each_advice_is_printed_once_however_long_its_reason_lasts(
     )
     collect = RolloutCollector.collect
 
-    async def with_metrics(*arguments: Any) -> RolloutBatch:
-        return replace(await collect(*arguments), engine_stats=next(metrics))
+    async def with_metrics(*arguments: Any, **options: Any) -> RolloutBatch:
+        return replace(await collect(*arguments, **options), engine_stats=next(metrics))
 
     monkeypatch.setattr(RolloutCollector, "collect", with_metrics)
     jobs.prepare(tmp_path)

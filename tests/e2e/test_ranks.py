@@ -66,7 +66,9 @@ def test_two_ranks_sample_and_learn_what_one_does(folder: Path, job: str):
     jobs.train(folder, "two", *COMMON, *extra, *on_two, "trainer.n_gpus_per_node=2")
     assert_same_answers(folder, STEPS)
     row = jobs.metrics(folder, "two")[1]  # on a CPU a process's memory, with its libraries
-    assert 0 < row["actor/perf/planned_memory_gb"] < row["actor/perf/max_memory_allocated_gb"]
+    assert row["actor/perf/planned_memory_gb"] > 0
+    if job != "ppo":  # whose rollout does not sleep: a CPU takes the memory of its KV cache as that fills
+        assert row["actor/perf/planned_memory_gb"] < row["actor/perf/max_memory_allocated_gb"]
     for role in roles:
         one, two = trained(folder, "one", role), trained(folder, "two", role)
         start = load_file(next((folder / "model").glob("*.safetensors")))
