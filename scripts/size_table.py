@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 7045,
+    "trainer": 7052,
     "commands": 5270,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18536, 48047, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18544, 48057, 400
 
 
 def package_of(path: Path) -> str:

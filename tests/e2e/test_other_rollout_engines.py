@@ -9,8 +9,9 @@ import pytest
 from tests.e2e import jobs
 from verl.config import load_config
 from verl.models.load import load_tokenizer
+from verl.runtime.pools import WorkerPools
 from verl.trainer.ppo import rollout_setup
-from verl.utils.errors import ConfigError, PluginError
+from verl.utils.errors import ConfigError, PluginError, VerlError
 from verl.workers.rollout import registry
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.native_engine import NativeEngine
@@ -79,6 +80,10 @@ class Copying(CopyingEngine):
     def version(self):
         return self.inner.version
 
+    def close(self):
+        with self.log.open("a") as log:
+            log.write("closed\\n")
+
 
 @register_rollout_engine("their_copy", weights="copied")
 def build_copying(inputs):
@@ -118,7 +123,7 @@ def theirs(folder: Path, name: str) -> list[str]:
 def test_engines_of_a_module_of_the_users_train_as_the_native_one_does(folder: Path):
     own = train(folder, "own")
     copied = train(folder, "copied", *theirs(folder, "their_copy"))
-    assert (folder / "log").read_text().split() == ["0", "1", "2"]  # each version arrived
+    assert (folder / "log").read_text().split() == ["0", "1", "2", "closed"]  # each version arrived
     for step in (1, 2):
         assert copied[step]["actor/grad_norm"] == pytest.approx(own[step]["actor/grad_norm"], rel=1e-5)
         assert copied[step]["critic/score/mean"] == own[step]["critic/score/mean"]
@@ -126,6 +131,31 @@ def test_engines_of_a_module_of_the_users_train_as_the_native_one_does(folder: P
     (folder / "log").unlink()
     assert train(folder, "in_place", *theirs(folder, "their_view")) == own
     assert (folder / "log").read_text().split() == ["built"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([f"{jobs.ARR}.rollout.checkpoint_engine.backend=nccl"], "checkpoint_engine.backend=nccl has nothing to carry"),
+        (["trainer.logger=[console,file]"], "tracker 'file' could not start"),
+    ],
+    ids=["weight sync", "tracker"],
+)
+def test_what_had_started_is_closed_where_a_run_cannot_begin(
+    words: list[str], error: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (folder / "metrics").write_text("a file, where the tracker wants a folder")
+    log, close = folder / "log", WorkerPools.close
+
+    def close_ranks(pools: WorkerPools) -> None:
+        assert log.read_text() == "closed\n"  # the engine, which started after them
+        close(pools)
+        log.write_text("all closed")
+
+    monkeypatch.setattr(WorkerPools, "close", close_ranks)
+    with pytest.raises(VerlError, match=error):
+        train(folder, "run", *theirs(folder, "their_copy"), *words)
+    assert log.read_text() == "all closed"
 
 
 def test_throughput_is_per_device_also_of_a_rollout_apart(folder: Path):

@@ -60,11 +60,13 @@ class Tracking:
             try:
                 self.backends[name] = BACKENDS[name](run)
             except ImportError as error:
+                self.finish(1)
                 raise ConfigError(
                     f"trainer.logger={name!r} needs a package that is not installed ({error}); "
                     f"pip install -e '.[trackers]' or take {name!r} out of trainer.logger"
                 ) from error
             except Exception as error:
+                self.finish(1)
                 raise TrackingError(f"tracker {name!r} could not start: {error}") from error
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -60,11 +61,15 @@ def build_run(config: RunConfig, progress: Progress | None = None, said: Sequenc
     progress.stage("loading the model")
     plan = plan_run(config)
     planned = planned_memory_metrics(plan, announce_plan(config))
-    pools = start_pools(config, total_steps, place_roles(config))
+    pools, started = start_pools(config, total_steps, place_roles(config)), ExitStack()
+    started.callback(pools.close)
     try:
-        run = assemble_run(config, pools, prepared, prompts, total_steps)
+        run = assemble_run(config, pools, prepared, prompts, total_steps, started)
     except BaseException:
-        pools.close()
+        try:
+            started.close()
+        except Exception as error:  # it does not take the place of the first one
+            logger.warning("what had started could not all be closed: %s", error)
         raise
     run.progress, run.planned_memory, run.num_devices = progress, planned, plan.num_devices
     return run
@@ -76,11 +81,12 @@ def assemble_run(
     prepared: Preparation,
     prompts: PromptSampler,
     total_steps: int,
+    started: ExitStack,
 ) -> TrainingRun:
-    """The driver's side of a run, on ranks that have started."""
+    """The driver's side of a run, on ranks that have started; `started` closes, the newest first, what starts here."""
     arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
-    engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer)
+    engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
     collector = RolloutCollector(
         engine, prepared.reward, tokenizer, prepared.agent_runner, rollout_of_run(config).free_cache_engine
     )
@@ -100,9 +106,10 @@ def assemble_run(
         critic,
         teachers,
     )
-    run = TrainingRun(
-        config, trainer, build_validation(config, prepared, collector), total_steps, build_tracking(config)
-    )
+    started.callback(trainer.loop.close)
+    tracking = build_tracking(config)
+    started.callback(tracking.finish, 1)
+    run = TrainingRun(config, trainer, build_validation(config, prepared, collector), total_steps, tracking)
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
     dispatchers = [role.dispatcher for role in (actor, reference, critic) if role is not None]
     for dispatcher in (*dispatchers, *(teachers.dispatchers if teachers else ())):
@@ -118,15 +125,16 @@ def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
 
 
 def build_engine_and_weight_sync(
-    config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, group: WorkerGroup, actor: Actor, tokenizer: PreTrainedTokenizerBase, started: ExitStack
 ) -> tuple[RolloutEngine, WeightSync]:
-    """The rollout engine and its weight sync; for an engine in place on several ranks, one per rank."""
+    """The rollout engine, which `started` closes, and its weight sync; in place on several ranks, one per rank."""
     arr = config.actor_rollout_ref
     registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
     if group.local_worker is None and registered.weights is Weights.IN_PLACE:
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)
     engine = build_rollout_engine(config, actor, tokenizer)
+    started.callback(engine.close)
     return engine, build_weight_sync(config, actor, engine)
 
 
