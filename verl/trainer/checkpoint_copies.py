@@ -12,6 +12,7 @@ from verl.utils import hadoop
 from verl.utils.errors import ConfigError
 
 KEY = "trainer.default_hdfs_dir"
+SAID_AFTER_S = 2.0  # of waiting
 
 
 class CheckpointCopies:
@@ -50,8 +51,16 @@ class CheckpointCopies:
         self._queue.put((folder, time.monotonic()))
 
     def wait(self) -> None:
-        """Wait until nothing is left to copy."""
+        """Wait until nothing is left to copy; a wait that is noticed is said."""
+        timer = threading.Timer(SAID_AFTER_S, self._say_wait)
+        timer.daemon = True
+        timer.start()
         self._queue.join()
+        timer.cancel()
+
+    def _say_wait(self) -> None:
+        if names := ", ".join(folder.name for folder in self.pending):
+            self.note(f"waiting until copied to {self.target} ({KEY}): {names}")
 
     def _serve(self) -> None:
         while True:

@@ -1,11 +1,14 @@
 """Copies of checkpoints: complete under their names, never over those of another run, or reported."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from verl.trainer import checkpoint_copies
 from verl.trainer.checkpoint_copies import CheckpointCopies
 from verl.trainer.checkpoints import Checkpoints
+from verl.utils import hadoop
 from verl.utils.errors import ConfigError, DataError
 
 
@@ -41,6 +44,21 @@ def test_a_copy_that_fails_is_reported_and_the_next_one_is_made(root: Path, tmp_
     assert (
         lines[1:] == [f"copied global_step_1 to {tmp_path / 'far'}"] and not (tmp_path / "far/global_step_9").exists()
     )
+
+
+def test_a_wait_for_copies_that_takes_long_says_for_which_ones(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines: list[str] = []
+    said = threading.Event()
+    monkeypatch.setattr(checkpoint_copies, "SAID_AFTER_S", 0.01)
+    monkeypatch.setattr(hadoop, "copy", lambda *_: said.wait(60))
+    copies = CheckpointCopies(root, str(tmp_path / "far"), lambda line: (lines.append(line), said.set()))
+    copies.start(root / "global_step_1")
+    copies.wait()
+    assert lines[0] == f"waiting until copied to {tmp_path / 'far'} (trainer.default_hdfs_dir): global_step_1"
+    copies.wait()
+    assert sum("waiting" in line for line in lines) == 1
 
 
 def test_copies_go_neither_into_the_run_s_own_folder_nor_over_those_of_a_run_that_is_not_here(tmp_path: Path):
