@@ -189,22 +189,25 @@ def test_the_command_starts_the_ranks_it_is_asked_for_and_only_the_first_speaks(
 
 
 KILLER = """
-import os, signal
+import os, signal, time
 from verl.trainer.sft import SFTTrainer
 
 update = SFTTrainer.update
 
-def kill_one(trainer, batch):
-    if trainer.global_step == 1 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+def disturb_one(trainer, batch):
+    if trainer.global_step == 1 and os.environ["RANK"] == "{rank}":
+        {what}
     return update(trainer, batch)
 
-SFTTrainer.update = kill_one
+SFTTrainer.update = disturb_one
 """
+KILLED, STOPPED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
 
 
-def run_that_loses_a_rank(folder: Path, *launcher: str, extra: tuple[str, ...] = ()) -> tuple[int, str]:
-    (folder / "killer.py").write_text(KILLER)
+def run_that_loses_a_rank(
+    folder: Path, *launcher: str, extra: tuple[str, ...] = (), rank: int = 1, what: str = KILLED
+) -> tuple[int, str]:
+    (folder / "killer.py").write_text(KILLER.format(rank=rank, what=what))
     words = test_sft.overrides(folder, "run", "trainer.total_training_steps=9", "model.external_lib=killer", *extra)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     environment.pop("MASTER_PORT")
@@ -220,6 +223,28 @@ def test_a_lost_rank_is_one_line_with_its_signal_and_call_and_the_tracebacks_are
     report = folder / "run" / "lost_rank.txt"
     assert stderr.endswith(f"where the others were is in {report}\n")
     assert "rank_0.txt" in report.read_text() and "in update" in report.read_text()
+
+
+STALLS = [
+    (0, STOPPED, (), "it is stopped: somebody sent it SIGSTOP"),
+    (1, "time.sleep(600)", ("trainer.n_gpus_per_node=2",), "it has not entered the collective in which others wait"),
+]
+
+
+@pytest.mark.parametrize(("rank", "what", "own_ranks", "says"), STALLS)
+def test_ranks_that_stall_end_and_the_culprit_is_named_once(
+    folder: Path, rank: int, what: str, own_ranks: tuple[str, ...], says: str
+):
+    launcher = () if own_ranks else ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    extra = (*own_ranks, "trainer.device=cpu", "trainer.stall_timeout_s=3")
+    code, stderr = run_that_loses_a_rank(folder, *launcher, extra=extra, rank=rank, what=what)
+    assert code == 1 and stderr.count("error: rank ") == (1 if own_ranks else 2), stderr
+    assert f"error: rank {rank} failed in fit():\n{says}" in stderr and "(trainer.stall_timeout_s=3)" in stderr
+    assert f"\nrank {1 - rank} waits in " in stderr
+    if own_ranks:
+        assert "in disturb_one(): time.sleep(600)\n" in stderr and "SIGKILL" not in stderr
+    else:
+        assert f"error: rank {1 - rank} lost another rank in update()" in stderr
 
 
 def test_ranks_of_a_users_torchrun_name_the_call_in_which_they_lost_one(folder: Path):

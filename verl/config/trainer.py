@@ -129,7 +129,7 @@ class SFTTrainerConfig(Section):
         None, "Devices per machine, one rank on each; null is all of them. On a CPU: ranks, null is 1.", minimum=1
     )
     stall_timeout_s: float = key(
-        30.0, "On Ray: seconds without CPU time and bytes until a rank is named as stalled; 0 is never.", minimum=0.0
+        30.0, "Seconds without CPU time and bytes until the run names a stalled rank and ends; 0 is never.", minimum=0.0
     )
     node_wait_s: float = key(0.0, "Seconds for which a run on Ray waits at its start for missing nodes.", minimum=0.0)
     balance_batch: bool = key(True, "Assign sequences to ranks so that all have about equal work.")

@@ -72,7 +72,7 @@ class ProcessGroup(RemoteGroup):
             self._ranks = RanksOfMachine(processes, Path(self._reports.name), [os.getpid()])
             self._stall_watch = StallWatch(
                 self._ranks, layout.world_size, self._open_calls, self._fail_and_kill, stall_timeout_s
-            )
+            ).start()
             self._wait_for_results(building)
         except BaseException:
             if self._stall_watch is None:  # ranks that have started would wait for those that have not

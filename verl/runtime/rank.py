@@ -58,8 +58,11 @@ class RankInfo:
         }
         return {"MASTER_ADDR": address, **{name: str(number) for name, number in numbers.items()}}
 
-    def init_process_group(self, store: dist.Store | None = None) -> None:
-        """Set this rank's device and share of the cores, then join the process group (`store`, or MASTER_ADDR)."""
+    def init_process_group(self, store: dist.Store | None = None) -> bool:
+        """Set this rank's device and share of the cores, then join the process group (`store`, or MASTER_ADDR).
+
+        False where it had joined already.
+        """
         # names that torch is about to change, in its own code too: nobody who runs this can act on it
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         platform = get_platform()
@@ -67,14 +70,16 @@ class RankInfo:
             platform.set_device(self.local_rank % platform.device_count())
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // self.local_world_size))
-        if not dist.is_initialized():
-            dist.init_process_group(
-                process_group_backend(),
-                rank=self.rank,
-                world_size=self.world_size,
-                store=store or self._store_at_master(),
-                timeout=COLLECTIVE_TIMEOUT,
-            )
+        if dist.is_initialized():
+            return False
+        dist.init_process_group(
+            process_group_backend(),
+            rank=self.rank,
+            world_size=self.world_size,
+            store=store or self._store_at_master(),
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        return True
 
     def _store_at_master(self) -> dist.Store:
         """The store at MASTER_ADDR, once all ranks have joined it and have found their versions to be the same.

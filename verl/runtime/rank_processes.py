@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from verl.runtime.rank_reports import RecordedError, ask_for_stacks, read_errors
 
@@ -25,6 +26,10 @@ class Counters:
     num_bytes: int  # of its calls to read and write, also from the page cache; those of sockets are not known
     parent: int
     storage_bytes: int = 0  # that a disk has read and written for it
+
+    def without(self, threads: Collection["Counters"]) -> "Counters":
+        """What is left without those of some of its threads."""
+        return replace(self, **{name: getattr(self, name) - value for name, value in _sums(threads).items()})
 
     @classmethod
     def read(cls, process: int) -> "Counters | None":
@@ -46,25 +51,30 @@ class Counters:
         return cls(fields[0], cpu_s, io["rchar"] + io["wchar"], int(fields[1]), storage_bytes)
 
 
+def _sums(threads: Collection[Counters]) -> dict[str, Any]:
+    return {name: sum(getattr(one, name) for one in threads) for name in ("cpu_s", "num_bytes", "storage_bytes")}
+
+
 @dataclass(frozen=True)
 class RankProcess:
     """Where a rank runs: its process, the thread of its calls (None: the main one), and threads that do not count."""
 
     process: int
     thread: int | None = None
-    others: frozenset[int] = frozenset()  # those of Ray, which are never quiet
+    others: frozenset[int] = frozenset()  # those of Ray, which are never quiet, or that watch
 
     def counters(self) -> Counters | None:
         """None where it has ended."""
+        folder = _PROC / str(self.process) / "task"
         if self.thread is None:
-            return Counters.read(self.process)
-        tasks = {int(path.name): path for path in (_PROC / str(self.process) / "task").glob("[0-9]*")}
+            whole, others = Counters.read(self.process), [Counters._of(folder / str(n)) for n in self.others]
+            return whole and whole.without([one for one in others if one is not None])
+        tasks = {int(path.name): path for path in folder.glob("[0-9]*")}
         found = {n: Counters._of(path) for n, path in tasks.items() if n not in self.others}
         calls, counted = found.get(self.thread), [one for one in found.values() if one is not None]
         if calls is None:
             return None
-        sums = [sum(getattr(one, name) for one in counted) for name in ("cpu_s", "num_bytes", "storage_bytes")]
-        return replace(calls, cpu_s=float(sums[0]), num_bytes=sums[1], storage_bytes=sums[2])
+        return replace(calls, **_sums(counted))
 
 
 def waits_for_disk(process: int) -> bool:
@@ -140,11 +150,11 @@ class RanksOfMachine(WatchedRanks):
         """Delete their files, once they have ended."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def kill(self) -> None:
-        """End these ranks, also those that are stopped."""
-        for place in self.processes.values():
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        """End these ranks (None: all), also those that are stopped."""
+        for rank in self.processes if ranks is None else ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(place.process, signal.SIGKILL)
+                os.kill(self.processes[rank].process, signal.SIGKILL)
 
 
 def family(ancestors: Collection[int], without: str = "") -> dict[int, Counters]:

@@ -72,7 +72,7 @@ class RayGroup(RemoteGroup):
             if self._ranks is not None:
                 self._stall_watch = StallWatch(
                     self._ranks, layout.world_size, self._open_calls, self._fail_and_kill, stall_timeout_s
-                )
+                ).start()
             self._wait_for_results(building)
         except BaseException:
             self.close()

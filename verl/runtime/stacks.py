@@ -9,9 +9,10 @@ from pathlib import PurePath
 
 _THREAD = re.compile(r"^(Current thread|Thread) .*:$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_SERVERS = ("verl/runtime/rank_server.py", "verl/runtime/ray_rank.py")  # whose frames are outside of every call
+_SERVERS = ("verl/runtime/rank_server.py", "verl/runtime/ray_rank.py", "verl/trainer/sft_on_ray.py")  # outside of calls
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+_STORES = ("verl/trainer/checkpoints.py", "verl/workers/engine/checkpoint.py", "verl/observe/tracking.py")
 _SYNC = re.compile(r"\bf(data)?sync\w*\(|\bos\.sync\(")
 _PACKAGE = str(PurePath(__file__).parents[1])  # which may be installed among the libraries
 _INNERMOST = 6  # frames between a collective's own code and where its thread waits
@@ -37,7 +38,7 @@ class Stack:
 
     frames: tuple[Frame, ...] = ()
     collective: str | None = None
-    is_in_fsync: bool = False  # any thread
+    is_storing: bool = False  # whether any thread is in an fsync, or in code of checkpoints or trackers
 
     @classmethod
     def parse(cls, text: str) -> "Stack":
@@ -49,7 +50,7 @@ class Stack:
         signalled = parts.index("Current thread") // 2 if "Current thread" in parts else -1  # the main one, if it can
         main = next((thread for thread in threads if any(map(_is_main, thread))), threads[signalled])
         call = itertools.takewhile(lambda frame: not _is_server(frame), main)
-        return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None), any(map(_syncs, threads)))
+        return cls(tuple(call) or main, next(filter(None, map(_collective, threads)), None), any(map(_stores, threads)))
 
     @property
     def is_idle(self) -> bool:
@@ -78,14 +79,16 @@ def _collective(thread: tuple[Frame, ...]) -> str | None:
     return next((frame.function for frame in inner if frame.file.endswith(_COLLECTIVES)), None)
 
 
-def _syncs(thread: tuple[Frame, ...]) -> bool:
-    """Whether its innermost Python line calls fsync or the like."""
-    return bool(thread) and _SYNC.search(str(thread[0])) is not None
+def _stores(thread: tuple[Frame, ...]) -> bool:
+    """Whether its innermost Python line calls fsync or the like, or it is in code of _STORES and in no collective."""
+    if thread and _SYNC.search(str(thread[0])):
+        return True
+    return not _collective(thread) and any(frame.file.endswith(_STORES) for frame in thread)
 
 
 def _is_main(frame: Frame) -> bool:
     """Whether the thread of this frame is the one that runs calls."""
-    return _is_server(frame) and frame.function in ("serve", "_serve")
+    return _is_server(frame) and frame.function in ("serve", "_serve", "train")
 
 
 def _is_server(frame: Frame) -> bool:

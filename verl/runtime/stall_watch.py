@@ -29,7 +29,7 @@ class Progress:
 
     def __init__(self, counters: Counters):
         self.counters, self.state, self.quiet_s, self.stopped_s = counters, counters.state, 0.0, 0.0
-        self.syncs = False  # whether its stack was in an fsync since its last move
+        self.stores = False  # whether its stack was in an fsync or the like since its last move
 
     def update(self, now: Counters, elapsed_s: float) -> None:
         """Compare with the counters at the last move."""
@@ -40,7 +40,7 @@ class Progress:
         has_moved = has_moved or used < 0  # one of the threads that are counted has ended
         has_moved = has_moved or now.storage_bytes != self.counters.storage_bytes
         if has_moved or now.state in "Rt":  # one that waits for a core, or for whoever debugs it, is not stalled
-            self.counters, self.quiet_s, self.syncs = now, 0.0, False
+            self.counters, self.quiet_s, self.stores = now, 0.0, False
 
     def update_after_stacks(self, before: Counters, now: Counters, size: int) -> bool:
         """Whether it has moved while it wrote `size` bytes of stacks, which itself is no move."""
@@ -48,14 +48,15 @@ class Progress:
         has_moved = has_moved or now.state in "Rt" or (self.stopped_s > 0 and now.state != "T")
         self.counters = now
         if has_moved:
-            self.quiet_s, self.stopped_s, self.syncs = 0.0, 0.0, False
+            self.quiet_s, self.stopped_s, self.stores = 0.0, 0.0, False
         return has_moved
 
 
 class StallWatch:
-    """A thread that reports the culprit, as the WorkerError to raise, once the ranks' calls have stalled.
+    """Reports the culprit, as the WorkerError to raise, once the ranks' calls have stalled.
 
-    `open_calls()`: by rank that is inside calls, their numbers and methods. `timeout_s`: 0 watches nothing.
+    `open_calls()`: by rank that is inside calls, their numbers and methods. `timeout_s`: 0 watches nothing. `later_s`:
+    how much later than that, where others watch the same ranks.
     """
 
     def __init__(
@@ -65,20 +66,26 @@ class StallWatch:
         open_calls: Callable[[], dict[int, dict[int, str]]],
         report: Callable[[WorkerError], None],
         timeout_s: float,
+        later_s: float = 0.0,
     ):
         self.ranks, self.num_ranks, self.open_calls, self.report = ranks, num_ranks, open_calls, report
-        self.timeout_s = timeout_s
+        self.timeout_s, self.limit_s = timeout_s, timeout_s + later_s
         self._progress: dict[int, Progress] = {}  # by rank inside a call
         self._helpers: dict[tuple[str, int], Progress] = {}  # by node and process id, once the ranks are quiet
         self._calls: dict[int, dict[int, str]] = {}
         self._ended = threading.Event()
-        if timeout_s > 0 and Counters.read(os.getpid()) is not None:
-            threading.Thread(target=self._watch, name="stall watch", daemon=True).start()
+
+    def start(self) -> "StallWatch":
+        """Watch in a thread, where that is wanted and possible."""
+        if self.timeout_s > 0 and Counters.read(os.getpid()) is not None:
+            threading.Thread(target=self.watch, name="stall watch", daemon=True).start()
+        return self
 
     def end(self) -> None:
         self._ended.set()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Look until the culprit is reported, or the end."""
         pause, last = min(1.0, self.timeout_s / 10), time.monotonic()
         while not self._ended.wait(pause):
             now = time.monotonic()
@@ -114,7 +121,7 @@ class StallWatch:
         return found
 
     def _find_culprit(self) -> WorkerError | None:
-        stopped = [rank for rank, one in self._progress.items() if one.stopped_s >= self.timeout_s]
+        stopped = [rank for rank, one in self._progress.items() if one.stopped_s >= self.limit_s]
         if not stopped and not self._is_stalled():
             return None
         stacks, moved = self._ask_for_stacks(stopped)
@@ -122,7 +129,7 @@ class StallWatch:
             self._progress = {}  # their coroutines wait for the driver
             return None
         for rank, one in self._progress.items():
-            one.syncs = stacks[rank].is_in_fsync and rank not in moved
+            one.stores = stacks[rank].is_storing and rank not in moved
         if moved.intersection(stopped or stacks) or self.open_calls() != self._calls:
             return None
         return self._name_culprit(stopped, stacks) if stopped or self._is_stalled() else None
@@ -142,12 +149,12 @@ class StallWatch:
     def _limit_s(self, rank: int) -> float:
         """For how long a rank may rest: longer where it waits, or may wait, for its storage."""
         methods = {method.rpartition(".")[2] for method in self._calls[rank].values()}
-        waits = not methods.isdisjoint(_STORING) or self._progress[rank].syncs or self.ranks.wait_for_disks([rank])
-        return max(self.timeout_s, _STORAGE_TIMEOUT_S) if waits else self.timeout_s
+        waits = not methods.isdisjoint(_STORING) or self._progress[rank].stores or self.ranks.wait_for_disks([rank])
+        return max(self.limit_s, _STORAGE_TIMEOUT_S) if waits else self.limit_s
 
     def _is_stalled(self) -> bool:
         quiet = {rank: one.quiet_s for rank, one in self._progress.items()}
-        if not quiet or min(quiet.values()) < self.timeout_s:
+        if not quiet or min(quiet.values()) < self.limit_s:
             return False
         moving = [rank for rank, quiet_s in quiet.items() if quiet_s < self._limit_s(rank)]
         helping = [one for one in self._helpers.values() if one.quiet_s < _HELPERS_QUIET * self.timeout_s]

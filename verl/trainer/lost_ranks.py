@@ -18,6 +18,7 @@ from verl.utils.process_end import exit_now
 
 REPORTS = "VERL_RANK_REPORTS"  # folder that the launcher gives its ranks for their reports
 FILE_NAME = "lost_rank.txt"
+STALL = "stall"  # a file of the launcher's folder: a rank has named the culprit, and killed it
 _CALL = re.compile(r'verl/trainer/sft\.py", line \d+,? in (\w+)')
 
 
@@ -80,13 +81,19 @@ def _tell_torchrun(line: str) -> None:
             Path(path).write_text(json.dumps(content))
 
 
+def stall_is_said() -> None:
+    """Let the launcher say nothing more: a rank has printed why the run ends."""
+    if (folder := _reports_folder()) is not None:
+        (folder / STALL).touch()
+
+
 def report_lost_rank(exit_codes: dict[int, int], reports_folder: Path, root: Path) -> str | None:
-    """The line about the first rank in `exit_codes` that a signal ended; None without one.
+    """The line about the first rank in `exit_codes` that a signal ended; None without one, or if a stall was said.
 
     The reports of all ranks are then kept in a file in `root`.
     """
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
-    if not killed:
+    if not killed or (reports_folder / STALL).exists():
         return None
     reports = {file.name: text for file in sorted(reports_folder.glob("*.txt")) if (text := file.read_text())}
     calls = [call for text in reports.values() if (call := _call_in(text)) != "unknown"]

@@ -126,6 +126,7 @@ def run_on_ray(config: SFTConfig, preset: str, words: Sequence[str], count: int)
         rank, layout = partial(SFTRank, type(config), preset, words), Layout.data_parallel(count)
         group = RayGroup(rank, layout, devices, stall_timeout_s=settings.stall_timeout_s)
         stack.callback(group.close)
+        group.polls = frozenset({"output"})
         ends = threads.submit(group.broadcast, "run")
         _Driver(group).follow(ends)
         if stopped := ends.result()[0]:

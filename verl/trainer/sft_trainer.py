@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from verl.utils.errors import Interrupted, VerlError
 from verl.utils.process_end import end_process
 
 if TYPE_CHECKING:
+    from verl.runtime.collectives import Collectives
     from verl.trainer.sft import SFTTrainer
 
 FIRST_RANK_GRACE_S = 10.0  # by then rank 0 has printed the error, and torchrun ends all ranks
@@ -131,38 +132,42 @@ def run_sft(
                 announce(line)
         progress = stack.enter_context(Progress() if is_first else Progress.silent())
         progress.stage("loading libraries")
-        trainer = _join_and_build(config, values, progress, said)
-        stack.enter_context(trainer.tracking)
-        if is_first:
-            for line in trainer.header_lines():
-                announce(line)
-        before_steps(trainer)
-        try:
-            return trainer.fit()
-        finally:
-            progress.close()
+        with _joined(config) as collectives:
+            from verl.trainer.sft import build_sft
+
+            config = with_trainer_values(config, collectives.all_gather(values)[0])
+            trainer = build_sft(config, collectives=collectives, progress=progress, said=said)
+            stack.enter_context(trainer.tracking)  # which closes unwatched
             if is_first:
-                complete = trainer.complete
-                for line in closing_lines(trainer.config, trainer.summary.lines(complete), complete):
+                for line in trainer.header_lines():
                     announce(line)
+            before_steps(trainer)
+            try:
+                return trainer.fit()
+            finally:
+                progress.close()
+                if is_first:
+                    complete = trainer.complete
+                    for line in closing_lines(trainer.config, trainer.summary.lines(complete), complete):
+                        announce(line)
 
 
-def _join_and_build(
-    config: SFTConfig, values: dict[str, Any], progress: Progress, said: Sequence[VerlError]
-) -> "SFTTrainer":
-    """The trainer on this rank, which joins the others; the first rank's `values` of `trainer` hold on all."""
+@contextlib.contextmanager
+def _joined(config: SFTConfig) -> Iterator["Collectives"]:
+    """This rank among the others, which are joined here, and then watch each other, unless their driver has done so."""
     from verl.plugin.platform import choose_platform
     from verl.runtime.collectives import Collectives
+    from verl.runtime.launched_ranks import watch_each_other
     from verl.runtime.rank import RankInfo
-    from verl.trainer.sft import build_sft
+    from verl.trainer.lost_ranks import stall_is_said
 
     choose_platform(config.trainer.device)
     rank = RankInfo.from_environment()
-    if rank.world_size > 1:
-        rank.init_process_group()
     collectives = Collectives(rank.rank, rank.world_size)
-    config = with_trainer_values(config, collectives.all_gather(values)[0])
-    return build_sft(config, collectives=collectives, progress=progress, said=said)
+    has_joined = rank.world_size > 1 and rank.init_process_group()
+    timeout_s = config.trainer.stall_timeout_s if has_joined else 0.0
+    with watch_each_other(collectives, "fit", timeout_s, stall_is_said):
+        yield collectives
 
 
 if __name__ == "__main__":

@@ -209,17 +209,33 @@ def fsync_at(folder: Path) -> str:
     return f'{THREAD}  File "{source}", line 2 in write\n\n{at(3)}'
 
 
-@pytest.mark.parametrize("storing", ["thread in state D", "stack in fsync", "actor.save", "finish_save", "critic.load"])
+def tracking() -> str:
+    """The stack of a rank that waits for a tracker's server."""
+    return (
+        f'{MAIN}  File "/lib/ssl.py", line 9 in read\n  File "/lib/verl/observe/tracking.py", line 2 in log\n{SERVER}'
+    )
+
+
+STORING = ["thread in state D", "stack in fsync", "stack in a tracker", "actor.save", "finish_save", "critic.load"]
+
+
+@pytest.mark.parametrize("storing", STORING)
 def test_a_rank_that_waits_for_its_storage_may_rest_as_long_as_a_collective_waits(machine: Machine, storing: str):
     watch = machine.watch(storing if "." in storing or "_" in storing else "actor.update")
     if storing == "thread in state D":
         machine.write(11, "SD")
-    if storing == "stack in fsync":
-        machine.stacks[1] = fsync_at(machine.folder)
+    if storing.startswith("stack"):
+        machine.stacks[1] = fsync_at(machine.folder) if storing == "stack in fsync" else tracking()
     assert culprit_after(watch, 31.0) is None
     assert culprit_after(watch, 1700.0) is None
-    assert machine.num_asked == (storing == "stack in fsync")  # once
+    assert machine.num_asked == storing.startswith("stack")  # once
     assert culprit_after(watch, 70.0) == 1
+
+
+def test_a_rank_that_waits_for_others_inside_a_save_does_not_wait_for_its_storage(machine: Machine):
+    waiting = f'{C10D.format("all_gather")}  File "/lib/verl/trainer/checkpoints.py", line 2 in save\n'
+    machine.stacks[0] = f"{MAIN}{waiting}{SERVER}"
+    assert culprit_after(machine.watch(), 31.0) == 1
 
 
 @pytest.mark.parametrize("method", ["offload", "actor.presave", "save.update"])
@@ -277,6 +293,23 @@ def test_processes_of_ray_that_the_driver_has_started_are_not_waited_for(
     ranks._by_node = {}  # no other node
     assert {process for _, process in ranks.look_at_helpers()} == {30, 31}
     assert family([driver]).keys() >= {20, 21, 30, 31}
+
+
+def test_one_that_watches_later_than_others_names_no_one_earlier(machine: Machine):
+    watch = machine.watch()
+    watch.limit_s += 3.0
+    assert culprit_after(watch, 31.0) is None
+    assert culprit_after(watch, 3.0) == 1
+
+
+def test_the_thread_that_watches_is_not_counted(machine: Machine):
+    machine.write(10, "SS", ticks=50, rchar=700)
+    for name, text in (
+        ("stat", "10 (a) S 1 " + "0 " * 9 + "20 0 0"),
+        ("io", "rchar: 500\nwchar: 0\nread_bytes: 0\nwrite_bytes: 0"),
+    ):
+        (machine.folder / "10" / "task" / "110" / name).write_text(text)
+    assert RankProcess(10, others=frozenset({110, 999})).counters() == Counters("S", pytest.approx(0.3), 200, 1)
 
 
 class SilentMachine(RanksOfMachine):
