@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2770,
     "algorithms": 2300,
-    "runtime": 2826,
+    "runtime": 2965,
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 7052,
+    "trainer": 7074,
     "commands": 5270,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18544, 48057, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18705, 48218, 400
 
 
 def package_of(path: Path) -> str:
