@@ -1,6 +1,7 @@
 """A process's rank in a job, and how it joins the process group: under torchrun, or started by a driver."""
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -88,7 +89,7 @@ class RankInfo:
         """
         place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
         waited_s = JOIN_TIMEOUT.total_seconds()
-        silent = threading.Timer(waited_s + 5.0, _end_unanswered, [f"rank {self.rank}: no rank 0 at {place}; {_TAKEN}"])
+        silent = threading.Timer(waited_s + 5.0, _end_unanswered, [self.rank, place, waited_s])
         silent.daemon = True
         silent.start()
         try:
@@ -101,8 +102,7 @@ class RankInfo:
                 what = f"not all of the {self.world_size} ranks of WORLD_SIZE came to {place} within {waited_s:g} s: "
                 what += f"{text}; look at what the others have printed, and whether their network reaches that address"
             else:
-                what = f"rank 0 did not answer at {place} within {waited_s:g} s: {text}; look at what rank 0 has "
-                what += "printed, and whether this machine's network reaches that address"
+                what = _no_answer(place, waited_s, text)
             raise WorkerError(self.rank, "init_process_group", what) from error
         finally:
             silent.cancel()
@@ -111,9 +111,21 @@ class RankInfo:
         return dist.PrefixStore("default_pg", store)
 
 
-def _end_unanswered(what: str) -> None:
-    """End this process, whose main thread waits without a limit for a server that says nothing."""
-    print(f"error: {what}", file=sys.stderr, flush=True)
+def _no_answer(place: str, waited_s: float, text: str) -> str:
+    return (
+        f"rank 0 did not answer at {place} within {waited_s:g} s: {text}; look at what rank 0 has printed, and whether "
+        "this machine's network reaches that address"
+    )
+
+
+def _end_unanswered(rank: int, place: str, waited_s: float) -> None:
+    """End this process, whose main thread still waits: for a server that says nothing, or to try once more."""
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5.0).close()
+        what = f"no rank 0 at {place}; {_TAKEN}"
+    except OSError as error:
+        what = _no_answer(place, waited_s, str(error))
+    print(f"error: rank {rank}: {what}", file=sys.stderr, flush=True)
     exit_now(1)
 
 

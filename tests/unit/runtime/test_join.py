@@ -70,6 +70,20 @@ def test_a_rank_that_reaches_another_program_ends(
     assert re.search(rf"error: rank 1: no rank 0 at .*MASTER_PORT={port}; another program", capsys.readouterr().err)
 
 
+def test_a_rank_that_still_tries_to_reach_an_address_blames_no_other_program(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As where a network drops what is sent there: torch then tries beyond its limit."""
+    statuses: list[int] = []
+    monkeypatch.setattr(rank, "exit_now", statuses.append)
+    rank._end_unanswered(1, f"MASTER_PORT={port}", 600.0)
+    said = capsys.readouterr().err
+    assert statuses == [1] and said.startswith(
+        f"error: rank 1: rank 0 did not answer at MASTER_PORT={port} within 600 s"
+    )
+    assert "another program" not in said and said.endswith("whether this machine's network reaches that address\n")
+
+
 def test_ranks_that_are_all_there_share_one_store(port: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rank, "JOIN_TIMEOUT", 100 * rank.JOIN_TIMEOUT)
     stores = {}
