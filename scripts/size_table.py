@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 7074,
-    "commands": 5270,
+    "trainer": 7107,
+    "commands": 5275,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18717, 48230, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18731, 48250, 400
 
 
 def package_of(path: Path) -> str:

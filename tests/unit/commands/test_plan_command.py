@@ -119,6 +119,15 @@ def test_a_device_that_is_too_small_is_refused_with_overrides_that_are_enough(
     assert "offloading alone does not help" in capsys.readouterr().err
 
 
+def test_a_rank_has_its_part_of_a_device(model: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--device-memory", "80", *TWO_NODES[:3], model, f"{ROLLOUT}.gpu_memory_utilization=0.4"]
+    assert plan(*words) == 0
+    assert plan(*words, "ray_kwargs.devices_per_rank=0.5") == 2
+    captured = capsys.readouterr()
+    assert "16 ranks on parts of devices (GPU)" in captured.out and "what they hold there adds up" in captured.out
+    assert "a device has 80.0 GB, of which ray_kwargs.devices_per_rank=0.5 is 40.0; the nearest" in captured.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -51,6 +51,34 @@ def test_replicas_take_the_devices_of_their_pool_in_order():
     assert plan(*VLLM, f"{ROLLOUT}.num_replicas=2", machine=Machine("cpu", 1)).rollout_devices == ()
 
 
+def test_collectives_to_replicas_on_the_trainers_devices_are_refused_with_what_works():
+    words = [*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    nccl = f"{ROLLOUT}.checkpoint_engine.backend=nccl"
+    found = refusal(*words, nccl)
+    assert "rank 0 of the trainer and the 8 workers of the rollout, and NCCL joins one rank a device" in found
+    ways = found.partition(" Set ")[2]
+    assert ways.startswith(f"{ROLLOUT}.checkpoint_engine.backend=naive (device memory) or gloo (host memory), or")
+    apart = ways.partition("devices of its own: ")[2].split()
+    assert plan(*words, nccl, *apart).rollout_devices == ((4, 5), (6, 7))
+    for backend in ("naive", "gloo"):
+        assert plan(*words, f"{ROLLOUT}.checkpoint_engine.backend={backend}").rollout.count == 4
+    assert "device 0 would have two" in refusal(*VLLM, nccl, machine=Machine("cuda", 1))
+    assert plan(*words, nccl, machine=Machine("cpu", 1)).rollout.count == 1  # gloo there
+    assert plan(*words, nccl, runtime="ray").rollout.count == 4  # Ray knows which devices the ranks have
+
+
+def test_ranks_on_parts_of_devices_are_counted_as_such():
+    words = [*GRPO, "algorithm.use_kl_in_reward=True", "trainer.n_gpus_per_node=1", "ray_kwargs.devices_per_rank=0.5"]
+    words += ["actor_rollout_ref.ref.n_gpus_per_node=1"]
+    made = plan(*words, runtime="ray")
+    assert devices_table(made).splitlines()[1:] == [
+        "0     1 x 0.5 cuda  rank 0  replica 0",
+        "0     1 x 0.5 cuda                     rank 0",
+    ]
+    assert log_lines(made)[0] == "placement    actor: 1 rank (1 x 0.5 cuda): actor, rollout (1 replica of 1)"
+    assert plan(*words, runtime="processes").devices_per_rank == 1  # Ray alone reads it
+
+
 def test_experts_use_the_devices_of_the_replica():
     sizes = [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2"]
     assert plan(*VLLM, *sizes, f"{ROLLOUT}.expert_parallel_size=4").rollout == plan(*VLLM, *sizes).rollout

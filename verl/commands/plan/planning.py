@@ -43,7 +43,7 @@ def print_plan(words: Sequence[str], config: RunConfig, device_memory: float | N
         memory = estimate_memory(config, plan, counts, device_bytes)
     print(_json(plan, memory, unknown) if as_json else plan_text(plan, memory, unknown))
     if device_bytes is not None and memory:
-        check_fits(words, counts, memory, device_bytes)
+        check_fits(words, counts, memory, device_bytes, plan.devices_per_rank)
 
 
 def planned_machine(config: RunConfig, gives_memory: bool = False) -> Machine:
@@ -73,22 +73,28 @@ def _device_bytes(given: float | None, machine: Machine) -> int | None:
 
 
 def check_fits(
-    words: Sequence[str], counts: Mapping[str, ParameterCounts], memory: Sequence[PoolMemory], device_bytes: int
+    words: Sequence[str],
+    counts: Mapping[str, ParameterCounts],
+    memory: Sequence[PoolMemory],
+    device_bytes: int,
+    share: float = 1.0,
 ) -> None:
-    """ConfigError where a pool needs more memory than a device has, with the overrides of `ROOM` that are enough."""
-    full = [pool for pool in memory if pool.peak[0] > device_bytes]
+    """ConfigError where a rank of a pool needs more memory than its `share` of a device has, with the overrides of
+    `ROOM` that are enough."""
+    full = [pool for pool in memory if pool.peak[0] > device_bytes * share]
     if not full:
         return
     size, phase = full[0].peak
-    added = _room(words, counts, device_bytes)
+    added = _room(words, counts, device_bytes, share)
     move = "offloading alone does not help: take more devices, adapters (lora_rank), or a smaller model"
+    part = "" if share == 1 else f", of which ray_kwargs.devices_per_rank={share:g} is {share * device_bytes / 1e9:.1f}"
     raise ConfigError(
         f"pool {full[0].pool} needs {size / 1e9:.1f} GB of a device in phase {phase!r}, and a device has "
-        f"{device_bytes / 1e9:.1f} GB; " + (f"the nearest that fits adds {' '.join(added)}" if added else move)
+        f"{device_bytes / 1e9:.1f} GB{part}; " + (f"the nearest that fits adds {' '.join(added)}" if added else move)
     )
 
 
-def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_bytes: int) -> list[str]:
+def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_bytes: int, share: float) -> list[str]:
     """Overrides of `ROOM` with which the plan fits, none of them in vain; empty where all are not enough."""
 
     def fits(added: list[str]) -> bool | None:
@@ -99,7 +105,7 @@ def _room(words: Sequence[str], counts: Mapping[str, ParameterCounts], device_by
             memory = estimate_memory(config, plan, counts, device_bytes)
         except ConfigError:
             return None
-        return all(pool.peak[0] <= device_bytes for pool in memory)
+        return all(pool.peak[0] <= device_bytes * share for pool in memory)
 
     config, enough = load_run_config(words), list[str]()
     strategies = {"critic": config.critic.fsdp.strategy}

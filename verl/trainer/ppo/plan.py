@@ -70,6 +70,7 @@ class Plan:
     pools: tuple[PlannedPool, ...]
     replicas: tuple[Replicas, ...]
     notes: tuple[str, ...] = ()
+    devices_per_rank: float = 1.0  # below 1, Ray lets ranks share devices, and picks which
 
     @property
     def num_nodes(self) -> int:
@@ -106,7 +107,8 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
         pool, served = holder["reward_model"], config.reward.reward_model.rollout
         asked = Replicas("reward_model", pool.name, 0, served.tensor_model_parallel_size, served.data_parallel_size)
         replicas.append(_fitted(asked, pool, None, f"{REWARD_MODEL}.rollout"))
-    plan = Plan(machine, runtime, tuple(pools), tuple(replicas), tuple(notes))
+    share = config.ray_kwargs.devices_per_rank if runtime == "ray" else 1.0
+    plan = Plan(machine, runtime, tuple(pools), tuple(replicas), tuple(notes), share)
     if plan.num_nodes > 1 and runtime in ("inline", "processes"):
         raise ConfigError(
             f"the pools ({', '.join(f'{p.name} {p.nodes} x {p.per_node}' for p in pools)}) take {plan.num_nodes} "
@@ -277,12 +279,29 @@ def _rollout_replicas(
     if joins_server or registered.weights is Weights.REMOTE or (machine.kind == "cpu" and not split):
         return Replicas("rollout", pool.name, replicas_without_devices(rollout, notes), tensor, on_devices=False)
     made = _fitted(Replicas("rollout", pool.name, 0, tensor, data), pool, rollout.num_replicas, ROLLOUT)
+    if runtime != "ray" and not split and machine.kind != "cpu":  # Ray's ranks may have other devices
+        _check_ranks_of_the_transport(made, pool, rollout.checkpoint_engine.backend)
     if runtime == "ray" and made.count > 1 and rollout.num_replicas is None and data == 1 and not split:
         notes.append(
             f"{made.count} replicas of rollout.name={rollout.name} are planned, and beside ranks on Ray a run of this "
             f"version starts one, on the driver's machine; {ROLLOUT}.num_replicas=1 plans that one"
         )
     return made
+
+
+def _check_ranks_of_the_transport(replicas: Replicas, pool: PlannedPool, backend: str) -> None:
+    """ConfigError where a transport by the platform's collectives would join two ranks on one device."""
+    if backend not in ("nccl", "hccl"):
+        return
+    half = pool.per_node // 2
+    apart = f"actor_rollout_ref.hybrid_engine=False {ACTOR_DEVICES}={pool.per_node - half} {ROLLOUT}.{DEVICES}={half}"
+    raise ConfigError(
+        f"{ROLLOUT}.checkpoint_engine.backend={backend} joins rank 0 of the trainer and the "
+        f"{replicas.count * replicas.size} workers of the rollout, and {backend.upper()} joins one rank a device; "
+        f"device 0 would have two, as the rollout is on the trainer's {pool.num_devices}. Set "
+        f"{ROLLOUT}.checkpoint_engine.backend=naive (device memory) or gloo (host memory)"
+        + (f", or give the rollout devices of its own: {apart}" if half and half % replicas.size == 0 else "")
+    )
 
 
 def replicas_without_devices(rollout: RolloutConfig, notes: list[str]) -> int:

@@ -20,11 +20,19 @@ def log_lines(plan: Plan, memory: Sequence[PoolMemory] = ()) -> list[str]:
 def describe_pool(plan: Plan, pool: PlannedPool) -> str:
     """`actor: 8 devices (cuda 0-7): actor, reference, rollout (4 replicas of 2)`."""
     nodes = f" of nodes {_range(pool.first_node, pool.nodes)}" if plan.num_nodes > 1 else ""
-    where = f"{plan.machine.kind} {_range(pool.first_device, pool.per_node)}{nodes}"
+    where = f"{describe_devices(plan, pool)}{nodes}"
     replicas = {r.role: f" ({_number(r.count, 'replica')} of {r.size})" for r in plan.replicas if r.on_devices}
     replicas |= {r.role: f" ({_number(r.count, 'replica')})" for r in plan.replicas if not r.on_devices}
     roles = ", ".join(role + replicas.get(role, "") for role in pool.roles)
-    return f"{pool.name}: {_number(pool.num_devices, 'device')} ({where}): {roles}"
+    of = "device" if plan.devices_per_rank == 1 else "rank"
+    return f"{pool.name}: {_number(pool.num_devices, of)} ({where}): {roles}"
+
+
+def describe_devices(plan: Plan, pool: PlannedPool) -> str:
+    """Those of the pool on each of its machines; where ranks have parts of devices, how many and how large."""
+    if plan.devices_per_rank < 1:
+        return f"{pool.per_node} x {plan.devices_per_rank:g} {plan.machine.kind}"
+    return f"{plan.machine.kind} {_range(pool.first_device, pool.per_node)}"
 
 
 def _peak_text(memory: PoolMemory) -> str:
@@ -37,8 +45,14 @@ def plan_text(plan: Plan, memory: Sequence[PoolMemory], unknown: str = "") -> st
     """The tables of `verl plan`; `unknown` says why there is no estimate of the memory."""
     total = sum(pool.num_devices for pool in plan.pools)
     nodes = _number(plan.num_nodes, "machine")
-    parts = [f"{_number(total, 'device')} ({plan.machine.kind}) on {nodes}\n{devices_table(plan)}"]
+    what = _number(total, "device") if plan.devices_per_rank == 1 else f"{_number(total, 'rank')} on parts of devices"
+    parts = [f"{what} ({plan.machine.kind}) on {nodes}\n{devices_table(plan)}"]
     parts += [memory_table(plan, pool) for pool in memory if pool.holdings]
+    if plan.devices_per_rank < 1:
+        parts.append(
+            f"ray_kwargs.devices_per_rank={plan.devices_per_rank:g}: Ray picks which ranks share a device, those of "
+            "other runs too; what they hold there adds up"
+        )
     parts += [f"memory: {unknown or ESTIMATE}", *(f"note: {note}" for note in plan.notes)]
     return "\n\n".join(parts)
 
@@ -54,7 +68,7 @@ def devices_table(plan: Plan) -> str:
                     describe_cell(plan, pool, role, node - pool.first_node) if role in pool.roles else ""
                     for role in roles
                 ]
-                rows.append([str(node), f"{plan.machine.kind} {_range(pool.first_device, pool.per_node)}", *cells])
+                rows.append([str(node), describe_devices(plan, pool), *cells])
     return _columns(rows, numbers=False)
 
 
