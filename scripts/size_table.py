@@ -19,7 +19,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
-    "workers/rollout": 4012,
+    "workers/rollout": 4045,
     "workers": 1100,  # the driver-side handles
     "checkpoint_engine": 952,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18731, 48250, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18731, 48283, 400
 
 
 def package_of(path: Path) -> str:

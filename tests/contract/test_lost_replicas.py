@@ -35,7 +35,7 @@ TIMEOUT_S = 2.0  # without a sign of life
 class Run:
     """Two replicas in processes of their own, and a trainer that publishes to them."""
 
-    def __init__(self, folder: Path, max_restarts: int, timeout: float = TIMEOUT_S):
+    def __init__(self, folder: Path, max_restarts: int, timeout: float = TIMEOUT_S, shares_devices: bool = False):
         self.model, self.folder = small_model(), folder
         self.model.save_pretrained(folder)
         server = ServerConfig(python=rollout_server.python_wrapper(folder, "tests.sampling_server"), timeout=timeout)
@@ -43,7 +43,7 @@ class Run:
         engines = [start(number) for number in range(2)]
         for engine in engines:
             engine.wait_until_ready()
-        self.router = Router(engines, start, max_restarts)
+        self.router = Router(engines, start, max_restarts, shares_devices)
         self.extra: dict[str, torch.Tensor] = {}
         self.publish_from(InlineGroup(Rank(lambda: [*self.model.named_parameters(), *self.extra.items()])))
 
@@ -129,6 +129,22 @@ def test_a_killed_and_a_stopped_replica_are_replaced(started: Callable[..., Run]
     with pytest.raises(WorkerError, match=r"(?s)replica 1: .*SIGKILL; its last lines.*no replica is left") as caught:
         run.answers(some_requests(30), lambda: run.signal(1, signal.SIGKILL))
     assert not caught.value.is_death and "server.max_restarts=1" in str(caught.value)
+
+
+def test_on_shared_devices_no_replacement_starts_or_stays_awake_beside_the_trainer(started: Callable[..., Run]):
+    run = started(max_restarts=2, shares_devices=True)
+    run.publish(0)
+    asyncio.run(run.router.sleep_until_update())
+    run.signal(1, signal.SIGKILL)
+    asyncio.run(run.router.renew())
+    assert not run.router.starting and run.router.restarts == [0, 1]
+    assert run.publish(1).num_replicas == 1
+    [replacement] = run.router.starting.values()  # since the replicas woke
+    asyncio.run(run.router.sleep_until_update())
+    assert replacement._started.done() and replacement._asleep
+    receipt = run.publish(2)
+    assert (receipt.num_replicas, len(receipt.probes)) == (2, 2) and run.router.engines[1] is replacement
+    check_answers(requests := some_requests(), run.answers(requests, lambda: None), 2)
 
 
 def test_a_replica_that_computes_or_waits_for_the_trainer_is_no_loss(started: Callable[..., Run]):

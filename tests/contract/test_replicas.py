@@ -64,6 +64,8 @@ def test_every_replica_of_the_plan_sees_its_own_devices(
 ):
     engine, seen = start(tmp_path, *words)
     assert seen == expected and len(engine.replicas) == len(expected)
+    if len(expected) > 1:
+        assert engine.shares_devices is (words != SPLIT)
     engine.close()
 
 

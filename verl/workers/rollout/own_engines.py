@@ -42,7 +42,8 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     def start(number: int) -> RemoteEngine:
         return RemoteEngine(config, path, eos, number, inputs.devices_of(number))
 
-    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts)
+    shares_devices = bool(inputs.devices) and config.free_cache_engine
+    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
 
 
 @register_rollout_engine(
@@ -93,9 +94,12 @@ def start_all(start: Callable[[int], Engine], count: int) -> list[Engine]:
 
 
 def routed(
-    replicas: "Sequence[CopyingEngine]", start: "Callable[[int], CopyingEngine] | None" = None, max_restarts: int = 0
+    replicas: "Sequence[CopyingEngine]",
+    start: "Callable[[int], CopyingEngine] | None" = None,
+    max_restarts: int = 0,
+    shares_devices: bool = False,
 ) -> "CopyingEngine":
     """The only replica, or a router over several, which starts another where one is lost."""
     from verl.workers.rollout.router import Router
 
-    return replicas[0] if len(replicas) == 1 else Router(replicas, start, max_restarts)
+    return replicas[0] if len(replicas) == 1 else Router(replicas, start, max_restarts, shares_devices)

@@ -28,6 +28,9 @@ class Router(CopyingEngine):
     to the others at once; the new one joins at the next update that begins after it has started, or, where weights are
     never updated, as soon as it has started. One that may not be replaced again is left out; that is an error where no
     other works, and where weights are updated. Without `start`, every loss is an error.
+
+    With `shares_devices`, others use the devices while the replicas sleep: a replacement starts when they wake, and
+    they sleep when one that starts has started.
     """
 
     def __init__(
@@ -35,14 +38,16 @@ class Router(CopyingEngine):
         engines: Sequence[CopyingEngine],
         start: Callable[[int], CopyingEngine] | None = None,
         max_restarts: int = 0,
+        shares_devices: bool = False,
     ):
         self.engines = list(engines)  # by number; one that is lost until its replacement joins
-        self.start, self.max_restarts = start, max_restarts
+        self.start, self.max_restarts, self.shares_devices = start, max_restarts, shares_devices
         self.bucket_bytes, self.dtype = engines[0].bucket_bytes, engines[0].dtype
         self.load = LeastLoaded(len(self.engines))
         self.replica_of_conversation: OrderedDict[int, int] = OrderedDict()
         self.replica_of_request: dict[int, int] = {}
         self.starting: dict[int, CopyingEngine] = {}  # by number of the replica that is lost
+        self.put_off: set[int] = set()  # lost replicas whose replacements start when the others wake
         self.left_out: dict[int, ReplicaError] = {}  # lost for good, by number
         self.restarts = [0] * len(self.engines)
         self._tokens = [0] * len(self.engines)  # of the requests that run, also where `load` is infinite
@@ -84,7 +89,7 @@ class Router(CopyingEngine):
         return versions.pop()
 
     def _works(self, number: int) -> bool:
-        return number not in self.starting and number not in self.left_out
+        return number not in self.starting and number not in self.left_out and number not in self.put_off
 
     def pick_replica(self, conversation: int | None) -> int:
         """The replica of an earlier turn of this conversation, else the least loaded."""
@@ -175,16 +180,26 @@ class Router(CopyingEngine):
                 return
             raise error
         self.restarts[number] += 1
+        waits = self.shares_devices and self._is_asleep
         logger.warning(
-            "%s\nits requests go to the %d others; a new process starts and joins %s (replacement %d of at most %s)",
-            lost, others, "at the next update of the weights" if self._is_updated else "when it has started", used + 1,
-            limit,
+            "%s\nits requests go to the %d others; a new process starts%s and joins %s (replacement %d of at most %s)",
+            lost, others, " when they wake" if waits else "",
+            "at the next update of the weights" if self._is_updated else "when it has started", used + 1, limit,
         )  # fmt: skip
         self.engines[number].close()
-        engine = self.starting[number] = self.start(number)
+        self.starting.pop(number, None)
+        self.put_off.add(number)
         self.load[number] = math.inf
-        if self._is_asleep:
-            self._let_sleep(engine)
+        if not waits:
+            self._start_replacements()
+
+    def _start_replacements(self) -> None:
+        while self.put_off:
+            assert self.start is not None
+            number = self.put_off.pop()
+            engine = self.starting[number] = self.start(number)
+            if self._is_asleep:
+                self._let_sleep(engine)
 
     def _leave_out(self, number: int, error: ReplicaError) -> None:
         """Send nothing more to a replica that is lost for good."""
@@ -281,12 +296,26 @@ class Router(CopyingEngine):
 
     async def _all_sleep(self, call: Callable[[CopyingEngine], Coroutine[Any, Any, None]]) -> None:
         self._is_asleep = True
-        for engine in self.starting.values():
+        starting = list(self.starting.values())
+        for engine in starting:
             self._let_sleep(engine)
         await self._each(call)
+        if self.shares_devices:
+            await asyncio.gather(*map(self._wait_until_asleep, starting))
+
+    async def _wait_until_asleep(self, engine: CopyingEngine) -> None:
+        """Wait until an engine that starts has done so and sleeps; one that cannot start is closed."""
+        while not engine.has_started:
+            await asyncio.sleep(0.05)
+        try:
+            engine.wait_until_ready()
+        except WorkerError:  # `_take_in` says so
+            engine.close()
+        await asyncio.gather(*self._falling_asleep)
 
     async def wake(self) -> None:
         self._is_asleep = False
+        self._start_replacements()
         await self._each(lambda engine: engine.wake())
 
     def close(self) -> None:

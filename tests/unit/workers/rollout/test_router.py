@@ -199,6 +199,43 @@ def test_no_replica_is_replaced_more_often_than_allowed():
 
 
 @pytest.mark.parametrize("fails_to_start", [False, True])
+def test_on_shared_devices_a_replacement_starts_when_the_replicas_wake_and_sleeps_with_them(fails_to_start: bool):
+    async def go() -> None:
+        started, calls = list[Any](), list[str]()
+
+        def begin(number: int) -> Replica:
+            started.append(replica := start_slowly(number))
+            replica.fails_to_start, replica.close = fails_to_start, lambda: calls.append("close")
+            replica.sleep = note_sleep
+            return replica
+
+        async def note_sleep() -> None:
+            calls.append("sleep")
+
+        router = Router([Replica() for _ in range(3)], begin, 2, shares_devices=True)
+        await router.finish_update(0)
+        await router.sleep_until_update()
+        router.engines[1].die()
+        await router.renew()
+        assert not started and router.replica_numbers == [0, 2]  # the trainer has the devices
+        await router.wake()
+        assert len(started) == 1 and list(router.starting) == [1]
+        falling_asleep = asyncio.create_task(router.sleep_until_update())
+        await asyncio.sleep(0.2)
+        assert not falling_asleep.done()
+        started[0].has_started = True
+        await asyncio.wait_for(falling_asleep, 10)
+        assert calls == ["sleep", "close"][: 1 + fails_to_start]
+        await router.renew()
+        assert len(started) == 1 and router.restarts == [0, 1 + fails_to_start, 0]
+        assert (router.engines[1] is started[0]) is not fails_to_start
+        await router.wake()
+        assert len(started) == 1 + fails_to_start
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("fails_to_start", [False, True])
 def test_without_updates_the_others_answer_for_a_replica_that_is_lost_for_good(fails_to_start: bool):
     async def go() -> None:
         router = Router([Replica() for _ in range(4)], lambda number: start(number, fails=True), int(fails_to_start))
