@@ -67,10 +67,12 @@ class Run:
             assert time.monotonic() < end
             time.sleep(0.05)
 
-    def answers(self, requests: list[GenerationRequest], disturb: Callable[[], None]) -> list[list[Completion]]:
+    def answers(
+        self, requests: list[GenerationRequest], disturb: Callable[[], None], after_s: float = 0.3
+    ) -> list[list[Completion]]:
         async def ask() -> list[list[Completion]]:
             waiting = [asyncio.create_task(self.router.generate(request)) for request in requests]
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(after_s)
             disturb()
             return await asyncio.gather(*waiting)
 

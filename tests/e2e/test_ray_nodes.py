@@ -22,21 +22,32 @@ pytestmark = pytest.mark.ray
 HYBRID = [f"{jobs.ARR}.actor.fsdp_config.fsdp_size=2"]  # a copy of the parameters on each node, sharded by its ranks
 
 
-@pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Ray of two simulated nodes of two cores, which have addresses of their own. RAY_ADDRESS names it."""
+SMALL = {"object_store_memory": 100 << 20}  # bytes
+
+
+@contextlib.contextmanager
+def ray_of_nodes(head_cpus: int, *addresses: str) -> Iterator[Any]:
+    """A Ray of simulated nodes with addresses of their own: the head, and others of two cores each."""
     import_or_skip("ray")
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        small = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args={**small, "temp_dir": folder})
+        head = {**SMALL, "num_cpus": head_cpus, "include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            cluster.add_node(num_cpus=2, object_store_memory=100 << 20, node_ip_address="127.0.0.2")
-            monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+            for address in addresses:
+                cluster.add_node(num_cpus=2, node_ip_address=address, **SMALL)
             yield cluster
         finally:
             cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """RAY_ADDRESS names the cluster."""
+    with ray_of_nodes(2, "127.0.0.2") as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
 
 
 def test_a_job_on_two_nodes_of_ray_is_the_job_on_one_machine(
@@ -65,6 +76,15 @@ def test_a_job_on_two_nodes_of_ray_is_the_job_on_one_machine(
         assert torch.equal(one["tokens"], two["tokens"])
 
 
+def let_reward_wait(folder: Path, since: Path, until: Path) -> None:
+    """The reward of `jobs.prepare` then holds the run from the time that one file is there until another is."""
+    waits = (
+        f"    while Path({str(since)!r}).exists() and not Path({str(until)!r}).exists():\n        time.sleep(0.05)\n"
+    )
+    lines = (folder / "reward.py").read_text().splitlines(keepends=True)
+    (folder / "reward.py").write_text("".join(["import time\nfrom pathlib import Path\n", lines[0], waits, *lines[1:]]))
+
+
 def lose(cluster: Any, node: Any) -> None:
     """End the node and its processes, as a power cut does."""
     raylet = node.all_processes["raylet"][0].process.pid
@@ -84,18 +104,14 @@ def test_a_run_that_loses_a_node_waits_for_another_and_goes_on(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     jobs.prepare(tmp_path)
     saved, gone, done = tmp_path / "lost" / "global_step_1" / "trainer.json", tmp_path / "gone", threading.Event()
-    waits = f"    while Path({str(saved)!r}).exists() and not Path({str(gone)!r}).exists():\n        time.sleep(0.05)\n"
-    lines = (tmp_path / "reward.py").read_text().splitlines(keepends=True)
-    (tmp_path / "reward.py").write_text(
-        "".join(["import time\nfrom pathlib import Path\n", lines[0], waits, *lines[1:]])
-    )
+    let_reward_wait(tmp_path, saved, gone)
 
     def lose_a_node() -> None:
         while not saved.exists() and not done.is_set():
             time.sleep(0.05)
         lose(two_nodes, next(iter(two_nodes.worker_nodes)))
         gone.touch()
-        two_nodes.add_node(num_cpus=2, object_store_memory=100 << 20, node_ip_address="127.0.0.2")
+        two_nodes.add_node(num_cpus=2, node_ip_address="127.0.0.2", **SMALL)
         done.wait()  # a node ends with the thread that has started it
 
     monkeypatch.setattr("ray._private.utils.set_sigterm_handler", lambda handler: None)  # which wants the main thread
