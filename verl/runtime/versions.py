@@ -122,6 +122,9 @@ def _await_ranks(store: dist.Store, keys: Mapping[int, str], limit: timedelta) -
     """Until each of these ranks has set its key."""
     try:
         store.wait([*keys.values()], limit)
+    except dist.DistNetworkError as error:
+        what = "it has ended, and the store with it, before all ranks had compared their versions: look at what it says"
+        raise WorkerError(0, "init_process_group", what) from error
     except dist.DistError as error:
         silent = [rank for rank, key in keys.items() if len(keys) == 1 or not store.check([key])] or [*keys]
         what = f"no versions were said within {limit.total_seconds():g} s by rank {', '.join(map(str, silent))}: "

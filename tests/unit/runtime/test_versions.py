@@ -17,7 +17,7 @@ import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformCPU, PlatformCUDA
 from verl.runtime import versions
 from verl.runtime.versions import check_ranks, check_same, own_versions
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.errors import ConfigError, VerlError, WorkerError
 
 OTHERS = {
     "torch": "2.99.0",
@@ -142,6 +142,14 @@ def test_a_rank_that_does_not_say_its_versions_is_named(monkeypatch: pytest.Monk
     assert without_first.startswith(
         "rank 0 failed in init_process_group(): no versions were said within 0.4 s by rank 0: "
     )
+
+
+def test_a_rank_0_that_ends_meanwhile_is_not_said_to_be_older():
+    masters = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    store = dist.TCPStore("127.0.0.1", masters[0].port, is_master=False)
+    threading.Timer(0.3, masters.clear).start()
+    with pytest.raises(WorkerError, match=r"rank 0 failed .*\n?it has ended, and the store with it, before"):
+        check_ranks(store, 1, 3)
 
 
 SCRIPT = """
