@@ -236,10 +236,10 @@ def test_ranks_that_stall_end_and_the_culprit_is_named_once(
     folder: Path, rank: int, what: str, own_ranks: tuple[str, ...], says: str
 ):
     launcher = () if own_ranks else ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    extra = (*own_ranks, "trainer.device=cpu", "trainer.stall_timeout_s=3")
+    extra = (*own_ranks, "trainer.device=cpu", "trainer.stall_timeout_s=8")  # rank 0 prints a line every 5 s
     code, stderr = run_that_loses_a_rank(folder, *launcher, extra=extra, rank=rank, what=what)
     assert code == 1 and stderr.count("error: rank ") == (1 if own_ranks else 2), stderr
-    assert f"error: rank {rank} failed in fit():\n{says}" in stderr and "(trainer.stall_timeout_s=3)" in stderr
+    assert f"error: rank {rank} failed in fit():\n{says}" in stderr and "(trainer.stall_timeout_s=8)" in stderr
     assert f"\nrank {1 - rank} waits in " in stderr
     if own_ranks:
         assert "in disturb_one(): time.sleep(600)\n" in stderr and "SIGKILL" not in stderr

@@ -12,12 +12,11 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.e2e import jobs, test_sft
-from tests.e2e.test_sft_ranks import EXACT, KILLER, assert_close, rank_run
+from tests.e2e.test_sft_ranks import EXACT, assert_close, rank_run
 from tests.ranks import run_ranks
 from tests.small_ray import small_ray
 from verl.trainer import sft_trainer_ray
 from verl.trainer.checkpoints import complete_steps
-from verl.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.ray
 TWO_RANKS = ["trainer.device=cpu", "trainer.n_gpus_per_node=2"]
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "metrics"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")  # of the ranks
+        patch.setenv("PYTHONPATH", str(ROOT))  # of the ranks
         with small_ray():
             yield folder
 
@@ -78,17 +77,3 @@ def test_a_rank_that_fails_is_named(folder: Path, capfd: pytest.CaptureFixture[s
     out, err = capfd.readouterr()
     assert "starting 2 ranks; new\n" in out
     assert re.search(r"error: rank [01] failed in run\(\): model.external_lib=only_here: there is no module", err)
-
-
-def test_a_rank_that_stalls_is_named_though_the_driver_asks_it_for_output(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    (folder / "killer.py").write_text(KILLER.format(rank=0, what="time.sleep(600)"))
-    monkeypatch.syspath_prepend(folder)
-    extra = ["trainer.total_training_steps=9", "model.external_lib=killer", "trainer.stall_timeout_s=3"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SFTTrainer, "update", SFTTrainer.update)  # which the module replaces here too
-        assert sft_trainer_ray.main([*test_sft.overrides(folder, "stalled", *extra), *TWO_RANKS]) == 2
-    err = capfd.readouterr().err
-    assert "error: rank 0 failed in run():\nit has not entered the collective in which others wait" in err
-    assert "in disturb_one(): time.sleep(600)\nrank 1 waits in " in err

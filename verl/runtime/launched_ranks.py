@@ -49,10 +49,12 @@ def watch_each_other(
 
     thread = threading.Thread(target=look, name="stall watch", daemon=True)
     thread.start()
-    everyone = collectives.all_gather((machine, os.getpid(), thread.native_id or 0, uuid.uuid4().hex))
+    # threads that are there already, as that of the progress line, say nothing of what the rank does
+    uncounted = [one.native_id or 0 for one in threading.enumerate() if one is not threading.main_thread()]
+    everyone = collectives.all_gather((machine, os.getpid(), uncounted, uuid.uuid4().hex))
     folder, since = folder_of_this_node(f"verl-ranks-{everyone[0][3]}"), time.time()
     local = {rank: one for rank, one in enumerate(everyone) if one[0] == machine}
-    processes = {rank: RankProcess(process, None, frozenset({own})) for rank, (_, process, own, _) in local.items()}
+    processes = {rank: RankProcess(process, None, frozenset(own)) for rank, (_, process, own, _) in local.items()}
     kind = RanksOfMachine if len(local) == len(everyone) else _SomeRanks
     ranks = kind(processes, folder, [process.process for process in processes.values()])
 
