@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verl.runtime.device_collectives import DeviceWait, read_device_waits
 from verl.runtime.rank_reports import RecordedError, ask_for_stacks, read_errors
 
 _PROC = Path("/proc")
@@ -26,6 +27,7 @@ class Counters:
     num_bytes: int  # of its calls to read and write, also from the page cache; those of sockets are not known
     parent: int
     storage_bytes: int = 0  # that a disk has read and written for it
+    device_waits: tuple[DeviceWait, ...] = ()  # of a library that polls, which is CPU time without a move
 
     def without(self, threads: Collection["Counters"]) -> "Counters":
         """What is left without those of some of its threads."""
@@ -125,8 +127,12 @@ class RanksOfMachine(WatchedRanks):
         self.processes, self.folder, self.parents = processes, folder, set(parents)
 
     def look(self, ranks: Collection[int]) -> dict[int, Counters] | None:
-        found = {rank: self.processes[rank].counters() for rank in ranks}
-        return {rank: counters for rank, counters in found.items() if counters is not None}
+        found = {}
+        for rank in ranks:
+            if (now := self.processes[rank].counters()) is not None:
+                waits = () if now.state == "T" else read_device_waits(self.folder, rank)
+                found[rank] = replace(now, device_waits=waits)
+        return found
 
     def look_at_helpers(self) -> dict[tuple[str, int], Counters]:
         own = {place.process for place in self.processes.values()}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from verl.runtime.device_collectives import tell_device_waits
 from verl.runtime.rank import RankInfo, end_rank
 from verl.runtime.rank_reports import RankReports, error_text
 from verl.runtime.wire import deserialize, serialize
@@ -35,6 +36,7 @@ def serve(
     os.dup2(stderr.fileno(), 2)
     stderr.close()
     reports.open()
+    tell_device_waits(reports.folder, reports.rank)
     faulthandler.enable()  # prints a traceback after a crash in native code
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a job; only the driver handles them
         signal.signal(number, signal.SIG_IGN)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from verl.plugin.platform import get_platform
 from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S
+from verl.runtime.device_collectives import tell_device_waits
 from verl.runtime.processes import loopback_interface
 from verl.runtime.rank import RankInfo
 from verl.runtime.rank_processes import RankProcess, threads_of_this_process
@@ -113,6 +114,7 @@ class RankActor:
         try:
             found = RankReports(folder_of_this_node(reports), int(variables["RANK"]))
             found.open()
+            tell_device_waits(found.folder, found.rank)
             self.server.reports = found
         except OSError as error:
             warnings.warn(f"this node has no room for reports: a stall here has no stack: {error}", stacklevel=1)

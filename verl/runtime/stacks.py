@@ -39,6 +39,7 @@ class Stack:
     frames: tuple[Frame, ...] = ()
     collective: str | None = None
     is_storing: bool = False  # whether any thread is in an fsync, or in code of checkpoints or trackers
+    on_device: str | None = None  # the collective in which its device is
 
     @classmethod
     def parse(cls, text: str) -> "Stack":
@@ -66,9 +67,19 @@ class Stack:
         return "an unknown line" if frame is None else str(frame)
 
     @property
+    def waits_in(self) -> str | None:
+        """The collective, if it waits in one."""
+        return self.on_device or (self.collective and f"{self.collective}()")
+
+    @property
+    def place(self) -> str:
+        """The same for ranks in the same collective: their devices', or the line of the call."""
+        return self.on_device or self.where
+
+    @property
     def what_it_does(self) -> str:
         """Where it is, and in which collective."""
-        return (f"waits in {self.collective}()" if self.collective else "is") + f" at {self.where}"
+        return (f"waits in {self.waits_in}" if self.waits_in else "is") + f" at {self.where}"
 
     def __str__(self) -> str:
         return "\n".join(f"  {frame}" for frame in self.frames[:_SHOWN])

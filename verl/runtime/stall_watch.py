@@ -1,6 +1,7 @@
 """Ranks inside a call are watched from outside; when none moves, the one that the others wait for is named.
 
 A rank moves while its CPU time or its bytes read and written grow; one that waits for its storage may rest for long.
+CPU time is no move while its device stays in one collective: its library polls.
 Elsewhere than on Linux nothing is watched.
 """
 
@@ -9,7 +10,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
+from verl.runtime.device_collectives import DeviceWait, are_complete
 from verl.runtime.rank import COLLECTIVE_TIMEOUT
 from verl.runtime.rank_processes import TICK_S, Counters, WatchedRanks
 from verl.runtime.stacks import Stack
@@ -35,21 +38,28 @@ class Progress:
         """Compare with the counters at the last move."""
         self.state, self.quiet_s = now.state, self.quiet_s + elapsed_s
         self.stopped_s = self.stopped_s + elapsed_s if now.state == "T" else 0.0
-        used = now.cpu_s - self.counters.cpu_s
-        has_moved = used > max(2 * TICK_S, _IDLE_SHARE * self.quiet_s) or now.num_bytes != self.counters.num_bytes
+        used, polls = now.cpu_s - self.counters.cpu_s, self._polls(now)
+        has_moved = not polls and used > max(2 * TICK_S, _IDLE_SHARE * self.quiet_s)
         has_moved = has_moved or used < 0  # one of the threads that are counted has ended
+        has_moved = has_moved or now.num_bytes != self.counters.num_bytes
         has_moved = has_moved or now.storage_bytes != self.counters.storage_bytes
-        if has_moved or now.state in "Rt":  # one that waits for a core, or for whoever debugs it, is not stalled
+        if has_moved or now.state in ("t" if polls else "Rt"):  # it waits for a core, or for whoever debugs it
             self.counters, self.quiet_s, self.stores = now, 0.0, False
 
     def update_after_stacks(self, before: Counters, now: Counters, size: int) -> bool:
         """Whether it has moved while it wrote `size` bytes of stacks, which itself is no move."""
-        has_moved = now.cpu_s - before.cpu_s > _STACK_CPU_S or now.num_bytes - before.num_bytes not in (0, size)
-        has_moved = has_moved or now.state in "Rt" or (self.stopped_s > 0 and now.state != "T")
+        polls = self._polls(now)
+        has_moved = now.num_bytes - before.num_bytes not in (0, size) or now.state in ("t" if polls else "Rt")
+        has_moved = has_moved or (now.cpu_s - before.cpu_s > _STACK_CPU_S and not polls)
+        has_moved = has_moved or (self.stopped_s > 0 and now.state != "T")
         self.counters = now
         if has_moved:
             self.quiet_s, self.stopped_s, self.stores = 0.0, 0.0, False
         return has_moved
+
+    def _polls(self, now: Counters) -> bool:
+        """Whether its device is in the collectives in which it was at its last move."""
+        return now.device_waits != () and now.device_waits == self.counters.device_waits
 
 
 class StallWatch:
@@ -144,11 +154,18 @@ class StallWatch:
             then, now, size = before.get(rank), after.get(rank), len(texts[rank])
             if then is None or now is None or progress.update_after_stacks(then, now, size):
                 moved.add(rank)
-        return {rank: Stack.parse(text) for rank, text in texts.items()}, moved
+        waits = {rank: next(map(str, found), None) for rank, found in self._device_waits.items()}
+        return {rank: replace(Stack.parse(text), on_device=waits[rank]) for rank, text in texts.items()}, moved
+
+    @property
+    def _device_waits(self) -> dict[int, tuple[DeviceWait, ...]]:
+        return {rank: one.counters.device_waits for rank, one in self._progress.items()}
 
     def _limit_s(self, rank: int) -> float:
-        """For how long a rank may rest: longer where it waits, or may wait, for its storage."""
+        """For how long a rank may rest: longer where it waits, or may wait, for its storage or for a transfer."""
         methods = {method.rpartition(".")[2] for method in self._calls[rank].values()}
+        if are_complete(self._device_waits[rank], self._device_waits):
+            return max(self.limit_s, _STORAGE_TIMEOUT_S)
         waits = not methods.isdisjoint(_STORING) or self._progress[rank].stores or self.ranks.wait_for_disks([rank])
         return max(self.limit_s, _STORAGE_TIMEOUT_S) if waits else self.limit_s
 
@@ -162,7 +179,7 @@ class StallWatch:
 
     def _name_culprit(self, stopped: Sequence[int], stacks: dict[int, Stack]) -> WorkerError:
         """The rank for which the others wait: one that is stopped, not in their collective, or done without it."""
-        waiting = {rank: stack for rank, stack in stacks.items() if stack.collective and rank not in stopped}
+        waiting = {rank: stack for rank, stack in stacks.items() if stack.waits_in and rank not in stopped}
         outside = [rank for rank in stacks if rank not in waiting and rank not in stopped]
         done = [rank for rank in range(self.num_ranks) if rank not in stacks]
         if stopped:
@@ -175,8 +192,8 @@ class StallWatch:
             rank, what = outside[0], "it does not move, and is in no collective"
         elif done:
             rank, what = done[0], "it has left the call without entering the collective in which others wait"
-        elif len(places := Counter(stack.where for stack in stacks.values())) > 1:
-            rank = min(stacks, key=lambda rank: (places[stacks[rank].where], rank))  # one of the fewest
+        elif len(places := Counter(stack.place for stack in stacks.values())) > 1:
+            rank = min(stacks, key=lambda rank: (places[stacks[rank].place], rank))  # one of the fewest
             what = "it waits in another collective than others do"
         else:
             rank, what = min(stacks), "every rank waits in the same collective: their network does not answer"
@@ -196,7 +213,8 @@ class StallWatch:
         parts.append(self.ranks.describe([rank])[rank])
         if (progress := self._progress.get(rank)) is None:
             return ", ".join([*parts, "which waits for its next call"])
-        still = f"no CPU time and no bytes for {max(progress.quiet_s, progress.stopped_s):.1f} s"
+        wait = next((f"{one} and no bytes" for one in progress.counters.device_waits), "no CPU time and no bytes")
+        still = f"{wait} for {max(progress.quiet_s, progress.stopped_s):.1f} s"
         return (
             ", ".join([*parts, f"state {progress.state}"]) + f": {still} (trainer.stall_timeout_s={self.timeout_s:g})"
         )

@@ -76,6 +76,9 @@ class PlatformCUDA(TorchAccelerator):
     def rollout_env_vars(self) -> dict[str, str]:
         return {"NCCL_CUMEM_ENABLE": "0"}
 
+    def collectives_handler(self) -> str | None:
+        return "dump_nccl_trace_json" if self.communication_backend_name() == "nccl" else None
+
     def get_collective_module(self) -> Any:
         if not has_module("cupy"):
             return None

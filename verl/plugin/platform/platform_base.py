@@ -131,6 +131,11 @@ class PlatformBase(ABC):
         """A module of collectives that work outside a process group (such as `cupy.cuda.nccl`), or None."""
         return None
 
+    def collectives_handler(self) -> str | None:
+        """The handler of torch's worker server that tells, as its flight recorder's JSON, in which collectives this
+        device is; None where a rank that waits in one sleeps, or nothing tells it."""
+        return None
+
     def get_device_uuid(self, device_id: int) -> str:
         """A device name that is the same in processes with different visible devices."""
         visible = self.visible_devices()
