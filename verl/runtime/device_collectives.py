@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import socket
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,8 +46,12 @@ def tell_device_waits(folder: Path, rank: int) -> None:
     os.environ[SERVER_SOCKET] = str(folder / f"rank_{rank}.waits.{handler}")
     server = worker_main()
     assert server is not None  # its decorator declares that it may be
-    _SERVERS.enter_context(server)
-    del os.environ[SERVER_SOCKET]  # processes that it starts have none
+    try:
+        _SERVERS.enter_context(server)
+    except RuntimeError as error:  # the path is too long for a socket, for instance
+        warnings.warn(f"a stall on this rank's device will not be seen: {error}; set a shorter TMPDIR", stacklevel=2)
+    finally:
+        del os.environ[SERVER_SOCKET]  # processes that it starts have none
 
 
 def read_device_waits(folder: Path, rank: int) -> tuple[DeviceWait, ...]:

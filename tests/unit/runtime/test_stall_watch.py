@@ -15,7 +15,7 @@ import pytest
 
 from verl.plugin.platform import PlatformCPU, PlatformCUDA, PlatformROCm
 from verl.runtime import device_collectives, rank_processes
-from verl.runtime.device_collectives import DeviceWait, read_device_waits
+from verl.runtime.device_collectives import DeviceWait, read_device_waits, tell_device_waits
 from verl.runtime.rank_processes import Counters, RankProcess, RanksOfMachine, family
 from verl.runtime.rank_reports import RankReports, RecordedError, ask_for_stacks, blame_earliest, read_errors
 from verl.runtime.ray_processes import RanksOnRay
@@ -222,6 +222,18 @@ def test_a_rank_of_which_no_server_tells_has_no_waits(tmp_path: Path):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "rank_0.waits.dump_nccl_trace_json"))
     assert read_device_waits(tmp_path, 0) == ()  # it has ended
+
+
+def test_a_rank_whose_folder_has_too_long_a_name_for_a_socket_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(device_collectives, "get_platform", lambda: SimpleNamespace(collectives_handler=lambda: "ping"))
+    monkeypatch.setenv(device_collectives.START_TIMES, "1")
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    with pytest.warns(UserWarning, match="will not be seen: .*; set a shorter TMPDIR"):
+        tell_device_waits(folder, 0)
+    assert device_collectives.SERVER_SOCKET not in os.environ and read_device_waits(folder, 0) == ()
 
 
 def test_the_handler_is_that_of_the_library_that_carries_the_collectives(monkeypatch: pytest.MonkeyPatch):
