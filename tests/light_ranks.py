@@ -21,6 +21,9 @@ class LightRank:
         util: Any = ray.util
         return self.node, util.get_node_ip_address(), self.ids
 
+    def device_names(self, resource: str) -> list[str]:
+        return self.ids
+
     def versions(self) -> dict[str, str]:
         return json.loads(os.environ["VERL_TEST_VERSIONS"])  # of the shell: light ranks cannot ask the package
 

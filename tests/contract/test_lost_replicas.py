@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +18,20 @@ from tests.contract.test_transports import BUCKET, Rank, ShardedTrainer, setting
 from tests.contract.test_weight_sync import VOCAB, scores, small_model
 from tests.sampling_server import answer_to
 from verl.config.rollout import RolloutConfig, ServerConfig
-from verl.runtime.group import Layout, WorkerGroup
+from verl.runtime.group import Layout, ObjectOnNode, WorkerGroup
 from verl.runtime.inline import InlineGroup
 from verl.runtime.processes import ProcessGroup
-from verl.utils.errors import WorkerError
+from verl.utils.errors import VerlError, WorkerError
 from verl.weight_sync.base import Receipt
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.rollout.base import Completion, GenerationRequest, SamplingParams
 from verl.workers.rollout.engine_stats import metrics_between
+from verl.workers.rollout.handshake import new_secret
 from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.router import Router
+from verl.workers.rollout.server_process import ServerOnNode, start_on_node
 
 TIMEOUT_S = 2.0  # without a sign of life
 
@@ -35,11 +39,25 @@ TIMEOUT_S = 2.0  # without a sign of life
 class Run:
     """Two replicas in processes of their own, and a trainer that publishes to them."""
 
-    def __init__(self, folder: Path, max_restarts: int, timeout: float = TIMEOUT_S, shares_devices: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        max_restarts: int,
+        timeout: float = TIMEOUT_S,
+        shares_devices: bool = False,
+        nodes: "list[Node] | None" = None,
+    ):
         self.model, self.folder = small_model(), folder
         self.model.save_pretrained(folder)
         server = ServerConfig(python=rollout_server.python_wrapper(folder, "tests.sampling_server"), timeout=timeout)
-        start = partial(RemoteEngine, RolloutConfig(dtype="float32", server=server), folder, ())
+        config = RolloutConfig(dtype="float32", server=server)
+
+        def start(number: int) -> RemoteEngine:
+            if nodes is None:
+                return RemoteEngine(config, folder, (), number)
+            nodes.append(Node(str(server.python), secret := new_secret()))
+            return RemoteEngine(config, folder, (), number, (), ServerOnNode(nodes[-1], secret, 120.0))
+
         engines = [start(number) for number in range(2)]
         for engine in engines:
             engine.wait_until_ready()
@@ -79,7 +97,24 @@ class Run:
         return asyncio.run(ask())
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        self.router.engines[number].process.send_signal(what)
+        self.router.engines[number].server.process.send_signal(what)
+
+
+class Node(ObjectOnNode):
+    """Another machine, played by this one: its server listens, and it does not answer once it is lost."""
+
+    def __init__(self, python: str, secret: bytes):
+        self.server = start_on_node(python, secret, os.getcwd(), False, (), {}, "127.0.0.1", ())
+        self.is_lost = False
+
+    def call(self, method: str, *args: Any, limit_s: float = 5.0) -> Any:
+        if self.is_lost:
+            raise VerlError("its node has ended")
+        return getattr(self.server, method)(*args)
+
+    def end(self) -> None:
+        if self.server.process.stdin is not None:
+            self.server.process.stdin.close()
 
 
 @pytest.fixture
@@ -153,6 +188,34 @@ def test_a_replica_that_computes_or_waits_for_the_trainer_is_no_loss(started: Ca
     run = started(max_restarts=1, timeout=1.0)
     run.extra = {"stall 1": torch.ones(3)}  # it sleeps 5 s in the transfer
     assert run.publish(0).num_replicas == 2 and run.router.restarts == [0, 0]
+
+
+def test_replicas_on_other_machines_are_replaced_and_one_whose_machine_is_lost_is_told(
+    started: Callable[..., Run], caplog: pytest.LogCaptureFixture
+):
+    nodes: list[Node] = []
+    run = started(max_restarts=2, nodes=nodes)
+    assert run.publish(0).num_replicas == 2
+    check_answers(
+        requests := some_requests(),
+        run.answers(requests, lambda: nodes[1].server.process.send_signal(signal.SIGSTOP)),
+        0,
+    )
+    assert "its process on node 127.0.0.1 gave no sign of life" in caplog.text and "SIGSTOP" in caplog.text
+    assert nodes[1].server.process.wait(60) == -signal.SIGKILL
+    run.wait_for_replacement(1)
+    assert run.publish(1).num_replicas == 2
+
+    def lose() -> None:  # nothing comes any more, not even the end of the connection
+        nodes[0].server.process.send_signal(signal.SIGSTOP)
+        nodes[0].is_lost = True
+
+    check_answers(requests := some_requests(10), run.answers(requests, lose), 1)
+    assert "rollout replica 0: its node has ended" in caplog.text
+    nodes[0].server.kill()
+    run.wait_for_replacement(0)
+    run.router.close()
+    assert all(node.server.process.wait(60) is not None for node in nodes)
 
 
 @pytest.mark.parametrize("backend", ["naive", "nccl"])

@@ -16,18 +16,26 @@ import pytest
 from verl.config.rollout import RolloutConfig
 from verl.runtime.wire import deserialize
 from verl.utils.errors import WorkerError
-from verl.workers.rollout import remote_engine
 from verl.workers.rollout.engine_server import encode_frame
 from verl.workers.rollout.own_engines import start_all
+from verl.workers.rollout.remote_engine import RemoteEngine
+from verl.workers.rollout.server_process import LocalServer
 
 
-def test_an_answer_that_came_before_the_server_died_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def server_of(connection: socket.socket, process: Any, log: Path) -> LocalServer:
+    """A server whose connection and process are the test's."""
+    server = LocalServer.__new__(LocalServer)
+    server.socket, server.process, server.log, server.name = connection, process, str(log), "its process"
+    return server
+
+
+def test_an_answer_that_came_before_the_server_died_is_not_lost(tmp_path: Path):
     ours, server = socket.socketpair()
     log = tmp_path / "log"
     log.touch()
     process = subprocess.Popen(["true"])
-    monkeypatch.setattr(remote_engine, "start_server", lambda python, devices: (ours, process, str(log)))
-    engine, reading, go_on = remote_engine.RemoteEngine(RolloutConfig(), tmp_path), threading.Event(), threading.Event()
+    engine = RemoteEngine(RolloutConfig(), tmp_path, server=server_of(ours, process, log))
+    reading, go_on = threading.Event(), threading.Event()
 
     def tell() -> None:
         reading.set()
@@ -53,7 +61,7 @@ def test_nothing_that_a_dead_server_started_survives(tmp_path: Path):
     os.close(writing)
     with theirs, os.fdopen(reading) as output:
         pid = int(output.readline())
-        remote_engine.stop_server(ours, process, str(tmp_path / "log"))
+        server_of(ours, process, tmp_path / "log").stop()
         ended = select.select([output], [], [], 60)[0]
         if not ended:
             os.kill(pid, signal.SIGKILL)
@@ -84,11 +92,10 @@ def test_engines_are_closed_if_one_of_them_cannot_start():
     assert len(start_all(build, 1)) == 1 and not closed
 
 
-def test_calls_to_a_server_that_reads_nothing_return_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_calls_to_a_server_that_reads_nothing_return_at_once(tmp_path: Path):
     ours, server = socket.socketpair()
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    monkeypatch.setattr(remote_engine, "start_server", lambda python, devices: (ours, process, str(tmp_path / "log")))
-    engine = remote_engine.RemoteEngine(RolloutConfig(), tmp_path)
+    engine = RemoteEngine(RolloutConfig(), tmp_path, server=server_of(ours, process, tmp_path / "log"))
     calling = threading.Thread(target=lambda: [engine._call("x", text="x" * 2**20) for _ in range(8)], daemon=True)
     calling.start()
     calling.join(30)
@@ -96,5 +103,5 @@ def test_calls_to_a_server_that_reads_nothing_return_at_once(tmp_path: Path, mon
     with server, server.makefile("rb") as stream:  # all of them come, in their order
         frames = [stream.read(int.from_bytes(stream.read(8), "little")) for _ in range(9)]
     assert [deserialize(frame)[0] for frame in frames] == [*range(1, 10)]
-    remote_engine.kill_group(process)
+    engine.server.kill()
     engine.close()

@@ -172,7 +172,7 @@ def test_a_replica_that_is_silent_is_given_up_and_may_come_back(backend: str, pu
     publisher = publishing(backend, timeout=TIMEOUT)
     publisher.publish(0)
     publisher.extra = dict(MORE)
-    process = servers.engines[1].process
+    process = servers.engines[1].server.process
     process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(StaleWeightsError, match=r"version 1 did not arrive .*replica 1: no answer for 3.0 s"):

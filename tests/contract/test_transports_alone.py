@@ -1,6 +1,7 @@
 """Transports without the processes that use them: device memory, a plug-in's library, what cannot work."""
 
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -17,6 +18,8 @@ from verl.checkpoint_engine import broadcast, shared_memory
 from verl.checkpoint_engine.buckets import buckets
 from verl.checkpoint_engine.endpoint import TransportEndpoint, TransportSettings
 from verl.config import load_config
+from verl.trainer.ppo import rollout_setup
+from verl.trainer.ppo.plan import Machine, plan_placement
 from verl.trainer.ppo.rollout_setup import build_weight_sync, check_rollout_engine_can_train
 from verl.utils.errors import ConfigError, PluginError, TransportError
 
@@ -61,6 +64,38 @@ def test_replicas_read_from_the_rank_on_their_device_and_the_others_from_the_fir
         end.finalize()
 
 
+def test_replicas_on_several_machines_read_from_a_rank_of_theirs():
+    transport = shared_memory.SharedMemoryTransport
+    machines = ["m", "m", "n", "n", "m"]  # three ranks, two replicas
+    metadata = [{"device": "", "machine": machine, "root": f"/shared of {machine}"} for machine in machines]
+    trainer, rollout = transport.build_topology(3, 2, metadata)
+    assert (trainer["rank"], trainer["receivers"]) == ([0, -1, 0], [1, 0, 1])
+    assert rollout["folder"] == [trainer["folder"][2], trainer["folder"][0]]
+    assert [folder.partition("/verl-weights-")[0] for folder in rollout["folder"]] == ["/shared of n", "/shared of m"]
+    metadata[4]["machine"] = "another"
+    with pytest.raises(ConfigError, match="rollout worker 1 is on a machine without a rank"):
+        transport.build_topology(3, 2, metadata)
+
+
+def test_replicas_on_machines_without_ranks_get_a_broadcast_from_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch):
+    actor: Any = SimpleNamespace(group=SimpleNamespace(address="10.0.0.1"))
+    monkeypatch.setattr(rollout_setup, "plan_run", lambda c: plan_placement(c, Machine("cuda", 8), "ray"))
+    rollout = "actor_rollout_ref.rollout"
+
+    def reaching(backend: str, *words: str, **given: str) -> tuple[str, dict[str, str]]:
+        config = load_config([f"{rollout}.name=vllm", "trainer.n_gpus_per_node=8", f"{rollout}.n=8", *words])
+        found = rollout_setup._reaching(TransportSettings(backend, 1, given), config, actor)
+        return found.backend, found.arguments
+
+    far = [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=8"]
+    assert reaching("naive", *far) == ("nccl", {"address": "10.0.0.1"})
+    assert reaching("naive", "trainer.nnodes=2") == ("naive", {})  # each machine has ranks
+    assert reaching("nccl", "trainer.nnodes=2") == ("nccl", {"address": "10.0.0.1"})
+    assert reaching("nccl", *far, address="10.9.9.9") == ("nccl", {"address": "10.9.9.9"})
+    assert reaching("file", *far, folder="/x") == ("file", {"folder": "/x"})
+    assert reaching("nccl") == ("nccl", {})  # one machine: loopback
+
+
 def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.MonkeyPatch):
     """The device is played by this process: what CUDA's handles would name is looked up in a table."""
     table: list[Tensor] = []
@@ -75,8 +110,13 @@ def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.Monk
     sent = [(f"{n}", torch.randn(50 + n)) for n in range(40)]
     ends = [shared_memory.SharedMemoryTransport(4000, timeout=60) for _ in range(3)]
     arguments = shared_memory.SharedMemoryTransport.build_topology(1, 2, [end.prepare() for end in ends])
-    folder = arguments[0]["folder"][0]
-    assert os.stat(folder).st_mode & 0o077 == 0
+    folder, modes, remove = arguments[0]["folder"][0], list[int](), shutil.rmtree
+
+    def note_and_remove(path: str, ignore_errors: bool) -> None:
+        modes.append(os.stat(path).st_mode & 0o777)
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(shared_memory.shutil, "rmtree", note_and_remove)
     arrived: dict[int, list[tuple[str, Tensor]]] = {}
 
     def receive(number: int) -> None:
@@ -87,7 +127,7 @@ def test_processes_that_share_a_device_share_its_memory(monkeypatch: pytest.Monk
     for thread in threads:
         thread.start()
     ends[0].init_process_group(0, folder, 2)
-    assert ends[0].max_bucket_bytes() == 2000 and not os.path.exists(folder)
+    assert ends[0].max_bucket_bytes() == 2000 and modes == [0o700] and not os.path.exists(folder)
     for _ in ends[0].send_buckets(buckets(sent, 2000), torch.bfloat16, 0):
         pass
     for thread in threads:

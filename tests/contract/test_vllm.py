@@ -213,7 +213,7 @@ def test_a_server_answers_publishes_aborts_and_its_death_is_told(server: RemoteE
             server.generate(GenerationRequest(10, PROMPT, SamplingParams(max_tokens=1000, ignore_eos=True)))
         )
         await asyncio.sleep(0.1)
-        server.process.send_signal(signal.SIGKILL)
+        server.server.process.send_signal(signal.SIGKILL)
         await task
 
     with pytest.raises(WorkerError, match=r"^rollout replica 3: its process ended with signal SIGKILL") as lost:
@@ -247,7 +247,7 @@ def test_a_killed_server_is_replaced_and_its_requests_have_the_same_answers(fold
             waiting = [asyncio.create_task(router.generate(request)) for request in requests]
             await asyncio.sleep(0.3)
             if kill:
-                router.engines[1].process.send_signal(signal.SIGKILL)
+                router.engines[1].server.process.send_signal(signal.SIGKILL)
             return [completion.token_ids for [completion] in await asyncio.gather(*waiting)]
 
         undisturbed = asyncio.run(ask(kill=False))
@@ -274,7 +274,7 @@ def test_a_replica_of_two_devices_holds_one_version(folder: Path, monkeypatch: p
         receipt = asyncio.run(sync.publish(version))
     assert receipt.num_read_back == receipt.num_tensors and answer(engine)[0].policy_version == (1, 1)
     engine.close()
-    engine.process.wait(60)  # a limit on a hang
+    engine.server.process.wait(60)  # a limit on a hang
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import import_or_skip
+from tests.conftest import import_or_skip, python_with_vllm
 from tests.e2e import jobs
 from tests.e2e.test_ranks import COMMON, STEPS, trained
+from verl.commands.quickstart.addition_task import CHARACTERS
+from verl.commands.quickstart.small_model import make_model
 from verl.observe.ledger import read_ledger
 
 pytestmark = pytest.mark.ray
+VLLM_STEPS = int(os.environ.get("VERL_TEST_VLLM_STEPS", "2"))  # 5 in a soak
 HYBRID = [f"{jobs.ARR}.actor.fsdp_config.fsdp_size=2"]  # a copy of the parameters on each node, sharded by its ranks
 
 
@@ -83,6 +86,38 @@ def let_reward_wait(folder: Path, since: Path, until: Path) -> None:
     )
     lines = (folder / "reward.py").read_text().splitlines(keepends=True)
     (folder / "reward.py").write_text("".join(["import time\nfrom pathlib import Path\n", lines[0], waits, *lines[1:]]))
+
+
+@pytest.mark.vllm
+def test_ranks_on_two_nodes_train_with_a_replica_of_vllm_on_each(
+    tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """The driver and its ranks in this environment, which has Ray; the replicas in that of vLLM."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    jobs.prepare(tmp_path)
+    make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=2)  # vLLM wants heads of at least 32 on a CPU
+    rollout, starts = f"{jobs.ARR}.rollout", tmp_path / "starts"
+    python = tmp_path / "python"  # which notes what starts it
+    python.write_text(f'#!/bin/sh\ntr "\\0" " " < /proc/$PPID/cmdline >> {starts}\nexec {python_with_vllm()} "$@"\n')
+    python.chmod(0o700)
+    fixed = [
+        *HYBRID, f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True", f"{rollout}.kv_cache_bytes=16777216",
+        f"{rollout}.server.python={python}", f"{rollout}.checkpoint_engine.probe_every=1", "trainer.device=cpu",
+        f"trainer.total_training_steps={VLLM_STEPS}",
+    ]  # fmt: skip
+    two = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{rollout}.num_replicas=2"]
+    jobs.train(tmp_path, "ray", *fixed, *two)
+    assert starts.read_text().count("ray::") == 2
+    jobs.train(tmp_path, "one", *fixed, "trainer.runtime=processes", "trainer.n_gpus_per_node=4")
+    found, wanted = jobs.metrics(tmp_path, "ray"), jobs.metrics(tmp_path, "one")
+    for step in range(1, VLLM_STEPS + 1):
+        row, expected = found[step], wanted[step]
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (step, name)
+        assert row["weight_sync/bytes_moved"] == 2 * expected["weight_sync/bytes_moved"]  # to both
+        assert row["weight_sync/tensors_read_back"] == row["weight_sync/tensors_sent"] > 0
+        assert row["weight_sync/probe_difference"] <= row["weight_sync/probe_bound"]
 
 
 def lose(cluster: Any, node: Any) -> None:

@@ -181,7 +181,8 @@ def process_group(library: str, store: dist.Store, rank: int, size: int, timeout
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        device = gloo.create_device(hostname=LOOPBACK) if address == LOOPBACK else gloo.create_default_device()
+        is_loopback = address.startswith("127.")
+        device = gloo.create_device(hostname=address) if is_loopback else gloo.create_default_device()
         options._devices = [device]
         return gloo(store, rank, size, options)
     if library == "nccl":

@@ -1,9 +1,9 @@
 """`checkpoint_engine.backend=naive`: processes of one machine share a buffer; one half is filled while one is read.
 
-Receivers on the device of a trainer's rank read from that rank, the others from rank 0. The buffer is anonymous host
-memory, or device memory if a sender and all its receivers use one device that can share it (CUDA IPC). The processes
-connect to a Unix socket in a folder that only this user can enter; JSON messages give the position of each
-tensor. A receiver copies a half before it acknowledges it, as engines may keep the tensors that they load.
+Receivers on the device of a trainer's rank read from that rank, the others from the first on their machine. The buffer
+is anonymous host memory, or device memory if a sender and all its receivers use one device that can share it (CUDA
+IPC). The processes connect to a Unix socket in a folder that only this user can enter; JSON messages give the position
+of each tensor. A receiver copies a half before it acknowledges it, as engines may keep the tensors that they load.
 """
 
 import base64
@@ -15,6 +15,7 @@ import shutil
 import socket
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch import Tensor
 from verl.checkpoint_engine.base import Bucket, BucketTransport
 from verl.checkpoint_engine.buckets import SHARED_MEMORY, assign_offsets, read_bucket, write_bucket
 from verl.plugin.platform import get_platform
-from verl.utils.errors import TransportError
+from verl.utils.errors import ConfigError, TransportError
 
 CPU_BUCKET_BYTES = 16 << 20  # bytes: fits processor caches and the allocator's free lists; more is not faster
 HEADER_BYTES = 8  # bytes of a message's length, little-endian
@@ -61,15 +62,27 @@ class SharedMemoryTransport(BucketTransport):
         self.on_device = False
 
     def prepare(self) -> dict[str, Any]:
-        return {"device": device_identity()}
+        root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        return {"device": device_identity(), "machine": machine_identity(root), "root": str(root)}
 
     @classmethod
     def build_topology(cls, actor_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]) -> Any:
-        devices = [worker["device"] for worker in metadata]
-        ranks = {device: rank for rank, device in reversed([*enumerate(devices[:actor_world_size])]) if device}
-        senders = [ranks.get(device, 0) for device in devices[actor_world_size:]]
-        root, counts = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None, Counter(senders)
-        folders = {rank: tempfile.mkdtemp(prefix="verl-weights-", dir=root) for rank in counts}
+        ranks: dict[tuple[str, str], int] = {}  # the first with this device, and the first of this machine
+        for rank, worker in enumerate(metadata[:actor_world_size]):
+            ranks.setdefault(("device", worker["device"]), rank)
+            ranks.setdefault(("machine", worker["machine"]), rank)
+        ranks.pop(("device", ""), None)
+        senders = []
+        for number, worker in enumerate(metadata[actor_world_size:]):
+            of_machine = ranks.get(("machine", worker["machine"]))
+            if of_machine is None:
+                raise ConfigError(
+                    f"rollout worker {number} is on a machine without a rank of the trainer, and "
+                    "checkpoint_engine.backend=naive is for processes of one machine; use backend=nccl (gloo on CPUs)"
+                )
+            senders.append(ranks.get(("device", worker["device"]), of_machine))
+        counts = Counter(senders)
+        folders = {rank: str(Path(metadata[rank]["root"]) / f"verl-weights-{uuid.uuid4().hex}") for rank in counts}
         numbers = range(actor_world_size)
         trainer = {
             "rank": [0 if rank in counts else -1 for rank in numbers],
@@ -86,6 +99,7 @@ class SharedMemoryTransport(BucketTransport):
     def init_process_group(self, rank: int, folder: str, receivers: int) -> None:
         self.rank = rank
         if rank == 0:
+            os.mkdir(folder, 0o700)
             try:
                 self._accept_receivers(Path(folder) / "socket", receivers)
             finally:
@@ -276,6 +290,12 @@ def open_device_memory(handle: list[Any]) -> Tensor:
     parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle[1:]]
     storage = torch.UntypedStorage._new_shared_cuda(device, *parts)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def machine_identity(root: Path) -> str:
+    """The same in processes that see one folder `root` of one running machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()} {root.stat().st_dev}"
 
 
 def device_identity() -> str:

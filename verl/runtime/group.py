@@ -1,11 +1,13 @@
 """Groups of workers, one worker per rank, called through `broadcast`, `scatter` and `post`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+ANSWER_S = 5.0  # how long a node's answer is waited for
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,18 @@ class Layout:
         return len(self.output_ranks)
 
 
+class ObjectOnNode(ABC):
+    """An object of the driver that lives in a process of its own on a machine of the ranks."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any, limit_s: float = ANSWER_S) -> Any:
+        """The result of `method(*args)`; TimeoutError after `limit_s`, and VerlError where it failed or is lost."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End its process."""
+
+
 class WorkerGroup(ABC):
     """The workers of all ranks. All ranks receive calls in the same order, also those of concurrent threads.
 
@@ -87,6 +101,18 @@ class WorkerGroup(ABC):
     def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
         """Start one call of `method` on `rank` per tuple; coroutines of one post start together."""
 
+    def hold(
+        self, factory: Callable[[str, list[str]], Any], node: int, ranks: Sequence[int] = (), num_devices: int = 0
+    ) -> ObjectOnNode:
+        """What `factory(address, devices)` builds on machine `node` of a cluster, where the driver reaches it at
+        `address`: for the devices of `ranks`, or for `num_devices` of its own."""
+        raise NotImplementedError("only a cluster's ranks have machines")
+
+    @property
+    def address(self) -> str:
+        """Of the machine of rank 0, as the others reach it."""
+        raise NotImplementedError("only a cluster's ranks have machines")
+
     @abstractmethod
     def close(self) -> None:
         """End the workers. The group cannot be used afterwards."""
@@ -111,6 +137,15 @@ class _RoleGroup(WorkerGroup):
 
     def post(self, rank: int, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future]:
         return self.base.post(rank, f"{self.name}.{method}", arguments)
+
+    def hold(
+        self, factory: Callable[[str, list[str]], Any], node: int, ranks: Sequence[int] = (), num_devices: int = 0
+    ) -> ObjectOnNode:
+        return self.base.hold(factory, node, ranks, num_devices)
+
+    @property
+    def address(self) -> str:
+        return self.base.address
 
     def close(self) -> None:
         """Does nothing: the owner of `base` closes it."""

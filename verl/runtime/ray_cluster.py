@@ -175,6 +175,15 @@ class Devices:
         amount = count * self.share if count <= together else float(math.ceil(count / together))
         return ({} if name == "CPU" else {"CPU": float(count)}) | {name: amount}
 
+    def of_devices(self, count: int) -> dict[str, float]:
+        """Ray's resources for `count` whole devices of a node, with a core each."""
+        return {"CPU": float(count)} | {device_resource(self.platform): float(count)}
+
+    def options_of(self, count: int) -> dict[str, Any]:
+        """Those of an actor with `count` whole devices."""
+        name = device_resource(self.platform)
+        return {"num_cpus": count, **({} if name == "CPU" else self.platform.ray_resource_options(count))}
+
     def ranks_within(self, resources: Mapping[str, float]) -> int:
         """How many ranks such a node can hold."""
         name = device_resource(self.platform)
@@ -198,35 +207,42 @@ class Devices:
                 )
 
 
-def reserve(devices: Devices, ranks: int, who: str, beside: int = 0) -> Any:
-    """A placement group for `ranks`, one bundle a node, `beside` of a node's ranks not being trainer.n_gpus_per_node's.
+def reserve(devices: Devices, ranks: int, who: str, beside: int = 0, apart: Sequence[int] = ()) -> Any:
+    """A placement group for `ranks`, one bundle a node, `beside` of a node's ranks not being trainer.n_gpus_per_node's,
+    and for `apart[node]` whole devices on each node, or on more nodes.
 
     ConfigError, with the numbers and the nearest that fits, where it cannot be had.
     """
     nodes = devices.num_nodes
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks cannot be shared evenly by {nodes} machines")
-    bundle = devices.of_ranks(ranks // nodes)
-    there, fit = await_nodes(devices, bundle)
-    need = f"{who} needs {nodes} node{'s' * (nodes > 1)} with {_amounts(bundle)} each"
-    have = " and ".join(_amounts({name: node.get(name, 0.0) for name in bundle}) for node in there[:8])
+    bundles = [devices.of_ranks(ranks // nodes) for _ in range(nodes)] + [{} for _ in apart[nodes:]]
+    for bundle, count in zip(bundles, apart, strict=False):
+        if count:
+            bundle |= {name: bundle.get(name, 0.0) + amount for name, amount in devices.of_devices(count).items()}
+    there, fit = await_nodes(devices, bundles)
+    kinds = [bundle for number, bundle in enumerate(bundles) if bundle not in bundles[:number]]
+    need = f"{who} needs " + " and ".join(_nodes_with(bundles.count(bundle), bundle) for bundle in kinds)
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    have = " and ".join(_amounts({name: node.get(name, 0.0) for name in names}) for node in there[:8])
     more = f" and {len(there) - 8} nodes more" if len(there) > 8 else ""
     advice = "lower trainer.n_gpus_per_node or trainer.nnodes, or add nodes (ray start --address=HEAD)"
-    if set(bundle) == {"CPU"}:
+    if {*names} == {"CPU"}:
         advice += "; ray_kwargs.ray_init.num_cpus=N counts more cores on a Ray that the run starts"
-    if fit < nodes:
-        nearest = _nearest(devices, ranks // nodes, beside, there)
+    if fit < len(bundles):
+        other = max(apart, default=0)
+        nearest = "" if len(bundles) > nodes else _nearest(devices, ranks // nodes + other, beside + other, there)
         raise ConfigError(
             f"{need}, but {fit} of the cluster's {len(there)} can hold that ({have}{more}); {nearest}{advice}"
         )
     from ray.util.placement_group import placement_group, remove_placement_group
 
     name = f"{devices.group_name}-{uuid.uuid4().hex[:8]}"  # Ray refuses one that is in use
-    group = placement_group([bundle] * nodes, "STRICT_SPREAD" if nodes > 1 else "PACK", name)
+    group = placement_group(bundles, "STRICT_SPREAD" if len(bundles) > 1 else "PACK", name)
     limit_s = max(RESERVE_S, devices.wait_s)  # Ray counts a lost node for a while
     if not group.wait(limit_s):
         remove_placement_group(group)
-        free = {name: _free().get(name, 0.0) for name in bundle}
+        free = {name: _free().get(name, 0.0) for name in names}
         raise ConfigError(
             f"{need}, but after {limit_s:g} s only {_amounts(free)} of the cluster are free; wait for the other jobs "
             f"(ray status), or {advice}"
@@ -234,21 +250,43 @@ def reserve(devices: Devices, ranks: int, who: str, beside: int = 0) -> Any:
     return group
 
 
-def await_nodes(devices: Devices, bundle: Mapping[str, float]) -> tuple[list[dict[str, float]], int]:
-    """The cluster's nodes, and how many of them can hold `bundle`: once they are enough, or `wait_s` are over."""
+def await_nodes(devices: Devices, bundles: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, float]], int]:
+    """The cluster's nodes, and how many of `bundles` they can hold, one each: when that is all, or after `wait_s`."""
     deadline, has_warned = time.monotonic() + devices.wait_s, False
     while True:
         there = alive_nodes()
-        fit = sum(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in there)
-        if fit >= devices.num_nodes or time.monotonic() >= deadline:
+        fit = _count_fitting(there, bundles, (device_resource(devices.platform), "CPU"))
+        if fit >= len(bundles) or time.monotonic() >= deadline:
             return there, fit
         if not has_warned:
             logger.warning(
                 "%d of %d nodes are there; waiting for the others for %g s (trainer.node_wait_s)",
-                fit, devices.num_nodes, devices.wait_s,
+                fit, len(bundles), devices.wait_s,
             )  # fmt: skip
         has_warned = True
         time.sleep(NODE_POLL_S)
+
+
+def _count_fitting(
+    nodes: Sequence[Mapping[str, float]], bundles: Sequence[Mapping[str, float]], names: Sequence[str]
+) -> int:
+    """How many bundles have a node each: the largest first, on the smallest node that can hold it."""
+
+    def size(one: Mapping[str, float]) -> list[float]:
+        return [one.get(name, 0.0) for name in names]
+
+    free, count = sorted(nodes, key=size), 0
+    for bundle in sorted(bundles, key=size, reverse=True):
+        for node in free:
+            if all(node.get(name, 0.0) >= amount for name, amount in bundle.items()):
+                free.remove(node)
+                count += 1
+                break
+    return count
+
+
+def _nodes_with(count: int, bundle: dict[str, float]) -> str:
+    return f"{count} node{'s' * (count > 1)} with {_amounts(bundle)} each"
 
 
 def release(group: Any) -> None:

@@ -8,19 +8,20 @@ request for replies with each rank, and so hears of its death.
 import atexit
 import contextlib
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from verl.runtime import rank_server
 from verl.runtime.calls import GRACE_S, RemoteGroup
-from verl.runtime.group import Layout
+from verl.runtime.group import Layout, ObjectOnNode
 from verl.runtime.rank import RankInfo
 from verl.runtime.rank_reports import blame_earliest
 from verl.runtime.ray_cluster import Devices, device_resource, rank_environment, release, reserve
+from verl.runtime.ray_objects import Factory, ObjectOnRay, plain
 from verl.runtime.ray_processes import RanksOnRay
 from verl.runtime.ray_rank import POLL_S, RankActor
 from verl.runtime.stall_watch import STALL_TIMEOUT_S, StallWatch, describe_stuck
@@ -126,7 +127,29 @@ class RayGroup(RemoteGroup):
         try:
             return list(ray.get(refs, timeout=START_S))
         except ray.exceptions.RayError as error:
-            raise VerlError(f"Ray could not start the ranks: {_plain(error)}{advice}") from error
+            raise VerlError(f"Ray could not start the ranks: {plain(error)}{advice}") from error
+
+    def hold(self, factory: Factory, node: int, ranks: Sequence[int] = (), num_devices: int = 0) -> ObjectOnNode:
+        options = {
+            **(self.devices.options_of(num_devices) if num_devices else {"num_cpus": 0}),
+            "runtime_env": {"env_vars": rank_environment(self.devices.platform)},
+        }
+        names = [name for rank in ranks for name in self._device_names[rank]]
+        resource, has_ranks = device_resource(self.devices.platform), node < self.devices.num_nodes
+        held = ObjectOnRay(factory, (self._group, node), options, resource, names, has_ranks)
+        if self._ranks is not None:
+            self._ranks.holders.append(held.actor)
+        return held
+
+    @cached_property
+    def _device_names(self) -> list[list[str]]:
+        """By rank, Ray's names of its devices."""
+        resource = device_resource(self.devices.platform)
+        return self._ask([actor.device_names.remote(resource) for actor in self._actors])
+
+    @property
+    def address(self) -> str:
+        return self._addresses[0]
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -171,7 +194,7 @@ class RayGroup(RemoteGroup):
                         polls[self._poll(rank)] = rank
                 except Exception as error:
                     polls.pop(ref, None)
-                    self._on_death(rank, f"its actor on node {self._addresses[rank]} has ended: {_plain(error)}")
+                    self._on_death(rank, f"its actor on node {self._addresses[rank]} has ended: {plain(error)}")
                     continue
                 for text, arrays in replies:  # copied, so that the object store is free again
                     self._resolve(rank, *unpack((text, [array.copy() for array in arrays])))
@@ -217,8 +240,3 @@ class RayGroup(RemoteGroup):
             self._kill_ranks()
             if self._ranks is not None:
                 self._ranks.close()
-
-
-def _plain(error: Exception) -> str:
-    """The text of an error of Ray without its colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()

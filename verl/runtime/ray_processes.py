@@ -27,6 +27,7 @@ class RanksOnRay(WatchedRanks):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.nodes, self.processes = nodes, processes
+        self.holders: list[Any] = []  # actors of objects for which a rank may wait
         self._by_node: dict[str, Any] = {}
         watcher: Any = ray.remote(_RanksOfNode)
         for node in dict.fromkeys(nodes):
@@ -93,6 +94,8 @@ class RanksOnRay(WatchedRanks):
                     refs.append(call())
                 elif own := [rank for rank in ranks if self.nodes[rank] == node]:
                     refs.append(call(own))
+            if method == "look_at_helpers":
+                refs += [holder.look_at_helpers.remote() for holder in self.holders]
             if refs:
                 ray.wait(refs, num_returns=len(refs), timeout=limit_s)
         for ref in refs:

@@ -21,6 +21,7 @@ from verl.runtime.rank import RankInfo
 from verl.runtime.rank_processes import RankProcess, threads_of_this_process
 from verl.runtime.rank_reports import RankReports, folder_of_this_node
 from verl.runtime.rank_server import CallServer
+from verl.runtime.ray_objects import devices_of_this_actor
 from verl.runtime.versions import own_versions
 from verl.runtime.wire import Packed, pack, unpack
 
@@ -84,11 +85,15 @@ class RankActor:
         import ray
 
         context, address = ray.get_runtime_context(), cast(Any, ray.util.get_node_ip_address)
-        ids = context.get_accelerator_ids().get(resource, [])
+        ids = devices_of_this_actor(resource)
         visible = os.environ.get(get_platform().visible_devices_envvar() or "-", "").split(",")
         if len(visible) > 1:  # Ray leaves them as they are (RAY_EXPERIMENTAL_NOSET_...), and its ids are from that list
             ids = [str(visible.index(device)) for device in ids if device in visible]
         return context.get_node_id(), str(address()), ids
+
+    def device_names(self, resource: str) -> list[str]:
+        """Ray's names of the devices that it gave this rank."""
+        return devices_of_this_actor(resource)
 
     def versions(self) -> dict[str, str]:
         """Those of this rank's environment."""

@@ -41,9 +41,15 @@ def test_missing_nodes_are_waited_for(
     monkeypatch.setattr(ray_cluster, "NODE_POLL_S", 2.0)
     monkeypatch.setattr(ray_cluster, "time", Clock())
     devices = Devices(choose_platform("cpu"), num_nodes=2, wait_s=wait_s)
-    assert await_nodes(devices, devices.of_ranks(4)) == found
+    assert await_nodes(devices, [devices.of_ranks(4)] * 2) == found
     assert next(looks) == looked + 1
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"1 of 2 nodes are there; waiting for the others for {wait_s:g} s (trainer.node_wait_s)"] * (
         wait_s > 0
     )
+
+
+def test_bundles_of_unequal_size_get_a_node_each(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_cluster, "alive_nodes", lambda: [LARGE, SMALL])
+    for bundles, fit in (([SMALL, LARGE], 2), ([LARGE, LARGE], 1), ([SMALL, SMALL, SMALL], 2)):
+        assert await_nodes(Devices(choose_platform("cpu")), bundles)[1] == fit

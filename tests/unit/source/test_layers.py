@@ -16,7 +16,7 @@ ADAPTERS = {
     "wandb": {"verl.observe.trackers"},
     "mlflow": {"verl.observe.trackers"},
     "tensorboard": {"verl.observe.trackers"},
-    "ray": {f"verl.runtime.ray_{part}" for part in ("cluster", "group", "processes", "rank")},
+    "ray": {f"verl.runtime.ray_{part}" for part in ("cluster", "group", "objects", "processes", "rank")},
     "vllm": {
         "verl.workers.rollout.vllm_engine",
         "verl.workers.rollout.vllm_experts",

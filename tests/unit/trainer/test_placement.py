@@ -13,7 +13,7 @@ from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer import preflight, rank_launch, sft_trainer
 from verl.trainer.ppo import placement
-from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
+from verl.trainer.ppo.placement import announce_plan, devices_apart, place_roles, plan_run, start_pools
 from verl.trainer.preflight import chosen_runtime
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
@@ -170,18 +170,30 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
         assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in found
     one = refusal(*vllm, *sizes, f"{rollout}.num_replicas=1")
     assert one.endswith(f"set {rollout}.data_parallel_size=1")  # it is one replica still
-    assert refusal(*vllm, f"{rollout}.num_replicas=2", ray).startswith(f"{rollout}.num_replicas with rollout.name=vllm")
-    assert place(*vllm, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
-    split = [*vllm, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]
-    for far in ([ray], ["trainer.n_gpus_per_node=8"]):  # on the machines of a cluster, and on a second one
+    sglang = [*PPO, f"{rollout}.name=sglang"]
+    two = refusal(*sglang, f"{rollout}.num_replicas=2", ray)
+    assert two.startswith(f"{rollout}.num_replicas with rollout.name=sglang on Ray")
+    assert place(*sglang, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
+    split = [*sglang, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]
+    for far in ([ray], ["trainer.n_gpus_per_node=8", ray]):  # on the machines of a cluster, and on a second one
         assert refusal(*split, *far).startswith("actor_rollout_ref.hybrid_engine=False or rollout.nnodes with rollout")
 
 
-def test_beside_ranks_on_ray_the_run_starts_one_replica_and_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_beside_ranks_on_ray_the_run_starts_the_replicas_of_the_plan_or_one_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+):
     on_gpus(monkeypatch, 8)
-    plan = plan_run(load_config([*PPO, "actor_rollout_ref.rollout.name=vllm", "trainer.runtime=ray"]))
+    plan = plan_run(load_config([*PPO, "actor_rollout_ref.rollout.name=sglang", "trainer.runtime=ray"]))
     assert plan.rollout.count == 1
-    assert plan.notes[0].startswith("8 replicas of rollout.name=vllm are planned, and beside ranks on Ray a run")
+    assert plan.notes[0].startswith("8 replicas of rollout.name=sglang are planned, and beside ranks on Ray a run")
+    words = [*PPO, "actor_rollout_ref.rollout.name=vllm", "trainer.runtime=ray", "trainer.nnodes=2"]
+    words += ["trainer.n_gpus_per_node=6", "data.train_batch_size=12"]
+    config = load_config([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
+    assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and not devices_apart(config)
+    apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
+    assert devices_apart(load_config([*words, *apart])) == [2, 2]
+    far = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8"]
+    assert devices_apart(load_config([*words, *far])) == [0, 0, 8]
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ConfigError])

@@ -33,13 +33,28 @@ def test_replicas_are_the_devices_over_tensor_times_data_parallel_size(tensor: i
     assert made.rollout == Replicas("rollout", "actor", expected, tensor, data)
 
 
-def test_replicas_beside_ranks_on_ray_are_planned_and_the_one_that_starts_is_noted():
-    two = f"{ROLLOUT}.tensor_model_parallel_size=2"
-    [note] = plan(*VLLM, two, runtime="ray").notes
-    assert note.startswith("4 replicas of rollout.name=vllm are planned, and beside ranks on Ray a run of this version")
-    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note and plan(*VLLM, two).notes == ()
+def test_replicas_beside_ranks_on_ray_are_planned_and_where_one_starts_alone_it_is_noted():
+    two, sglang = f"{ROLLOUT}.tensor_model_parallel_size=2", [*GRPO, f"{ROLLOUT}.name=sglang"]
+    [note] = plan(*sglang, two, runtime="ray").notes
+    assert note.startswith(
+        "4 replicas of rollout.name=sglang are planned, and beside ranks on Ray a run of this version"
+    )
+    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note and plan(*sglang, two).notes == ()
     for quiet in (f"{ROLLOUT}.num_replicas=1", f"{ROLLOUT}.num_replicas=4", f"{ROLLOUT}.tensor_model_parallel_size=8"):
-        assert plan(*VLLM, quiet, runtime="ray").notes == ()
+        assert plan(*sglang, quiet, runtime="ray").notes == ()
+    assert plan(*VLLM, two, runtime="ray").notes == ()
+
+
+def test_each_replica_has_a_machine_and_devices_there():
+    nodes, tensor = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], f"{ROLLOUT}.tensor_model_parallel_size"
+    made = plan(*VLLM, *nodes, f"{tensor}=2", runtime="ray")
+    assert made.rollout_places == ((0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3)))
+    apart = plan(*VLLM, *nodes, SPLIT, f"{ROLLOUT}.n_gpus_per_node=3", f"{ROLLOUT}.num_replicas=4", runtime="ray")
+    assert apart.rollout_places == ((0, (4,)), (0, (5,)), (0, (6,)), (1, (4,)))
+    far = plan(*VLLM, *nodes, f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8", f"{tensor}=4", runtime="ray")
+    assert far.rollout_places == ((2, (0, 1, 2, 3)), (2, (4, 5, 6, 7)))
+    on_cpus = plan(*VLLM, *nodes, f"{ROLLOUT}.num_replicas=3", machine=Machine("cpu", 1), runtime="ray")
+    assert on_cpus.rollout_places == ((0, ()), (0, ()), (1, ()))
 
 
 def test_replicas_take_the_devices_of_their_pool_in_order():
@@ -64,7 +79,9 @@ def test_collectives_to_replicas_on_the_trainers_devices_are_refused_with_what_w
         assert plan(*words, f"{ROLLOUT}.checkpoint_engine.backend={backend}").rollout.count == 4
     assert "device 0 would have two" in refusal(*VLLM, nccl, machine=Machine("cuda", 1))
     assert plan(*words, nccl, machine=Machine("cpu", 1)).rollout.count == 1  # gloo there
-    assert plan(*words, nccl, runtime="ray").rollout.count == 4  # Ray knows which devices the ranks have
+    assert "NCCL joins one rank a device" in refusal(*words, nccl, runtime="ray")  # replicas are on the ranks' devices
+    elsewhere = [*GRPO, f"{ROLLOUT}.name=sglang", nccl]
+    assert plan(*elsewhere, runtime="ray").rollout.count == 8  # Ray knows which devices the ranks have
 
 
 def test_ranks_on_parts_of_devices_are_counted_as_such():

@@ -32,15 +32,17 @@ logger = logging.getLogger(__name__)
 def plan_run(config: RunConfig) -> Plan:
     """The plan of a run on this machine; ConfigError where it is impossible, or has too few devices here.
 
-    Of several replicas that nobody asked for by number, beside ranks on Ray, it has the one that can start.
+    Of several replicas that nobody asked for by number, beside ranks on Ray, it has the one that can start, where the
+    engine starts none on other machines.
     """
     platform, runtime = get_platform(), chosen_runtime(config.trainer)
     if runtime == "ray":
         ray_cluster.check_installed()
     plan = plan_placement(config, Machine(platform.device_name, platform.device_count()), runtime)
     check_devices_asked_for(config.trainer, platform, dict(devices_beside_actor(config).values()))
-    alone = runtime == "ray" and config.actor_rollout_ref.rollout.num_replicas is None and not splits_rollout(config)
-    if alone and _has_copies_on_devices(config, plan):
+    rollout = config.actor_rollout_ref.rollout
+    alone = runtime == "ray" and rollout.num_replicas is None and not splits_rollout(config)
+    if alone and _has_copies_on_devices(config, plan) and not find_rollout_engine(rollout.name).starts_on_nodes:
         return replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
     return plan
 
@@ -95,13 +97,24 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
             f"has requests; set {ROLLOUT}.data_parallel_size=1{then}"
         )
     splits = splits_rollout(config)
-    if (plan.runtime == "ray" and (replicas.count > 1 or splits)) or (splits and plan.num_nodes > 1):
+    if plan.runtime == "ray" and (replicas.count > 1 or splits) and not find_rollout_engine(name).starts_on_nodes:
         key = "actor_rollout_ref.hybrid_engine=False or rollout.nnodes" if splits else f"{ROLLOUT}.num_replicas"
         raise ConfigError(
-            f"{key} with rollout.name={name} on Ray or on several machines is planned by `verl plan`, but there this "
-            "version starts one replica, on the trainer's devices; drop it, use trainer.runtime=processes on one "
-            "machine, or rollout.name=native to sample on every device"
+            f"{key} with rollout.name={name} on Ray is planned by `verl plan`, but there this version starts one "
+            "replica of it, on the driver's machine; drop it, use trainer.runtime=processes on one machine, or "
+            "rollout.name=vllm or native"
         )
+
+
+def devices_apart(config: RunConfig) -> list[int]:
+    """By machine, the devices of a rollout that has its own and is no rank; empty without such a rollout."""
+    plan = plan_run(config)
+    pool, counts = plan.rollout_pool, [0] * plan.num_nodes
+    if pool.roles != ("rollout",):
+        return []
+    for node in range(pool.first_node, pool.first_node + pool.nodes):
+        counts[node] = pool.per_node
+    return counts
 
 
 def start_pools(
@@ -128,9 +141,11 @@ def start_pools(
         if runtime == "ray":
             cluster = join_cluster(config.ray_kwargs.ray_init, config.ray_kwargs.timeline_json_file)
             ending.callback(cluster.leave)
-            announce(cluster.describe(platform, num_ranks))
+            apart = devices_apart(config)
+            announce(cluster.describe(platform, num_ranks + sum(apart)))
             beside = sum(pool.num_ranks for pool in pools if pool.name != "actor") // config.trainer.nnodes
-            reserved = reserve(devices, num_ranks, f"the run of {describe_pools(pools)}", beside)
+            replicas = f" and {sum(apart)} devices for the rollout" if apart else ""
+            reserved = reserve(devices, num_ranks, f"the run of {describe_pools(pools)}{replicas}", beside, apart)
             ending.callback(release, reserved)
         else:
             report_local_head(config.trainer, announce)

@@ -86,13 +86,29 @@ class Plan:
         return self.replicas[0]
 
     @property
+    def rollout_pool(self) -> PlannedPool:
+        return next(pool for pool in self.pools if pool.name == self.rollout.pool)
+
+    @property
+    def rollout_places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The machine of each rollout replica, of several its first, and the indices of its devices there.
+
+        Where none are counted, replicas are divided evenly over the pool's machines.
+        """
+        made, pool = self.rollout, self.rollout_pool
+        if not made.on_devices:
+            return tuple((pool.first_node + number * pool.nodes // made.count, ()) for number in range(made.count))
+        each, per_replica = max(pool.per_node // made.size, 1), max(made.size // pool.per_node, 1)
+        places = []
+        for number in range(made.count):
+            node, start = number // each * per_replica, pool.first_device + number % each * made.size
+            places.append((pool.first_node + node, tuple(range(start, start + made.size))))
+        return tuple(places)
+
+    @property
     def rollout_devices(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the devices of each rollout replica, of one machine; none where they are not counted."""
-        if not self.rollout.on_devices:
-            return ()
-        size, pool = self.rollout.size, next(pool for pool in self.pools if pool.name == self.rollout.pool)
-        starts = [pool.first_device + number * size for number in range(self.rollout.count)]
-        return tuple(tuple(range(start, start + size)) for start in starts)
+        return tuple(devices for _, devices in self.rollout_places) if self.rollout.on_devices else ()
 
 
 def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -> Plan:
@@ -279,9 +295,11 @@ def _rollout_replicas(
     if joins_server or registered.weights is Weights.REMOTE or (machine.kind == "cpu" and not split):
         return Replicas("rollout", pool.name, replicas_without_devices(rollout, notes), tensor, on_devices=False)
     made = _fitted(Replicas("rollout", pool.name, 0, tensor, data), pool, rollout.num_replicas, ROLLOUT)
-    if runtime != "ray" and not split and machine.kind != "cpu":  # Ray's ranks may have other devices
+    on_ranks = runtime != "ray" or registered.starts_on_nodes  # Ray's ranks may have other devices
+    if on_ranks and not split and machine.kind != "cpu":
         _check_ranks_of_the_transport(made, pool, rollout.checkpoint_engine.backend)
-    if runtime == "ray" and made.count > 1 and rollout.num_replicas is None and data == 1 and not split:
+    several = made.count > 1 and rollout.num_replicas is None and data == 1 and not split
+    if runtime == "ray" and several and not registered.starts_on_nodes:
         notes.append(
             f"{made.count} replicas of rollout.name={rollout.name} are planned, and beside ranks on Ray a run of this "
             f"version starts one, on the driver's machine; {ROLLOUT}.num_replicas=1 plans that one"

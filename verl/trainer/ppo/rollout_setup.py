@@ -1,8 +1,10 @@
 """Builds the rollout engine, its sampling parameters and its weight sync."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,14 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.checkpoint_engine.endpoint import TransportSettings
 from verl.config import ActorRolloutRefConfig, RolloutConfig, RunConfig
+from verl.config.rollout import ServerConfig
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config, model_folder
 from verl.models.lora import add_adapters
 from verl.plugin.platform import get_platform
+from verl.runtime.group import WorkerGroup
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.trainer.ppo.placement import plan_run
-from verl.trainer.ppo.plan import ROLLOUT, replicas_without_devices, splits_rollout
+from verl.trainer.ppo.plan import ROLLOUT, Plan, replicas_without_devices, splits_rollout
 from verl.utils.errors import ConfigError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.copy_sync import CopySync
@@ -27,6 +31,7 @@ from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import Actor
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
+from verl.workers.rollout.handshake import new_secret
 from verl.workers.rollout.native_engine import eos_ids, in_place_inputs
 from verl.workers.rollout.registry import (
     EngineInputs,
@@ -35,6 +40,7 @@ from verl.workers.rollout.registry import (
     find_rollout_engine,
     why_not_trained,
 )
+from verl.workers.rollout.server_process import ServerOnNode, start_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +54,33 @@ def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedT
     if registered.weights is Weights.IN_PLACE:
         return registered.build(in_place_inputs(rollout, actor.model, tokenizer, get_platform().device_name))
     plan, beside_ranks = plan_run(config), actor.group.local_worker is None
-    devices = plan.rollout_devices if plan.runtime != "ray" else ()  # Ray's ranks may have others
-    if not beside_ranks and devices == ((0,),):
-        devices = ()  # this process's own
     inputs = copied_inputs(rollout_of_run(config), model.path or "", tokenizer, plan.rollout.count)
-    engine = registered.build(replace(inputs, devices=devices))
+    if plan.runtime != "ray":  # where ranks may have other devices
+        devices = plan.rollout_devices
+        inputs = replace(inputs, devices=devices if beside_ranks or devices != ((0,),) else ())  # this process's own
+    elif registered.starts_on_nodes:
+        start = partial(start_server, plan, actor.group, rollout.server)
+        inputs = replace(inputs, devices=plan.rollout_devices, start_server=start)
+    engine = registered.build(inputs)
     if (built := len(cast(CopyingEngine, engine).replicas)) != plan.rollout.count:
         logger.warning(
             "rollout.name=%s answers with %d replicas where %d are planned: its builder leaves num_replicas unread",
             rollout.name, built, plan.rollout.count,
         )  # fmt: skip
     return engine
+
+
+def start_server(plan: Plan, group: WorkerGroup, settings: ServerConfig, replica: int) -> ServerOnNode:
+    """The server of a replica on the machine and the devices that the plan names: those of ranks of `group`, or others
+    of the cluster. It starts while others do."""
+    (node, devices), pool, secret = plan.rollout_places[replica], plan.rollout_pool, new_secret()
+    factory = partial(start_on_node, settings.python, secret, os.getcwd(), "OMP_NUM_THREADS" not in os.environ)
+    factory = partial(factory, get_platform().visible_devices_envvars(), get_platform().rollout_env_vars())
+    if pool.roles == ("rollout",):
+        held = group.hold(factory, node, num_devices=len(devices))
+    else:
+        held = group.hold(factory, node, [node * pool.per_node + device for device in devices])
+    return ServerOnNode(held, secret, settings.max_start_wait_time)
 
 
 def rollout_of_run(config: RunConfig) -> RolloutConfig:
@@ -148,7 +170,7 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
                 "servers of their own (rollout.num_replicas, rollout.server.python)"
             )
     else:
-        weight_transfer = WeightTransfer(transport_settings(rollout), actor.group, engine)
+        weight_transfer = WeightTransfer(_reaching(transport_settings(rollout), config, actor), actor.group, engine)
     dtype = engine.dtype or torch.float32
 
     async def trainer_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -173,6 +195,21 @@ def transport_settings(rollout: RolloutConfig) -> TransportSettings:
         dict(settings.engine_kwargs.get(settings.backend) or {}),
         settings.custom_backend_module,
     )
+
+
+def _reaching(settings: TransportSettings, config: RunConfig, actor: Actor) -> TransportSettings:
+    """`settings` for several machines: replicas on machines without ranks get a broadcast, from rank 0's address."""
+    plan = plan_run(config)
+    if plan.runtime != "ray" or plan.num_nodes == 1:
+        return settings
+    with_ranks = range(config.trainer.nnodes)
+    if settings.backend == "naive" and any(node not in with_ranks for node, _ in plan.rollout_places):
+        given = config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.get("nccl") or {}
+        settings = replace(settings, backend="nccl", arguments=dict(given))  # the platform's library
+        logger.info("replicas on machines without ranks: their weights come by checkpoint_engine.backend=nccl")
+    if settings.backend in ("nccl", "hccl", "gloo") and "address" not in settings.arguments:
+        return replace(settings, arguments={**settings.arguments, "address": actor.group.address})
+    return settings
 
 
 def actor_logprobs(

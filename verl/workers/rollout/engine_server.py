@@ -1,21 +1,33 @@
-"""A rollout engine in its own process: reads calls from an inherited socket and sends each result when it is ready.
+"""A rollout engine in its own process: reads calls from a socket and sends each result when it is ready.
 
-`remote_engine.RemoteEngine` starts it, in another Python environment if the configuration names one. Frames have the
+`server_process.LocalServer` starts it, in another Python environment if the configuration names one. Frames have the
 format of `verl.runtime.wire`: received data cannot run code.
 """
 
 import argparse
 import asyncio
+import os
+import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 from verl.config.rollout import RolloutConfig
 from verl.runtime.wire import deserialize, serialize
-from verl.utils.errors import VerlError
+from verl.utils.errors import TransportError, VerlError
 from verl.workers.rollout.base import CopyingEngine
+from verl.workers.rollout.handshake import SECRET_BYTES, accept_trainer
 
 HEADER_BYTES = 8  # bytes of a frame's length, little-endian
+MAX_FRAME_BYTES = 1 << 30  # more is no frame of ours
+
+
+def frame_bytes(header: bytes) -> int:
+    """The length of the frame that follows its header; TransportError for more than `MAX_FRAME_BYTES`."""
+    if (size := int.from_bytes(header, "little")) > MAX_FRAME_BYTES:
+        raise TransportError(f"a frame of {size} bytes was announced, and none has more than {MAX_FRAME_BYTES}")
+    return size
 
 
 def encode_frame(message: Any) -> bytes:
@@ -48,7 +60,7 @@ class RolloutServer:
         """Consumes frames; returns when the trainer closes the connection."""
         while True:
             try:
-                size = int.from_bytes(await self.reader.readexactly(HEADER_BYTES), "little")
+                size = frame_bytes(await self.reader.readexactly(HEADER_BYTES))
                 call_id, method, arguments = deserialize(await self.reader.readexactly(size))
             except asyncio.IncompleteReadError:
                 return
@@ -96,16 +108,47 @@ class RolloutServer:
         raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")
 
 
-async def serve(descriptor: int) -> None:
-    """Serve calls from the inherited socket `descriptor`."""
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+async def serve(descriptor: int, secret: bytes | None = None) -> None:
+    """Serve calls from the inherited socket `descriptor`, which with `secret` listens for a trainer that knows it."""
+    inherited = socket.socket(fileno=descriptor)
+    if secret is None:
+        reader, writer = await asyncio.open_connection(sock=inherited)
+    else:
+        reader, writer = await accept_trainer(inherited, secret)
     await RolloutServer(reader, writer).run()
+
+
+def read_secret() -> bytes:
+    """The secret, which comes first on the standard input. Once that ends, this process and all below it are killed:
+    who has started them is gone."""
+    launcher, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    stream = os.fdopen(launcher, "rb", buffering=0)
+    secret = b""
+    while len(secret) < SECRET_BYTES and (part := stream.read(SECRET_BYTES - len(secret))):
+        secret += part
+    if len(secret) < SECRET_BYTES:
+        raise SystemExit("the secret of the connection did not come over the standard input")
+
+    def watch() -> None:
+        while stream.read(1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    return secret
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--descriptor", type=int, required=True, help="inherited socket to the trainer")
-    asyncio.run(serve(parser.parse_args().descriptor))
+    socket_of = parser.add_mutually_exclusive_group(required=True)
+    socket_of.add_argument("--descriptor", type=int, help="inherited socket to the trainer")
+    socket_of.add_argument("--listener", type=int, help="inherited socket that listens for the trainer")
+    arguments = parser.parse_args()
+    if arguments.listener is not None:
+        asyncio.run(serve(arguments.listener, read_secret()))
+    else:
+        asyncio.run(serve(arguments.descriptor))
 
 
 if __name__ == "__main__":

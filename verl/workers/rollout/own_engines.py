@@ -28,19 +28,21 @@ def build_native(inputs: EngineInputs) -> "RolloutEngine":
     package="vllm",
     how_to_install="Install it: pip install -e '.[vllm]' in a checkout of verl",
     graphs_collectives=True,
+    starts_on_nodes=True,
 )
 def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     """vLLM in this process, or in a process per replica, which sees the replica's devices alone."""
     config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
     alone = inputs.num_replicas == 1 and config.tensor_model_parallel_size == 1 and not inputs.devices
-    if alone and config.server.python is None:
+    if alone and config.server.python is None and inputs.start_server is None:
         from verl.workers.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(config, path, inputs.tokenizer, eos)
     from verl.workers.rollout.remote_engine import RemoteEngine
 
     def start(number: int) -> RemoteEngine:
-        return RemoteEngine(config, path, eos, number, inputs.devices_of(number))
+        server = inputs.start_server(number) if inputs.start_server else None
+        return RemoteEngine(config, path, eos, number, inputs.devices_of(number), server)
 
     shares_devices = bool(inputs.devices) and config.free_cache_engine
     return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import device, nn
 
     from verl.workers.rollout.base import RolloutEngine
+    from verl.workers.rollout.server_process import Server
 
 
 class Weights(StrEnum):
@@ -47,6 +48,7 @@ class EngineInputs:
     model_path: str = ""  # copied: the folder of the model
     num_replicas: int = 1  # copied: engines that answer together
     devices: tuple[tuple[int, ...], ...] = ()  # copied: of each of them, by index; none: all devices, or none counted
+    start_server: "Callable[[int], Server] | None" = None  # copied: of a replica, on the plan's machine and devices
 
     def devices_of(self, replica: int) -> tuple[int, ...]:
         """The devices that a process of `replica` may see; none: as this process."""
@@ -65,6 +67,7 @@ class RegisteredEngine:
     joins_server: bool = False
     graphs_collectives: bool = False
     sleeps_with_weights: bool = False
+    starts_on_nodes: bool = False
 
     @property
     def can_train(self) -> bool:
@@ -95,17 +98,19 @@ def register_rollout_engine(
     joins_server: bool = False,
     graphs_collectives: bool = False,
     sleeps_with_weights: bool = False,
+    starts_on_nodes: bool = False,
 ) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
     """Decorator of the function that builds the engine `rollout.name=NAME`; names after the first are aliases.
 
     `package`: module that must be importable here, or in `rollout.server.python`; `joins_server`: unless
     `rollout.server.url` names a server. `graphs_collectives`: captures collectives of several devices in graphs.
-    `sleeps_with_weights`: asleep, it holds its weights and frees the KV cache alone.
+    `sleeps_with_weights`: asleep, it holds its weights and frees the KV cache alone. `starts_on_nodes`: it reads
+    `EngineInputs.start_server`, so that its replicas may be on several machines of a Ray cluster.
     """
 
     def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
         way = how_to_install or f"Install it: pip install {package}"
-        flags = joins_server, graphs_collectives, sleeps_with_weights
+        flags = joins_server, graphs_collectives, sleeps_with_weights, starts_on_nodes
         engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, *flags)
         for name in names:
             _ENGINES.register(name)(engine)

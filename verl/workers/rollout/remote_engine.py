@@ -2,28 +2,20 @@
 
 import asyncio
 import contextlib
-import os
 import queue
 import select
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import verl
 from verl.config.rollout import RolloutConfig
 from verl.plugin.platform import get_platform
 from verl.runtime.rank import COLLECTIVE_TIMEOUT
-from verl.runtime.rank_processes import Counters, family, waits_for_disk
 from verl.runtime.stall_watch import Progress
 from verl.runtime.wire import deserialize
 from verl.utils import errors
@@ -36,16 +28,16 @@ from verl.workers.rollout.base import (
     TokenCallback,
     rollout_dtype,
 )
-from verl.workers.rollout.engine_server import HEADER_BYTES, encode_frame
+from verl.workers.rollout.engine_server import HEADER_BYTES, encode_frame, frame_bytes
 from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.server_process import LocalServer, Server
 
-_EXIT_TIMEOUT_S = 10.0
 _SIGN_OF_LIFE = 0  # the number of calls whose answers nobody awaits
 
 
 class RemoteEngine(CopyingEngine):
-    """One replica in its own process, which sees `devices` (and, with `rollout.server.python`, in its own Python
-    environment)."""
+    """One replica in its own process: `server`, or one of this machine that sees `devices` (and, with
+    `rollout.server.python`, in its own Python environment)."""
 
     out_of_process = True
 
@@ -56,6 +48,7 @@ class RemoteEngine(CopyingEngine):
         eos_token_ids: Sequence[int] = (),
         replica: int = 0,
         devices: Sequence[int] = (),
+        server: Server | None = None,
     ):
         self.config, self.replica, self.model_path = config, replica, Path(model_path)
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -70,10 +63,11 @@ class RemoteEngine(CopyingEngine):
         self._progress: Progress | None = None  # since it was asked for a sign of life
         self._silent_s = 0.0
         self._given_up = ""
-        self._socket, self.process, self.log = start_server(config.server.python, devices)
+        if server is None:
+            server = LocalServer(config.server.python, get_platform().rollout_environment(devices))
+        self.server: Server = server
         threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True).start()
-        threading.Thread(target=self._write_calls, name=f"calls of rollout replica {replica}", daemon=True).start()
-        self._stop = weakref.finalize(self, stop_server, self._socket, self.process, self.log)
+        self._stop = weakref.finalize(self, self.server.stop)
         self._started = self._call(
             "start", config=config, model_path=str(model_path), eos_token_ids=list(eos_token_ids), replica=replica
         )
@@ -114,14 +108,14 @@ class RemoteEngine(CopyingEngine):
     async def _call_async(self, method: str, **arguments: Any) -> Any:
         return await asyncio.wrap_future(self._call(method, **arguments))
 
-    def _write_calls(self) -> None:
+    def _write_calls(self, connection: socket.socket) -> None:
         """Sends calls in a separate thread, in their order; returns when the server ends."""
         with contextlib.suppress(OSError):  # the reader notices it after the pending replies
             while (frame := self._outgoing.get()) is not None:
-                self._socket.sendall(frame)
+                connection.sendall(frame)
 
     def _read_replies(self) -> None:
-        """Consumes replies in a separate thread; returns when the server ends."""
+        """Connects and consumes replies in a separate thread; returns when the server ends."""
         for frame in self._frames():
             call_id, succeeded, result = deserialize(frame)
             if call_id == _SIGN_OF_LIFE:
@@ -136,42 +130,51 @@ class RemoteEngine(CopyingEngine):
             else:
                 future.set_exception(self._to_exception(*result))
         self._outgoing.put(None)
-        how = self._exit_message()
+        how = self.server.how_it_ended(self._given_up)
         with self._lock:
             self.lost = how
         self._fail_all(how)
 
     def _frames(self) -> Iterator[bytes]:
         """What the server sends, one message at a time, until it ends; looks after it while nothing comes."""
-        with contextlib.suppress(ConnectionError):  # of a server that ends before it has read all calls
-            while len(size := self._receive(HEADER_BYTES)) == HEADER_BYTES:
-                yield self._receive(int.from_bytes(size, "little"))
+        try:
+            connection = self.server.connect()
+            name = f"calls of rollout replica {self.replica}"
+            threading.Thread(target=self._write_calls, args=(connection,), name=name, daemon=True).start()
+            while len(header := self._receive(connection, HEADER_BYTES)) == HEADER_BYTES:
+                frame = self._receive(connection, size := frame_bytes(header))
+                if len(frame) < size:
+                    return
+                yield frame
+        except ConnectionError:  # of a server that ends before it has read all calls
+            return
+        except (VerlError, OSError) as error:
+            self._give_up(str(error))
 
-    def _receive(self, size: int) -> bytes:
+    def _receive(self, connection: socket.socket, size: int) -> bytes:
         """The next `size` bytes; fewer where the connection ends."""
         parts, pause_s, readable = bytearray(size), self.config.server.timeout / 4, select.poll()
-        readable.register(self._socket, select.POLLIN)
+        readable.register(connection, select.POLLIN)
         num_read = 0
         while num_read < size:
             while not readable.poll(pause_s * 1000):
                 self._look_after(pause_s)
-            if not (count := self._socket.recv_into(memoryview(parts)[num_read:])):
+            if not (count := connection.recv_into(memoryview(parts)[num_read:])):
                 break
             num_read += count
         self._progress = None
         return bytes(parts[:num_read])
 
     def _look_after(self, elapsed_s: float) -> None:
-        """End a server that gives no sign of life and does not move, so that others can answer its calls.
+        """End a server that gives no sign of life and does not move, so that others can answer its calls. VerlError
+        where its machine is lost.
 
         One that starts or waits for the trainer's weights is left alone: these waits have limits of their own.
         """
-        now = Counters.read(self.process.pid)
+        now = self.server.look()
         if now is None or not self._pending or self._num_transfers or not self._started.done():
             self._progress = None
             return
-        used = sum(counters.cpu_s for counters in family({self.process.pid}).values())
-        now = replace(now, cpu_s=used, num_bytes=0)
         if self._progress is None:
             self._progress, self._silent_s = Progress(now), 0.0
             self._outgoing.put(encode_frame([_SIGN_OF_LIFE, "stats", {}]))
@@ -180,14 +183,17 @@ class RemoteEngine(CopyingEngine):
         self._silent_s += elapsed_s
         timeout_s, still_s = self.config.server.timeout, max(self._progress.quiet_s, self._progress.stopped_s)
         polls = self._silent_s >= COLLECTIVE_TIMEOUT.total_seconds()
-        if polls or (still_s >= timeout_s and not waits_for_disk(self.process.pid)):
+        if polls or (still_s >= timeout_s and not self.server.waits_for_disk()):
             what = "it is stopped: somebody sent it SIGSTOP" if now.state == "T" else f"state {now.state}"
-            self._given_up = (
-                f"its process {self.process.pid} gave no sign of life for {self._silent_s:.0f} s and used no CPU time "
-                f"for {still_s:.0f} s, while {len(self._pending)} calls waited "
+            self._give_up(
+                f"{self.server.name} gave no sign of life for {self._silent_s:.0f} s and used no CPU time for "
+                f"{still_s:.0f} s, while {len(self._pending)} calls waited "
                 f"(actor_rollout_ref.rollout.server.timeout={timeout_s:g}); {what}. It was killed"
             )
-            kill_group(self.process)
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = self._given_up or why
+        self.server.kill()
 
     def _to_exception(self, kind: str, message: str) -> VerlError:
         if kind == "StaleWeightsError":
@@ -205,16 +211,6 @@ class RemoteEngine(CopyingEngine):
 
     def _failure(self, method: str, message: str) -> ReplicaError:
         return ReplicaError(self.replica, method, f"rollout replica {self.replica}: {message}")
-
-    def _exit_message(self) -> str:
-        """How the process ended, for which it waits, and the last lines of its output."""
-        code = end_server(self.process)
-        if code is None:
-            return "its process closed the connection; start the run again, it resumes from its last checkpoint"
-        how = f"its process ended with {f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'}"
-        log = Path(self.log)
-        last_lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
-        return f"{self._given_up or how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         return await self._await_answer(request, self._call("generate", request=request))
@@ -274,49 +270,3 @@ class RemoteEngine(CopyingEngine):
     def close(self) -> None:
         """End the process."""
         self._stop()
-
-
-def start_server(python: str | None, devices: Sequence[int] = ()) -> tuple[socket.socket, subprocess.Popen[bytes], str]:
-    """Our endpoint of a private socket pair with the child process, the process, and the file of its output.
-
-    It sees `devices`, indices among those of this process, or all.
-    """
-    ours, theirs = socket.socketpair()
-    descriptor, log = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
-    source = str(Path(verl.__file__).parent.parent)
-    environment = get_platform().rollout_environment(devices)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    with theirs, os.fdopen(descriptor, "wb") as output:
-        server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
-        process = subprocess.Popen(
-            [*server, "--descriptor", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-    return ours, process, log
-
-
-def stop_server(connection: socket.socket, process: subprocess.Popen[bytes], log: str) -> None:
-    """Close the connection, which ends the server, and delete its log."""
-    with contextlib.suppress(OSError):  # already closed
-        connection.shutdown(socket.SHUT_RDWR)
-    if process.returncode is None:  # who has waited for it has ended its group
-        end_server(process)
-    process.wait()
-    Path(log).unlink(missing_ok=True)
-
-
-def end_server(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code of a server that ends by itself; None if it did not in time. Nothing that it started survives."""
-    try:
-        return process.wait(_EXIT_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        kill_group(process)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a server and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""Objects of the driver on the nodes of its ranks, each in a small actor of Ray."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from verl.runtime.group import ANSWER_S, ObjectOnNode
+from verl.runtime.rank_processes import Counters, helpers_of
+from verl.utils.errors import VerlError
+
+LOOPBACK = "127.0.0.1"
+Factory = Callable[[str, list[str]], Any]  # of the address at which the driver reaches the node, and device names
+
+
+def devices_of_this_actor(resource: str) -> list[str]:
+    """The names that Ray gives the devices of this actor."""
+    import ray
+
+    return list(ray.get_runtime_context().get_accelerator_ids().get(resource, []))
+
+
+class _Holder:
+    """The actor: it builds the object and calls its methods."""
+
+    def __init__(self, factory: Factory, resource: str, devices: list[str], drivers_node: str):
+        import ray
+
+        address = cast(Any, ray.util.get_node_ip_address)
+        self.node, is_alone = str(address()), ray.get_runtime_context().get_node_id() == drivers_node
+        self.item = factory(LOOPBACK if is_alone else self.node, devices or devices_of_this_actor(resource))
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        return getattr(self.item, method)(*arguments)
+
+    def versions(self) -> tuple[str, dict[str, str]]:
+        from verl.runtime.versions import own_versions  # loads torch, as the object need not
+
+        return self.node, own_versions()
+
+    def look_at_helpers(self) -> dict[tuple[str, int], Counters]:
+        return helpers_of([os.getpid()])
+
+
+class ObjectOnRay(ObjectOnNode):
+    """What `factory` builds in `placement`: a placement group and the number of a bundle. It is for the devices named,
+    or for those that Ray gives its actor, with `options`, as `resource`. `has_ranks`: the node's versions are known to
+    be the driver's."""
+
+    def __init__(
+        self,
+        factory: Factory,
+        placement: tuple[Any, int],
+        options: dict[str, Any],
+        resource: str,
+        devices: Sequence[str] = (),
+        has_ranks: bool = True,
+    ):
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote, context = cast(Any, ray.remote), ray.get_runtime_context()
+        there = {"scheduling_strategy": PlacementGroupSchedulingStrategy(*placement), "max_restarts": 0}
+        actor_class = remote(_Holder).options(**there, **options)
+        self.actor = actor_class.remote(factory, resource, list(devices), context.get_node_id())
+        self.is_checked = has_ranks
+
+    def call(self, method: str, *args: Any, limit_s: float = ANSWER_S) -> Any:
+        if not self.is_checked:
+            from verl.runtime.versions import check_same, own_versions
+
+            node, versions = self._answer(self.actor.versions.remote(), limit_s)
+            check_same({"the driver's node": own_versions(), f"node {node}": versions})
+            self.is_checked = True
+        return self._answer(self.actor.call.remote(method, args), limit_s)
+
+    def _answer(self, answer: Any, limit_s: float) -> Any:
+        import ray
+
+        try:
+            return ray.get(answer, timeout=limit_s)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"its node has not answered for {limit_s:g} s") from None
+        except Exception as error:  # its own, or Ray's, which may have ended
+            raise VerlError(plain(error)) from error
+
+    def end(self) -> None:
+        import ray
+
+        with contextlib.suppress(Exception):  # Ray may have ended
+            ray.kill(self.actor)
+
+
+def plain(error: Exception) -> str:
+    """The text of an error of Ray without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()

@@ -1,0 +1,183 @@
+"""The process of a rollout server: on this machine, or on another where an object of the driver watches over it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import verl
+from verl.runtime.group import ObjectOnNode
+from verl.runtime.rank_processes import Counters, family, waits_for_disk
+from verl.utils.errors import VerlError
+from verl.workers.rollout.handshake import connect_to_server
+
+_EXIT_S = 10.0  # a server may take to end by itself
+_ANSWER_S = 5.0  # its machine may take to answer, when it ends
+
+
+class LocalServer:
+    """A server on this machine, reached over a private socket pair, or with `address` over a socket that listens there
+    for a trainer that knows `secret`. `name` says which process it is."""
+
+    def __init__(
+        self, python: str | None, environment: dict[str, str], address: str | None = None, secret: bytes = b""
+    ):
+        self.address: tuple[str, int] | None = None
+        self.socket: socket.socket | None = None  # our end
+        if address is None:
+            self.socket, theirs = socket.socketpair()
+        else:
+            theirs = socket.create_server((address, 0))
+            self.address = theirs.getsockname()[:2]
+        descriptor, self.log = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
+        paths = [str(Path(verl.__file__).parent.parent), environment.get("PYTHONPATH")]
+        with theirs, os.fdopen(descriptor, "wb") as output:
+            server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
+            flag = "--descriptor" if address is None else "--listener"
+            self.process = subprocess.Popen(
+                [*server, flag, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL if address is None else subprocess.PIPE, stdout=output, stderr=output,
+                env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, start_new_session=True,
+            )  # fmt: skip
+        if self.process.stdin is not None:  # which stays open: the server ends with who has started it
+            with contextlib.suppress(OSError):  # it has ended
+                self.process.stdin.write(secret)
+                self.process.stdin.flush()
+        self.name = f"its process {self.process.pid}"
+
+    def connect(self) -> socket.socket:
+        """The connection to it."""
+        assert self.socket is not None, "it listens"
+        return self.socket
+
+    def listens_at(self) -> tuple[str, int] | None:
+        """Address and port, where it listens."""
+        return self.address
+
+    def look(self) -> Counters | None:
+        """What it and all below it have done; None where it is not known."""
+        now = Counters.read(self.process.pid)
+        used = sum(counters.cpu_s for counters in family({self.process.pid}).values())
+        return now and replace(now, cpu_s=used, num_bytes=0)
+
+    def waits_for_disk(self) -> bool:
+        """Whether a thread of it waits for a disk."""
+        return waits_for_disk(self.process.pid)
+
+    def kill(self) -> None:
+        """End it and all that it has started at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def how_it_ended(self, known: str = "") -> str:
+        """`known`, or its exit code, for which it waits; and the last lines of its output."""
+        code = self._end()
+        if code is None:
+            return "its process closed the connection; start the run again, it resumes from its last checkpoint"
+        log = Path(self.log)
+        last_lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
+        how = f"its process ended with {f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'}"
+        return f"{known or how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
+
+    def stop(self) -> None:
+        """Close the connection, which ends it, and delete its output."""
+        shut_down(self.socket)
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        if self.process.returncode is None:  # who has waited for it has ended its group
+            self._end()
+        self.process.wait()
+        Path(self.log).unlink(missing_ok=True)
+
+    def _end(self) -> int | None:
+        """The exit code if it ends by itself; None if it did not in time. Nothing that it started survives."""
+        try:
+            return self.process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.kill()
+
+
+def start_on_node(
+    python: str | None,
+    secret: bytes,
+    folder: str,
+    share_cores: bool,
+    shown_by: Sequence[str],
+    variables: dict[str, str],
+    address: str,
+    devices: Sequence[str],
+) -> LocalServer:
+    """A server on this node, which listens at its `address` for a trainer that knows `secret`.
+
+    The variables `shown_by` show it `devices`, if there are any. `share_cores`: also those that Ray counts for others.
+    """
+    with contextlib.suppress(OSError):  # paths are relative to the driver's folder, where this node has it
+        os.chdir(folder)
+    environment = {**os.environ, **variables, **{name: ",".join(devices) for name in shown_by if devices}}
+    if share_cores:
+        environment.pop("OMP_NUM_THREADS", None)  # Ray sets it to the cores it counts for its actor
+    return LocalServer(python, environment, address, secret)
+
+
+class ServerOnNode:
+    """A `LocalServer` on another machine, started by `start_on_node` and held by `held` there. TransportError where it
+    cannot be connected to within `start_s`; VerlError of `look` where its machine is lost."""
+
+    def __init__(self, held: ObjectOnNode, secret: bytes, start_s: float):
+        self.held, self.secret, self.start_s = held, secret, start_s
+        self.name = "its process"
+        self.socket: socket.socket | None = None
+
+    def connect(self) -> socket.socket:
+        host, port = self.held.call("listens_at", limit_s=self.start_s)
+        self.name = f"its process on node {host}"
+        self.socket = connect_to_server((host, port), self.secret, self.start_s)
+        return self.socket
+
+    def look(self) -> Counters | None:
+        try:
+            return self.held.call("look")
+        except TimeoutError:
+            return None
+
+    def waits_for_disk(self) -> bool:
+        try:
+            return bool(self.held.call("waits_for_disk"))
+        except TimeoutError:
+            return True
+
+    def kill(self) -> None:
+        with contextlib.suppress(VerlError, TimeoutError):
+            self.held.call("kill")
+
+    def how_it_ended(self, known: str = "") -> str:
+        try:
+            return str(self.held.call("how_it_ended", known, limit_s=_EXIT_S + _ANSWER_S))
+        except (VerlError, TimeoutError) as error:
+            return known or str(error)
+
+    def stop(self) -> None:
+        shut_down(self.socket)
+        if self.socket is not None:  # else it has not started, and ends with who has to start it
+            with contextlib.suppress(VerlError, TimeoutError):
+                self.held.call("stop", limit_s=_EXIT_S + _ANSWER_S)
+        self.held.end()
+
+
+def shut_down(connection: socket.socket | None) -> None:
+    """Close a connection for both ends, if there is one."""
+    if connection is not None:
+        with contextlib.suppress(OSError):  # already closed
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+Server = LocalServer | ServerOnNode
