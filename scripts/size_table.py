@@ -11,13 +11,13 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3940,
+    "config": 3957,
     "plugin": 1350,
     "data": 2770,
     "algorithms": 2300,
     "runtime": 3295,
     "observe": 2181,
-    "models": 5905,
+    "models": 5910,
     "workers/engine": 3700,
     "workers/rollout": 4332,
     "workers": 1100,  # the driver-side handles

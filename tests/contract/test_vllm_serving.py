@@ -123,11 +123,17 @@ def test_a_server_process_tells_tokens_as_they_come_and_drops_what_nobody_reads(
         assert again.choices[0].message.content == whole.choices[0].message.content
 
 
-def test_adapters_are_merged_into_what_vllm_samples_from(folder: Path):
+TWO = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.num_replicas=2"]
+
+
+@pytest.mark.parametrize(("merge", "words"), [(True, []), (False, []), (False, TWO)], ids=["merged", "alone", "ranks"])
+def test_vllm_samples_from_adapters_merged_or_alone(folder: Path, merge: bool, words: list[str]):
     if importlib.util.find_spec("peft") is None:
         skip_or_fail("peft is not installed beside vLLM; pip install -e '.[lora]'")
     lora = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"]
-    jobs.train(folder, "run", *VLLM, *lora, f"{ROLLOUT}.checkpoint_engine.probe_every=1")
+    lora.append(f"actor_rollout_ref.model.lora.merge={merge}")
+    jobs.train(folder, "run", *VLLM, *lora, *words, f"{ROLLOUT}.checkpoint_engine.probe_every=1")
     rows = jobs.metrics(folder, "run")
+    assert (rows[2]["weight_sync/tensors_sent"] == 2 * 7) != merge
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for step, row in rows.items() if step)
     assert rows[1]["actor/grad_norm"] > 0 and len(rows) == 7

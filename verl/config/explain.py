@@ -44,6 +44,7 @@ DIFFERENT_DEFAULTS = (
     ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "a run must choose its model"),
     ("*fsdp_config.dtype, *fsdp.dtype, engine.dtype, *rollout.dtype", "bfloat16", "auto", "exact on a CPU"),
     ("*.strategy", "fsdp", "fsdp2", "fsdp is the original FSDP; critic.strategy follows the actor's"),
+    ("actor_rollout_ref.model.lora.merge", "false", "null: false with vllm", "SGLang takes merged weights alone"),
     ("*checkpoint.save_contents", "without hf_model", "with hf_model", "the result loads in transformers"),
     ("*.use_dynamic_bsz", "false", "true where no micro-batch size is set", "a run starts without one"),
     ("*.ppo_mini_batch_size", "256", "256, or data.train_batch_size when smaller", "a small batch needs one key"),

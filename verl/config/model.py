@@ -35,3 +35,20 @@ class HFModelConfig(Section):
     target_modules: str | list[str] = key("all-linear", "Modules that get adapters: all-linear, a pattern, or names.")
     exclude_modules: str | list[str] | None = key(None, "Modules that get none: a pattern or names.")
     lora_adapter_path: str | None = key(None, "Folder of adapters to start from.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedAdaptersConfig(Section):
+    """How LoRA adapters get to the rollout engine."""
+
+    merge: bool | None = key(
+        None, "Publish whole weights, adapters merged in; false: the adapters alone (vllm). null is false with vllm."
+    )
+    fully_sharded_loras: bool = key(False, "Let vLLM shard both matrices of an adapter over its tensor-parallel ranks.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyModelConfig(HFModelConfig):
+    """The model that a rollout engine samples from."""
+
+    lora: PublishedAdaptersConfig = section(PublishedAdaptersConfig)

@@ -8,7 +8,7 @@ from verl.config.base import Section, key, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
-from verl.config.model import HFModelConfig
+from verl.config.model import PolicyModelConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
@@ -20,7 +20,7 @@ class ActorRolloutRefConfig(Section):
     """Policy, rollout engine and reference."""
 
     hybrid_engine: bool = key(True, "Rollout on the actor's devices; False gives it devices of its own.")
-    model: HFModelConfig = section(HFModelConfig)
+    model: PolicyModelConfig = section(PolicyModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)

@@ -44,6 +44,15 @@ def wants_lora(settings: HFModelConfig) -> bool:
     return settings.lora_rank > 0 or settings.lora_adapter_path is not None
 
 
+def largest_rank(settings: HFModelConfig) -> int:
+    """The largest rank of the adapters that `model.*` asks for."""
+    if settings.lora_adapter_path is None:
+        return settings.lora_rank
+    folder = expand_home(settings.lora_adapter_path, "model.lora_adapter_path")
+    config = _lora_config_of_folder(folder, settings.lora_rank)
+    return max(config.r, *(config.rank_pattern or {}).values())
+
+
 def add_adapters(model: nn.Module, settings: HFModelConfig, seed: int, structure_only: bool = False) -> None:
     """Put adapters into `model`, freeze all but a value head: new ones from `seed` (B is 0), or lora_adapter_path's.
 
@@ -310,6 +319,16 @@ def merge_adapters(tensors: Iterable[tuple[str, Tensor]], scales: dict[str, floa
             pending[name.rpartition(".")[2]] = tensor
         else:
             yield name, tensor
+
+
+def split_adapters(tensors: Iterable[tuple[str, Tensor]], scales: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base model or in a folder of adapters, tensor) of (name, whole tensor); B is multiplied by s."""
+    for name, tensor in tensors:
+        layer, _, part = name.partition(".lora_")
+        if part:
+            yield adapter_key(name), tensor.detach() * scales[layer] if part.startswith("B.") else tensor
+        else:
+            yield name.replace(".base_layer.", "."), tensor
 
 
 @torch.no_grad()

@@ -19,8 +19,9 @@ class CopySync:
     """Sends all of `weights()` to every replica and verifies that they arrived and are used.
 
     `weights` yields (HF name, full tensor) pairs for an engine of this process; with `weight_transfer`, the trainer or
-    the engine is in another process. `probe_every`: publishes between two probes (0: only the first of this process,
-    which is also the first after every restart). A replica that took the place of another is probed when it joins.
+    the engine is in another process. `adapters(with_base)` takes their place: every replica gets the base weights once,
+    then adapters alone. `probe_every`: publishes between two probes (0: only the first of this process, which is also
+    the first after every restart). A replica that took the place of another is probed when it joins.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class CopySync:
         probe: LogprobProbe | None = None,
         probe_every: int = 10,
         weight_transfer: WeightTransfer | None = None,
+        adapters: Callable[[bool], Iterable[tuple[str, Tensor]]] | None = None,
     ):
         self.weights, self.engine, self.probe, self.probe_every = weights, engine, probe, probe_every
-        self.weight_transfer = weight_transfer
+        self.weight_transfer, self.adapters = weight_transfer, adapters
+        self._with_base: Sequence[CopyingEngine] = ()  # that have the weights to which adapters belong
         self._published = 0
         self._probed: Sequence[CopyingEngine] = ()
 
@@ -55,8 +58,11 @@ class CopySync:
     async def _publish(self, version: int, start: float) -> Receipt:
         await self.engine.wake()
         transfer = self._transfer_in_process if self.weight_transfer is None else self.weight_transfer.transfer
-        numbers = self.engine.replica_numbers
-        manifest, num_bytes, arrived = await transfer(version)
+        numbers, replicas = self.engine.replica_numbers, self.engine.replicas
+        with_base = None if self.adapters is None else any(replica not in self._with_base for replica in replicas)
+        if with_base:
+            self._with_base = ()  # also of those that had them, until all have them again
+        manifest, num_bytes, arrived = await transfer(version, with_base)
         for number, received in zip(numbers, arrived, strict=True):
             check_manifests(manifest, received, number, version)
         await self.engine.finish_update(version)
@@ -65,6 +71,7 @@ class CopySync:
                 raise StaleWeightsError(
                     f"replica {number} says that it samples from version {replica.version} after {version} was sent"
                 )
+        self._with_base = replicas
         results = await self._probe(version)
         read_back = [replica.read_back for replica in self.engine.replicas]
         return Receipt(
@@ -78,13 +85,14 @@ class CopySync:
             unread=read_back[0].unread,
         )
 
-    async def _transfer_in_process(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
+    async def _transfer_in_process(self, version: int, with_base: bool | None) -> tuple[Manifest, int, list[Manifest]]:
         """Fingerprints and bytes of the sent tensors, and the fingerprints that each replica received."""
         await self.engine.begin_update()
         manifest: Manifest = {}
         arrived: list[Manifest] = [{} for _ in self.engine.replicas]
         num_bytes = 0
-        for bucket in buckets(self.weights(), self.engine.bucket_bytes, self.engine.dtype):
+        weights = self.weights() if self.adapters is None else self.adapters(bool(with_base))
+        for bucket in buckets(weights, self.engine.bucket_bytes, self.engine.dtype):
             manifest |= {name: fingerprint(tensor) for name, tensor in bucket}
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             for replica_manifest, bucket_manifest in zip(arrived, await self.engine.load_bucket(bucket), strict=True):

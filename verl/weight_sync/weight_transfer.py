@@ -27,14 +27,16 @@ class WeightTransfer:
         self.connected = False
         self.receivers: Sequence[CopyingEngine] = ()  # that were connected
 
-    async def transfer(self, version: int) -> tuple[Manifest, int, list[Manifest]]:
+    async def transfer(self, version: int, with_base: bool | None = None) -> tuple[Manifest, int, list[Manifest]]:
         """Fingerprints and bytes of the sent tensors, and the fingerprints that each replica received.
 
+        `with_base`: None sends whole weights; else adapters, and the base weights where it is true.
         If endpoints fail, closes every endpoint and raises StaleWeightsError with the error of each that failed.
         """
         if not self.connected or list(self.engine.receivers) != list(self.receivers):
             await self._connect()
-        sending = {"trainer": self._call_trainer("send", (version, dtype_name(self.engine.dtype)))}
+        argument = (version, dtype_name(self.engine.dtype), *(() if with_base is None else (with_base,)))
+        sending = {"trainer": self._call_trainer("send", argument)}
         sent = await self._gather_or_raise(version, sending) if getattr(self.transport, "sends_first", False) else []
         receiving = self._call_replicas("receive", [version] * len(self.engine.receivers))
         sent_by_rank, *arrived = [

@@ -72,6 +72,10 @@ class Actor:
         """(HF name, full tensor) of every parameter, tied ones once; only when the worker runs in this process."""
         return self.group.local_worker.engine.export_weights()
 
+    def export_adapters(self, with_base: bool) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) as `BaseEngine.export_adapters` has them; only when the worker runs in this process."""
+        return self.group.local_worker.engine.export_adapters(with_base)
+
     def update(self, batch: Batch, step: int) -> tuple[Metrics, dict[str, Tensor]]:
         """Run all optimiser steps on one batch; return metrics, and (T,) outputs of each token's first forward pass.
 

@@ -82,10 +82,12 @@ class EngineWorker:
         self.engine.lr_scheduler_step()
 
     def transport_step(self, step: str, argument: Any) -> Any:
-        """Run `step` of a weight transfer on this rank's endpoint. "connect" takes the arguments of all ranks; "send"
-        takes the policy version and the dtype, and is a collective."""
+        """Run `step` of a weight transfer on this rank's endpoint. "connect" takes the arguments of all ranks; "send",
+        a collective, takes the policy version, the dtype and, for adapters alone, whether the base weights go too."""
         if step == "send":
-            return self.endpoint.send(self.engine.export_weights(), *argument)
+            version, dtype, *adapters = argument
+            weights = self.engine.export_adapters(*adapters) if adapters else self.engine.export_weights()
+            return self.endpoint.send(weights, version, dtype)
         return getattr(self.endpoint, step)(argument[self.engine.rank] if step == "connect" else argument)
 
     def save(self, folder: Path, contents: list[str]) -> None:

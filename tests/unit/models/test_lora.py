@@ -174,6 +174,23 @@ def test_the_adapter_folder_is_read_by_pefts_own_loader(folder, tmp_path, value_
         torch.testing.assert_close(tensor, found[name].detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_what_is_published_apart_has_the_names_of_the_folder_and_makes_the_merged_weights(folder, tmp_path):
+    engine = build(folder)
+    engine.save(tmp_path / "saved", ("model",))
+    apart, alone = dict(engine.export_adapters(True)), dict(engine.export_adapters(False))
+    assert alone.keys() == load_file(tmp_path / "saved" / "lora_adapter" / "adapter_model.safetensors").keys()
+    base = dict(plain_model(folder).named_parameters())
+    assert apart.keys() == base.keys() | alone.keys()
+    for name, merged in engine.export_weights():
+        assert torch.equal(apart[name], base[name])
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in alone:
+            product = alone[f"{layer}.lora_B.weight"] @ alone[f"{layer}.lora_A.weight"]
+            torch.testing.assert_close(base[name] + product, merged, rtol=1e-12, atol=1e-12)
+        else:
+            assert torch.equal(merged, base[name])
+
+
 def test_the_merged_folder_loads_in_transformers(folder, tmp_path):
     engine = build(folder, dtype="fp32")
     engine.save(tmp_path / "saved", ("hf_model",))
@@ -261,7 +278,8 @@ def train_a_shard(folder, adapters, rows, strategy="fsdp2"):
     with engine.disable_adapter():
         base = engine.forward(mine)["logprobs"].numpy()
     engine.optim_step()
-    return gradients, base, {name: tensor.clone().numpy() for name, tensor in engine.export_weights()}
+    published = (*engine.export_weights(), *engine.export_adapters(False))
+    return gradients, base, {name: tensor.clone().numpy() for name, tensor in published}
 
 
 def save_shards(folder, adapters, rows, where, strategy):

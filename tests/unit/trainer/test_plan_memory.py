@@ -103,6 +103,24 @@ def test_a_frozen_reference_is_stored_as_it_computes_and_adapters_need_none():
     assert found["actor optimiser state"] == everywhere(lora, pytest.approx(0.08))
 
 
+@pytest.mark.parametrize(
+    ("words", "weights", "in_host"),
+    [
+        ([], 16.16, 16.16),
+        (["actor_rollout_ref.model.lora.merge=True"], 16.0, 0.0),
+        ([f"{ROLLOUT}.free_cache_engine=False"], 16.16, 0.0),
+        ([f"{ROLLOUT}.name=sglang"], 16.0, 0.0),
+    ],
+)
+def test_weights_to_which_adapters_are_published_sleep_in_host_memory(words, weights, in_host):
+    adapted = ParameterCounts(N, 0, 80_000_000)
+    [pool] = memory(*VLLM, "actor_rollout_ref.model.lora_rank=8", *words, counts=adapted)
+    assert held(pool)["rollout weights"]["collect"] == pytest.approx(weights)
+    assert pool.in_host == pytest.approx(in_host * GB)
+    text = memory_table(plan_placement(load_config(VLLM), Machine("cuda", 8)), pool)
+    assert ("in host memory: 16.16 GB for each device" in text) == bool(in_host)
+
+
 def test_experts_are_divided_over_all_devices_of_a_replica():
     sizes = [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=4"]
     experts = ParameterCounts(N, 6_000_000_000, N)

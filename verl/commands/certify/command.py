@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from verl.config import RunConfig, load_config, schema
+from verl.config import HFModelConfig, RunConfig, load_config, schema
 from verl.config.check import uses_critic
 from verl.observe.progress import Progress
 from verl.trainer.early_checks import check_files, check_model_place
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_models_and_files(config: RunConfig, tiny: bool) -> None:
     """One error with the models, data files and engines that are not there, before heavy libraries are loaded."""
     mistakes, arr = Mistakes(), config.actor_rollout_ref
-    models = [(arr.model, arr.actor.strategy)]
+    models: list[tuple[HFModelConfig, str]] = [(arr.model, arr.actor.strategy)]
     models += [(config.critic.model, config.critic.strategy)] if uses_critic(config) else []
     for model, strategy in models:
         if model.path:

@@ -16,6 +16,7 @@ from verl.models.load import dtype_of
 from verl.models.parameter_counts import ParameterCounts, model_parameters
 from verl.trainer.ppo.plan import REWARD_MODEL, ROLLOUT, Plan, PlannedPool, splits_rollout
 from verl.utils.errors import ConfigError
+from verl.workers.rollout.adapters import publishes_adapters
 from verl.workers.rollout.base import rollout_dtype
 from verl.workers.rollout.native_engine import CPU_CACHE_BYTES
 from verl.workers.rollout.registry import Weights, find_rollout_engine
@@ -44,12 +45,13 @@ class Holding:
 @dataclass(frozen=True)
 class PoolMemory:
     """The memory of each device of a pool. `rollout_share`: of the device, filled by a rollout that is awake; 0 where
-    the sizes hold it already."""
+    the sizes hold it already. `in_host`: bytes for each device that a rollout keeps in host memory while it sleeps."""
 
     pool: str
     phases: tuple[str, ...]
     holdings: tuple[Holding, ...]
     rollout_share: float = 0.0
+    in_host: float = 0.0
 
     @property
     def sums(self) -> tuple[float, ...]:
@@ -140,12 +142,14 @@ class _PoolEstimate:
             tensor = served.tensor_model_parallel_size
             cache = self._cache(weights, served.gpu_memory_utilization, f"{REWARD_MODEL}.rollout", tensor)
             holdings += self._of_server("reward_model", weights, cache, always=len(self.pool.roles) == 1)
-        share = 0.0
+        share = in_host = 0.0
         if "rollout" in self.pool.roles and self.plan.rollout.on_devices:
             of_rollout, share = self._of_rollout(holdings)
             holdings += of_rollout
+            sizes = next(h.sizes for h in of_rollout if h.what == "weights")
+            in_host = max(sizes) if publishes_adapters(arr) and 0.0 in sizes else 0.0
         phases = tuple(phase.name for phase in self.phases)
-        return PoolMemory(self.pool.name, phases, tuple(h for h in holdings if any(h.sizes)), share)
+        return PoolMemory(self.pool.name, phases, tuple(h for h in holdings if any(h.sizes)), share, in_host)
 
     @property
     def phases(self) -> list[Phase]:
@@ -191,6 +195,8 @@ class _PoolEstimate:
         size = compute if dtype is None else dtype.itemsize
         over = replicas.data if rollout.expert_parallel_size > 1 else 1
         weights = size * ((counts.all - counts.experts) + counts.experts / over) / replicas.tensor
+        if publishes_adapters(self.config.actor_rollout_ref):
+            weights += size * self.counts["actor"].trained
         taken = 0.0
         if _is_in_place(self.config):
             weights = 0.0 if self.pool.num_devices == 1 else weights

@@ -105,6 +105,9 @@ def memory_table(plan: Plan, memory: PoolMemory) -> str:
             f"\nAwake, the rollout fills {memory.rollout_share:.0%} of a device with weights and KV cache; "
             "--device-memory GB shows it."
         )
+    if memory.in_host:
+        size = f"{memory.in_host / 1e9:.2f} GB for each device"
+        text += f"\nAsleep, the rollout keeps the weights of its adapters in host memory: {size}."
     return text
 
 

@@ -30,6 +30,7 @@ from verl.weight_sync.in_place_sync import InPlaceSync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.actor import Actor
+from verl.workers.rollout.adapters import adapter_arguments, publishes_adapters
 from verl.workers.rollout.base import CopyingEngine, RolloutEngine, SamplingParams, rollout_dtype
 from verl.workers.rollout.handshake import new_secret
 from verl.workers.rollout.native_engine import eos_ids, in_place_inputs
@@ -84,8 +85,11 @@ def start_server(plan: Plan, group: WorkerGroup, settings: ServerConfig, replica
 
 
 def rollout_of_run(config: RunConfig) -> RolloutConfig:
-    """`rollout` as a run uses it: on devices of its own nothing has to sleep."""
+    """`rollout` as a run uses it: on devices of its own nothing has to sleep, and vLLM is told of adapters."""
     rollout = config.actor_rollout_ref.rollout
+    if arguments := adapter_arguments(config.actor_rollout_ref):
+        kwargs = replace(rollout.engine_kwargs, vllm=arguments | rollout.engine_kwargs.vllm)
+        rollout = replace(rollout, engine_kwargs=kwargs)
     return replace(rollout, free_cache_engine=False) if splits_rollout(config) else rollout
 
 
@@ -153,6 +157,7 @@ def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
             f"carry: rollout.name={rollout.name} samples where the trainer is; leave it at naive"
         )
     check_rollout_engine_is_installed(arr)
+    adapter_arguments(arr)
 
 
 def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
@@ -183,7 +188,8 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
     vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
     sequences = probe_sequences(vocab_size, min(24, max_length - 1))
     probe = LogprobProbe(sequences, trainer_logprobs, cast_logprobs if actor.can_cast else None, dtype)
-    return CopySync(actor.export_weights, engine, probe, transport.probe_every, weight_transfer)
+    adapters = actor.export_adapters if publishes_adapters(config.actor_rollout_ref) else None
+    return CopySync(actor.export_weights, engine, probe, transport.probe_every, weight_transfer, adapters)
 
 
 def transport_settings(rollout: RolloutConfig) -> TransportSettings:

@@ -137,6 +137,10 @@ class BaseEngine(ABC):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter in the dtype it is trained in; tied ones once."""
 
+    def export_adapters(self, with_base: bool) -> Iterator[tuple[str, Tensor]]:
+        """(name in a folder of adapters, full tensor), B times its scale, and with the base weights. A collective."""
+        raise ConfigError(f"{type(self).__name__} has no adapters; leave model.lora_rank at 0 with this engine")
+
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """A context in which the model runs without its LoRA adapters."""
         raise ConfigError(f"{type(self).__name__} has no adapters; leave model.lora_rank at 0 with this engine")

@@ -153,11 +153,10 @@ def _extra_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
 
 def _adapter_write_task(engine: "TorchEngine", folder: Path) -> WriteTask:
     """Rank 0 writes the full adapters, after a collective that gathers one parameter at a time."""
-    trained = {name for name, parameter in engine.weights.named_parameters if parameter.requires_grad}
     adapters = {
         lora.adapter_key(name): tensor.to("cpu", copy=True).contiguous()
-        for name, tensor in engine.weights.full_tensors()
-        if name in trained and engine.rank == 0
+        for name, tensor in engine.weights.full_tensors(trained_only=True)
+        if engine.rank == 0
     }
 
     def write() -> dict[str, Any]:

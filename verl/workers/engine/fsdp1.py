@@ -130,9 +130,10 @@ class FSDP1Parameters(ModelParameters):
                 buffers[name] = None if buffer is None else buffer.to(device)
 
     @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters:
-            yield name, self.full_tensor(name, parameter.detach())
+            if parameter.requires_grad or not trained_only:
+                yield name, self.full_tensor(name, parameter.detach())
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters:

@@ -124,9 +124,10 @@ class FSDP2Parameters(ModelParameters):
         if not self.offloads_shards:
             move_model(self.model, device)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters:
-            yield name, self._full_tensor(parameter.detach())
+            if parameter.requires_grad or not trained_only:
+                yield name, self._full_tensor(parameter.detach())
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters:

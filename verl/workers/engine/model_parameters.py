@@ -69,10 +69,12 @@ class ModelParameters(ABC):
     def to(self, device: torch.device) -> None:
         """Move model and trained parameters; every parameter stays the same object."""
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every trained parameter, one at a time. A collective where there are shards."""
+    def full_tensors(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, or of those with a gradient, one at a time. A collective where there
+        are shards."""
         for name, parameter in self.named_parameters:
-            yield name, parameter.detach()
+            if parameter.requires_grad or not trained_only:
+                yield name, parameter.detach()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full gradient) of every trained parameter that has one, one at a time. A collective too."""

@@ -314,8 +314,13 @@ class TorchEngine(BaseEngine):
 
         Over several ranks this is a collective that gathers one tensor at a time: all ranks must consume all of them.
         """
-        scales = {self.weights.unwrapped_name(name): scale for name, scale in lora.adapter_scales(self.model).items()}
-        return lora.merge_adapters(self.weights.full_tensors(), scales)
+        return lora.merge_adapters(self.weights.full_tensors(), self._adapter_scales())
+
+    def export_adapters(self, with_base: bool) -> Iterator[tuple[str, Tensor]]:
+        return lora.split_adapters(self.weights.full_tensors(trained_only=not with_base), self._adapter_scales())
+
+    def _adapter_scales(self) -> dict[str, float]:
+        return {self.weights.unwrapped_name(name): scale for name, scale in lora.adapter_scales(self.model).items()}
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         return self.weights.cast_to(other_dtype(dtype, self.compute_dtype))

@@ -36,6 +36,7 @@ class ReadBack:
     wrong: tuple[tuple[str, str, str, str], ...] = ()  # tensor, layer, fingerprints that arrived and that it holds
     missing: tuple[str, ...] = ()  # parameters of the engine that received no value
     unread: tuple[str, ...] = ()  # parameters of the engine whose layout is not known
+    num_adapters: int = 0  # tensors of adapters in the update
 
     def check(self, whose: str, version: int) -> None:
         """Raise StaleWeightsError for the first parameter that does not hold `version`."""

@@ -66,3 +66,40 @@ def metrics_between(before: Sequence[EngineStats], now: Sequence[EngineStats]) -
 
 def _add(values: Counts, others: Counts, sign: int) -> dict[str, float]:
     return {name: value + sign * others.get(name, 0) for name, value in values.items()}
+
+
+@dataclass
+class SchedulerStatistics:
+    """Sums of what vLLM's scheduler reports; they only grow."""
+
+    generated_tokens: int = 0
+    engine_steps: int = 0
+    running: int = 0  # sums over engine steps
+    waiting: int = 0
+    cache_use: float = 0.0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        if scheduler is not None:
+            self.engine_steps += 1
+            self.running += scheduler.num_running_reqs
+            self.waiting += scheduler.num_waiting_reqs
+            self.cache_use += scheduler.kv_cache_usage
+            self.prefix_queries += scheduler.prefix_cache_stats.queries
+            self.prefix_hits += scheduler.prefix_cache_stats.hits
+        if iteration is not None:
+            self.preemptions += iteration.num_preempted_reqs
+
+    def totals(self) -> EngineStats:
+        """All of them; the tokens alone where vLLM reports nothing (`disable_log_stats=True`)."""
+        totals: dict[str, float] = {"generated_tokens": self.generated_tokens}
+        if not self.engine_steps:
+            return EngineStats(totals)
+        per_step = {name: (getattr(self, name), self.engine_steps) for name in ("running", "waiting", "cache_use")}
+        return EngineStats(
+            totals | {"preemptions": self.preemptions},
+            {"engine_steps": self.engine_steps},
+            per_step | {"prefix_cache_hit_rate": (self.prefix_hits, self.prefix_queries)},
+        )

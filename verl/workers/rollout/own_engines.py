@@ -29,6 +29,7 @@ def build_native(inputs: EngineInputs) -> "RolloutEngine":
     how_to_install="Install it: pip install -e '.[vllm]' in a checkout of verl",
     graphs_collectives=True,
     starts_on_nodes=True,
+    takes_adapters=True,
 )
 def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     """vLLM in this process, or in a process per replica, which sees the replica's devices alone."""

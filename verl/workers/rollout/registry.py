@@ -68,6 +68,7 @@ class RegisteredEngine:
     graphs_collectives: bool = False
     sleeps_with_weights: bool = False
     starts_on_nodes: bool = False
+    takes_adapters: bool = False
 
     @property
     def can_train(self) -> bool:
@@ -99,18 +100,20 @@ def register_rollout_engine(
     graphs_collectives: bool = False,
     sleeps_with_weights: bool = False,
     starts_on_nodes: bool = False,
+    takes_adapters: bool = False,
 ) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
     """Decorator of the function that builds the engine `rollout.name=NAME`; names after the first are aliases.
 
     `package`: module that must be importable here, or in `rollout.server.python`; `joins_server`: unless
     `rollout.server.url` names a server. `graphs_collectives`: captures collectives of several devices in graphs.
     `sleeps_with_weights`: asleep, it holds its weights and frees the KV cache alone. `starts_on_nodes`: it reads
-    `EngineInputs.start_server`, so that its replicas may be on several machines of a Ray cluster.
+    `EngineInputs.start_server`, so that its replicas may be on several machines of a Ray cluster. `takes_adapters`: an
+    update may bring adapters alone, which it adds to the weights that it has.
     """
 
     def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
         way = how_to_install or f"Install it: pip install {package}"
-        flags = joins_server, graphs_collectives, sleeps_with_weights, starts_on_nodes
+        flags = joins_server, graphs_collectives, sleeps_with_weights, starts_on_nodes, takes_adapters
         engine = RegisteredEngine(names[0], Weights(weights), builder, package, way, *flags)
         for name in names:
             _ENGINES.register(name)(engine)

@@ -29,7 +29,7 @@ from verl.workers.rollout.base import (
     max_stop_tokens,
     same_on_all_ranks,
 )
-from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
 RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls")  # not replaced by engine_kwargs
@@ -132,6 +132,7 @@ class VLLMEngine(CopyingEngine):
         self._samples: dict[str, tuple[PendingRequest, int]] = {}  # by vLLM's request id
         self._driver: asyncio.Task[None] | None = None
         self._asleep = self._lacks_weights = False
+        self._adapters: Any = None  # vLLM's name for those of the current version
 
     @property
     def version(self) -> int:
@@ -150,7 +151,8 @@ class VLLMEngine(CopyingEngine):
             for sample in range(request.sampling.n):
                 pending.samples.append(RunningSample())
                 name, params = f"{request.request_id}:{sample}", self._vllm_sampling_params(request, sample)
-                self.llm.add_request(name, {"prompt_token_ids": request.prompt_ids}, params)
+                prompt = {"prompt_token_ids": request.prompt_ids}
+                self.llm.add_request(name, prompt, params, lora_request=self._adapters)
                 self._samples[name] = (pending, sample)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
@@ -268,6 +270,10 @@ class VLLMEngine(CopyingEngine):
         for rank, read_back in enumerate(by_rank):
             read_back.check(f"replica {self.replica}, rank {rank}", version)
         self.read_back = by_rank[0]
+        if self.read_back.num_adapters:
+            from verl.workers.rollout.vllm_adapters import request_of
+
+            self._adapters = request_of(version)
         self.flush_cache()
         self._version, self._lacks_weights = version, False
 
@@ -285,7 +291,7 @@ class VLLMEngine(CopyingEngine):
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
         names = {f"logprobs:{index}": index for index in range(len(sequences))}
         for name, ids in zip(names, sequences, strict=True):
-            self.llm.add_request(name, {"prompt_token_ids": list(ids)}, params)
+            self.llm.add_request(name, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapters)
         logprobs: list[list[float]] = [[] for _ in sequences]
         while names:
             for output in self.llm.step():
@@ -301,7 +307,8 @@ class VLLMEngine(CopyingEngine):
         return logprobs
 
     async def sleep_until_update(self) -> None:
-        await self.sleep(level=2)  # drops the weights, which level 1 keeps in host memory
+        """Drops the weights, which level 1 keeps in host memory: for adapters, whose updates bring no others."""
+        await self.sleep(level=2 if self.llm.vllm_config.lora_config is None else 1)
 
     async def sleep(self, level: int = 1) -> None:
         if self._pending:
@@ -326,43 +333,6 @@ class VLLMEngine(CopyingEngine):
 
     async def stats(self) -> list[EngineStats]:
         return [self.statistics.totals()]
-
-
-@dataclass
-class SchedulerStatistics:
-    """Sums of what vLLM's scheduler reports; they only grow."""
-
-    generated_tokens: int = 0
-    engine_steps: int = 0
-    running: int = 0  # sums over engine steps
-    waiting: int = 0
-    cache_use: float = 0.0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-    def record(self, scheduler: Any, iteration: Any) -> None:
-        if scheduler is not None:
-            self.engine_steps += 1
-            self.running += scheduler.num_running_reqs
-            self.waiting += scheduler.num_waiting_reqs
-            self.cache_use += scheduler.kv_cache_usage
-            self.prefix_queries += scheduler.prefix_cache_stats.queries
-            self.prefix_hits += scheduler.prefix_cache_stats.hits
-        if iteration is not None:
-            self.preemptions += iteration.num_preempted_reqs
-
-    def totals(self) -> EngineStats:
-        """All of them; the tokens alone where vLLM reports nothing (`disable_log_stats=True`)."""
-        totals: dict[str, float] = {"generated_tokens": self.generated_tokens}
-        if not self.engine_steps:
-            return EngineStats(totals)
-        per_step = {name: (getattr(self, name), self.engine_steps) for name in ("running", "waiting", "cache_use")}
-        return EngineStats(
-            totals | {"preemptions": self.preemptions},
-            {"engine_steps": self.engine_steps},
-            per_step | {"prefix_cache_hit_rate": (self.prefix_hits, self.prefix_queries)},
-        )
 
 
 def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> Any:

@@ -8,8 +8,8 @@ layer back.
 """
 
 import logging
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
 from verl.workers.rollout.base import ReadBack
+from verl.workers.rollout.vllm_adapters import load_adapters, plain_layers
 from verl.workers.rollout.vllm_experts import repack_experts
 from verl.workers.rollout.vllm_layout import WeightReader
 
@@ -35,26 +36,35 @@ class WeightReceiver:
     vllm_config: Any
 
     def verl_begin(self) -> None:
-        """Start a layerwise reload of all weights; discards a reload that a failed update left open."""
+        """Discard what a failed update left open."""
+        self._verl_adapters: dict[str, Tensor] = {}
         if getattr(self, "_verl_loading", False):
-            self.verl_finish()
-        self._verl_loading = True
-        if not hasattr(self, "_verl_reader"):
-            self._verl_reader = WeightReader(self.model_runner.get_model())
-        self._verl_reader.expected = {}
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
-        self._verl_loaded: set[str] = set()
+            self._finish_reload()
+
+    @contextmanager
+    def _plain_model(self) -> Iterator[Any]:
+        """The model without its layers for adapters, in a layerwise reload of all its weights."""
+        with plain_layers(self.model_runner.get_model()) as model, set_current_vllm_config(self.vllm_config):
+            if not getattr(self, "_verl_loading", False):
+                self._verl_loading = True
+                if not hasattr(self, "_verl_reader"):
+                    self._verl_reader = WeightReader(model)
+                self._verl_reader.expected = {}
+                initialize_layerwise_reload(model)
+                self._verl_loaded: set[str] = set()
+            yield model
 
     def verl_load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Load some of the tensors. Returns the fingerprint of each as received."""
+        """Load some of the tensors; keep adapters until all have come. Returns the fingerprint of each as received."""
         weights = list(weights)
         arrived = {name: fingerprint(tensor) for name, tensor in weights}
-        for name, tensor in weights:
-            self._verl_reader.record(name, tensor, arrived[name])
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            loaded = self.model_runner.get_model().load_weights(iter(weights))
-        self._verl_loaded |= set(loaded or ())
+        self._verl_adapters |= {name: tensor.clone() for name, tensor in weights if ".lora_" in name}
+        weights = [(name, tensor) for name, tensor in weights if name not in self._verl_adapters]
+        if weights:
+            with self._plain_model() as model, torch.no_grad():
+                for name, tensor in weights:
+                    self._verl_reader.record(name, tensor, arrived[name])
+                self._verl_loaded |= set(model.load_weights(iter(weights)) or ())
         return arrived
 
     def verl_transport_step(self, step: str, argument: Any) -> Any:
@@ -71,18 +81,26 @@ class WeightReceiver:
         return arrived
 
     def verl_finish(self) -> ReadBack:
-        """End the reload. Returns what the layers now compute with, compared with what arrived."""
-        model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-            refresh_tied_weights(model)
-            repack_experts(model)
-        self._verl_loading = False
-        self.model_runner.reset_encoder_cache()
-        missing = sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)
-        if missing:  # nothing to compare with
-            return ReadBack(0, (), tuple(missing), ())
-        with set_current_vllm_config(self.vllm_config):
+        """End the update. Returns what the layers now compute with, compared with what arrived."""
+        adapters, self._verl_adapters = self._verl_adapters, {}
+        held = self._finish_reload() if getattr(self, "_verl_loading", False) or not adapters else ReadBack(0)
+        if not adapters or held.missing:
+            return held
+        more = load_adapters(self.model_runner.get_model().lora_manager, adapters)
+        num_tensors, wrong = held.num_tensors + more.num_tensors, held.wrong + more.wrong
+        return ReadBack(num_tensors, wrong, (), held.unread + more.unread, more.num_adapters)
+
+    def _finish_reload(self) -> ReadBack:
+        with self._plain_model() as model:
+            with torch.no_grad():
+                finalize_layerwise_reload(model, self.model_runner.model_config)
+                refresh_tied_weights(model)
+                repack_experts(model)
+            self._verl_loading = False
+            self.model_runner.reset_encoder_cache()
+            missing = sorted({name for name, _ in model.named_parameters()} - self._verl_loaded)
+            if missing:  # nothing to compare with
+                return ReadBack(0, (), tuple(missing), ())
             return self._verl_reader.compare_and_reset()
 
 
