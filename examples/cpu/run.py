@@ -68,6 +68,11 @@ VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
     "PROJECT_NAME": "recipes",
 }
 ONE_ANSWER_PER_PROMPT = {"TRAIN_BATCH_SIZE": "512", "PPO_MINI_BATCH_SIZE": "256", "ROLLOUT_N": "1"}
+OF_RECIPE = {
+    "ppo": ONE_ANSWER_PER_PROMPT | {"PPO_MINI_BATCH_SIZE": "128"},  # few ratios reach the clip in two updates a step
+    "reinforce_plus_plus": ONE_ANSWER_PER_PROMPT,
+    "lora": {"ACTOR_LR": "4e-3"},  # ten times that of a whole model, as in the script
+}
 WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")  # their baseline learns from many prompts, not from many answers to one
 TEACHER_EPOCHS = 2
 ARR = "actor_rollout_ref"
@@ -141,7 +146,7 @@ def variables(name: str, out: Path) -> dict[str, str]:
         "TEST_FILE": test,
         "EXPERIMENT_NAME": name,
     }
-    return VARIABLES | (ONE_ANSWER_PER_PROMPT if name in WITHOUT_GROUPS else {}) | own
+    return VARIABLES | OF_RECIPE.get(name, {}) | own
 
 
 def overrides(name: str, out: Path, seed: int, steps: int) -> list[str]:

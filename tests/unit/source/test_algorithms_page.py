@@ -71,7 +71,8 @@ def test_an_interval_is_students():
 
 def test_a_recipe_that_gains_little_is_marked_and_one_that_is_missing_is_named():
     assert "below 30%" in result_row("grpo", [case("grpo", seed, 0.4) for seed in (1, 2)])
-    assert "below" not in result_row("grpo", [case("grpo", seed, 0.9) for seed in (1, 2)])
+    assert "gains" not in result_row("grpo", [case("grpo", seed, 0.9) for seed in (1, 2)])
+    assert "(one seed gains 20.0%)" in result_row("grpo", [case("grpo", 1, 0.9), case("grpo", 2, 0.4)])
     record = {"commit": "abc", "date": "2000-01-01", "cases": {"grpo, seed 1": case("grpo", 1, 0.9)}}
     text = page(record)
     assert "| `grpo` | 1 | 20.0% (one seed) | 90.0% (one seed) |" in text
