@@ -103,6 +103,16 @@ class Reader(Counter):
         return int(self.batch["tokens"].sum())
 
 
+class Keeper(Counter):
+    """Keeps every batch, and with it what lies in an object store."""
+
+    def keep(self, batch: Batch) -> None:
+        self.kept = [*getattr(self, "kept", ()), batch["tokens"]]
+
+    def sums(self) -> list[int]:
+        return [int(tokens.sum()) for tokens in self.kept]
+
+
 class Placed(Counter):
     """Part of a worker: its ranks are one data-parallel group, whose last rank returns the outputs."""
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tests.conftest import import_or_skip
 from verl.plugin.platform import choose_platform
@@ -15,14 +16,13 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # Ray reads it once: a call after t
 
 
 @contextmanager
-def small_ray() -> Iterator[Cluster]:
-    """Start it for this process; ends it, with every process it has started."""
+def small_ray(**settings: Any) -> Iterator[Cluster]:
+    """Start it for this process, with `settings` of ray.init; ends it, with every process it has started."""
     import_or_skip("ray")
     address = os.environ.pop("RAY_ADDRESS", None)  # of a cluster that is not for tests
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path has at most 107 characters
-    cluster = join_cluster(
-        {"address": "local", "num_cpus": NUM_CPUS, "_temp_dir": folder, "object_store_memory": 200 << 20}
-    )
+    usual = {"address": "local", "num_cpus": NUM_CPUS, "_temp_dir": folder, "object_store_memory": 200 << 20}
+    cluster = join_cluster({**usual, **settings})
     try:
         yield cluster
     finally:

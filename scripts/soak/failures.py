@@ -45,6 +45,7 @@ SELDOM_CASES: dict[str, Case] = {
     "unequal micro-batch counts": injections_in_groups.uneven_micro_batches,
     "grader or tool that never returns": injections.hanging_call,
     "full disk": injections.full_disk,
+    "full object store": injections_on_ray.full_store,
     "address in use": injections_in_groups.address_in_use,
     "two networks": injections_in_groups.separate_networks,
 }

@@ -1,4 +1,4 @@
-"""The injection of the soak of failures that needs Ray: a lost node."""
+"""The injections of the soak of failures that need Ray: a lost node, a full object store."""
 
 import tempfile
 import threading
@@ -8,11 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+import torch
+
 from scripts.soak.injections import STEPS, Inject, Wrong, check_end, expect, main_job, run_command
 from tests.e2e import jobs
 from tests.e2e.test_ray_nodes import SMALL, let_reward_wait, lose, ray_of_nodes
+from tests.runtime_workers import Keeper
+from tests.small_ray import cpus, small_ray
+from verl.data.batch import Batch
+from verl.runtime.group import Layout
+from verl.runtime.ray_group import RayGroup
+from verl.utils.errors import VerlError
 
 NODES = ("127.0.0.2", "127.0.0.3")
+STORE, BATCH = 80 << 20, 15 << 20  # bytes; Ray's smallest store is of 75 MiB
+FULL_DISK = {
+    "_system_config": {"local_fs_capacity_threshold": 0.0001}
+}  # Ray takes a disk of which this is used as full
 
 
 @contextmanager
@@ -47,5 +59,38 @@ def lost_node() -> Iterator[Inject]:
             never = f"its actor on node {NODES[1 - lost]} has ended|restart 2"
             culprit = f"error: rank \\d failed in (.*\n)*.*its actor on node {NODES[lost]} has ended"
             return check_end(True, code, expect(said, culprit, "restart 1 of 3: all ranks, from step", never=never))
+
+    yield inject
+
+
+def fill_store(has_disk: bool, count: int) -> str:
+    """What is said where two ranks keep `count` batches, each in Ray's store; their sums where all have room."""
+    with small_ray(object_store_memory=STORE, **({} if has_disk else FULL_DISK)):
+        group = RayGroup(Keeper, Layout.data_parallel(2), cpus())
+        try:
+            for number in range(count):
+                tokens = torch.full((BATCH // 8,), number)
+                group.broadcast("keep", Batch(torch.tensor([0, len(tokens)]), {"tokens": tokens}, {}))
+            return str(group.broadcast("sums"))
+        except VerlError as error:
+            return f"error: {error}\nand afterwards: {group.broadcast('rank')}"
+        finally:
+            group.close()
+
+
+@contextmanager
+def full_store() -> Iterator[Inject]:
+    """Ranks keep more than the object store of their node holds; the disk behind it has room, or has none."""
+
+    def inject(draw: Random) -> str:
+        has_disk, count = draw.random() < 0.4, draw.randrange(8, 12)
+        said = fill_store(has_disk, count)
+        if has_disk:
+            sums = [number * (BATCH // 8) for number in range(count)]
+            return said if said == str([sums, sums]) else expect(said, "what the ranks were given")
+        named = (
+            f"error: Ray's object store on this node .* holds {STORE / 1e6:.1f} MB, .* has room for 15.7 MB of a call"
+        )
+        return expect(said, named, "object_store_memory=BYTES", "and afterwards: \\[0, 1\\]")
 
     yield inject

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.plugin.platform import PlatformBase
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, VerlError
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,21 @@ def alive_nodes() -> list[dict[str, float]]:
 
     nodes: Any = ray.nodes
     return [node["Resources"] for node in nodes() if node["Alive"]]
+
+
+def full_store(what: str) -> VerlError:
+    """The error where neither this node's object store nor the disk behind it has room for `what`."""
+    import ray
+
+    nodes: Any = ray.nodes
+    here = ray.get_runtime_context().get_node_id()
+    size = next((node["Resources"].get("object_store_memory", 0.0) for node in nodes() if node["NodeID"] == here), 0.0)
+    return VerlError(
+        f"Ray's object store on this node ({socket.gethostname()}) holds {size / 1e6:.1f} MB, and neither it nor the "
+        f"disk to which Ray moves what does not fit has room for {what}; make room on that disk (that of "
+        "ray_kwargs.ray_init._temp_dir, or /tmp), or give ray_kwargs.ray_init.object_store_memory=BYTES, or where Ray "
+        "runs already ray start --object-store-memory=BYTES"
+    )
 
 
 @dataclass(frozen=True)

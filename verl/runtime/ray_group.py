@@ -20,7 +20,7 @@ from verl.runtime.calls import GRACE_S, RemoteGroup
 from verl.runtime.group import Layout, ObjectOnNode
 from verl.runtime.rank import RankInfo
 from verl.runtime.rank_reports import blame_earliest
-from verl.runtime.ray_cluster import Devices, device_resource, rank_environment, release, reserve
+from verl.runtime.ray_cluster import Devices, device_resource, full_store, rank_environment, release, reserve
 from verl.runtime.ray_objects import Factory, ObjectOnRay, plain
 from verl.runtime.ray_processes import RanksOnRay
 from verl.runtime.ray_rank import POLL_S, RankActor
@@ -158,9 +158,13 @@ class RayGroup(RemoteGroup):
         import ray
 
         packed = pack(arguments)
-        if len(packed[0]) + sum(array.nbytes for array in packed[1]) < INLINE_BYTES:
+        size = len(packed[0]) + sum(array.nbytes for array in packed[1])
+        if size < INLINE_BYTES:
             return packed
-        return ray.put(packed)
+        try:
+            return ray.put(packed)
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+            raise full_store(f"{size / 1e6:.1f} MB of a call's arguments") from error
 
     def _send(self, rank: int, calls: list[tuple[int, str]], body: Any) -> None:
         sent = self._actors[rank].deliver.remote(self._messages[rank], pack(calls), body)
