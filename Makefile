@@ -45,8 +45,8 @@ test: $(DEV)
 test-ray: $(DEV)
 	$(BIN)/python -m pytest -q -m "ray and not vllm" $(ARGS) tests/contract/test_ray.py \
 		tests/contract/test_ray_clusters.py tests/contract/test_ray_replicas.py \
-		tests/contract/test_full_store.py \
-		tests/contract/test_runtime.py tests/e2e/test_ray_nodes.py tests/e2e/test_sft_ray.py tests/e2e/test_ray_job.py
+		tests/contract/test_full_store.py tests/contract/test_runtime.py tests/e2e/test_ray_nodes.py \
+		tests/e2e/test_sft_ray.py tests/e2e/test_ray_job.py
 
 # vLLM's own dependencies exclude some of ours, so its tests have an environment of their own.
 VLLM := .venv-vllm

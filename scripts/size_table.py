@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2770,
     "algorithms": 2300,
-    "runtime": 3295,
+    "runtime": 3314,
     "observe": 2181,
     "models": 5910,
     "workers/engine": 3700,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19171, 49256, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19190, 49275, 400
 
 
 def package_of(path: Path) -> str:
