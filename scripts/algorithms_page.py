@@ -1,7 +1,7 @@
 """Write docs/algorithms.md and docs/pictures/algorithms.svg: every estimator and loss, and what the soak measured.
 
 `make docs` runs this. The list comes from the docstrings; the curves from benchmarks/results/soak/algorithms.json,
-which `make soak PART=algorithms` writes.
+which `make soak PART=algorithms` writes, and from ppo.json beside it.
 """
 
 import inspect
@@ -9,11 +9,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from scripts.draw_architecture import PICTURES
 from scripts.draw_runs import draw_cells
 from scripts.soak.algorithms import read_points
+from scripts.soak.ppo import sentence
 from scripts.soak.progress import RESULTS, ROOT
 from verl.algorithms.advantages import ADVANTAGES
 from verl.algorithms.losses import POLICY_LOSSES
@@ -135,8 +137,8 @@ def results(record: dict[str, Any]) -> str:
         "60 % are those of the sampled answers, seed by seed. KL",
         "(of a step's update), entropy (nats) and length (tokens) are those of the last steps. Clip ranges and",
         "coefficients are those of the papers, for models ten thousand times as large: the table shows that a recipe",
-        "learns, not which is best. Where the KL is 0, a batch gets one optimiser step instead of two (ppo: four), and",
-        "learning takes more steps.",
+        "learns, not which is best. Where the KL is 0, a batch gets one optimiser step instead of two, and learning",
+        "takes more steps.",
         "",
     ]
     if found:
@@ -156,8 +158,8 @@ def results(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(record: dict[str, Any]) -> str:
-    """The whole page."""
+def page(record: dict[str, Any], ppo: dict[str, Any]) -> str:
+    """The whole page, from what the soaks of the algorithms and of PPO recorded."""
     parts = [
         HEAD,
         entries("Advantage estimators", built_in(ADVANTAGES)),
@@ -165,6 +167,7 @@ def page(record: dict[str, Any]) -> str:
         filtration(),
         recipes(),
         results(record),
+        *([fill(sentence(ppo["cases"]), 120)] if ppo else []),
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
@@ -184,15 +187,15 @@ def picture(record: dict[str, Any]) -> str:
     return draw_cells(cells, columns=len(METRICS), same_axes=True)
 
 
-def read_record(folder: Path = RESULTS) -> dict[str, Any]:
-    """What the soak recorded; empty before it ran."""
-    path = folder / "algorithms.json"
+def read_record(part: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """What the soak of `part` recorded; empty before it ran."""
+    path = folder / f"{part}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def main() -> None:
-    record = read_record()
-    PAGE.write_text(page(record), encoding="utf-8")
+    record = read_record("algorithms")
+    PAGE.write_text(page(record, read_record("ppo")), encoding="utf-8")
     if record.get("cases"):
         PICTURE.write_text(picture(record), encoding="utf-8")
 

@@ -69,14 +69,13 @@ VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
 }
 ONE_ANSWER_PER_PROMPT = {"TRAIN_BATCH_SIZE": "512", "PPO_MINI_BATCH_SIZE": "256", "ROLLOUT_N": "1"}
 OF_RECIPE = {
-    "ppo": ONE_ANSWER_PER_PROMPT | {"PPO_MINI_BATCH_SIZE": "128"},  # few ratios reach the clip in two updates a step
+    "ppo": ONE_ANSWER_PER_PROMPT,
     "reinforce_plus_plus": ONE_ANSWER_PER_PROMPT,
     "lora": {"ACTOR_LR": "4e-3"},  # ten times that of a whole model, as in the script
 }
-WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")  # their baseline learns from many prompts, not from many answers to one
 TEACHER_EPOCHS = 2
 ARR = "actor_rollout_ref"
-KEEP_EXPLORING = f"{ARR}.actor.entropy_coeff=0.003"  # as each prompt is answered once, they are sure too early without
+ENTROPY = {"ppo": 0.005, "reinforce_plus_plus": 0.003}  # coefficients; one answer per prompt is sure too early without
 OVERRIDES = (  # what a CPU and so small a model need
     "trainer.device=cpu",
     "trainer.logger=[console,file]",
@@ -153,7 +152,7 @@ def overrides(name: str, out: Path, seed: int, steps: int) -> list[str]:
     """What is added to the command of recipe `name`."""
     return [
         *OVERRIDES,
-        *([KEEP_EXPLORING] if name in WITHOUT_GROUPS else []),
+        *([f"{ARR}.actor.entropy_coeff={ENTROPY[name]}"] if name in ENTROPY else []),
         f"data.seed={seed}",
         f"{ARR}.rollout.seed={seed}",
         f"trainer.total_training_steps={steps}",

@@ -23,7 +23,13 @@ cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "soak")
 STEPS, SEEDS, MORE_SEEDS = 150, 3, 5
 WITH_MORE_SEEDS = ("grpo", "ppo", "dapo", "gspo", "rloo")
 VALIDATION, SAMPLED = "val-core/quickstart/addition/acc/mean@1", "reward/acc/mean"
-CURVES = {"accuracy": SAMPLED, "kl": "actor/ppo_kl", "entropy": "actor/entropy", "length": "response_length/mean"}
+CURVES = {
+    "accuracy": SAMPLED,
+    "kl": "actor/ppo_kl",
+    "entropy": "actor/entropy",
+    "length": "response_length/mean",
+    "explained_variance": "critic/vf_explained_var",
+}
 THRESHOLD, WINDOW = 0.6, 5  # steps to 60 %: of the mean over so many steps
 
 
@@ -45,7 +51,7 @@ def facts(records: list[dict[str, Any]]) -> dict[str, Any]:
         "final": held_out[-1],
         "steps": records[-1]["step"],
         "steps_to_60": reached[0] if reached else None,
-        "curves": {name: write_points(in_stretches(points)) for name, points in curves.items()},
+        "curves": {name: write_points(in_stretches(points)) for name, points in curves.items() if points},
     }
 
 
