@@ -29,15 +29,17 @@ def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def flush_cache(engine: VLLMEngine) -> None:
+async def flush_cache(engine: VLLMEngine) -> None:
     """Flush the cache, which ends an update, and write the seconds of the update."""
-    flush(engine)
+    begin = time.perf_counter()
+    await flush(engine)
+    seconds["engine"] += time.perf_counter() - begin
     Path(os.environ[VARIABLE]).write_text(str(seconds["engine"] - seconds["receipt"]))
     seconds.update(engine=0.0, receipt=0.0)
 
 
 if VARIABLE in os.environ:
-    flush = timed("engine", VLLMEngine.flush_cache)
+    flush = VLLMEngine.flush_cache
     VLLMEngine.flush_cache = flush_cache  # type: ignore[assignment,method-assign]
     vllm_worker.fingerprint = timed("receipt", vllm_worker.fingerprint)
     for name in ("verl_begin", "verl_load", "verl_finish"):
