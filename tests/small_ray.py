@@ -16,20 +16,56 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # Ray reads it once: a call after t
 
 
 @contextmanager
+def no_address() -> Iterator[None]:
+    """Without the RAY_ADDRESS of a cluster that is not for tests."""
+    address = os.environ.pop("RAY_ADDRESS", None)
+    try:
+        yield
+    finally:
+        if address is not None:
+            os.environ["RAY_ADDRESS"] = address
+
+
+@contextmanager
 def small_ray(**settings: Any) -> Iterator[Cluster]:
     """Start it for this process, with `settings` of ray.init; ends it, with every process it has started."""
     import_or_skip("ray")
-    address = os.environ.pop("RAY_ADDRESS", None)  # of a cluster that is not for tests
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path has at most 107 characters
     usual = {"address": "local", "num_cpus": NUM_CPUS, "_temp_dir": folder, "object_store_memory": 200 << 20}
-    cluster = join_cluster({**usual, **settings})
-    try:
-        yield cluster
-    finally:
-        cluster.leave()
-        shutil.rmtree(folder, ignore_errors=True)
-        if address is not None:
-            os.environ["RAY_ADDRESS"] = address
+    with no_address():
+        cluster = join_cluster({**usual, **settings})
+        try:
+            yield cluster
+        finally:
+            cluster.leave()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def simulated_nodes(head: dict[str, Any], *others: dict[str, Any]) -> Iterator[Any]:
+    """A Ray of simulated nodes, each started with its settings, which this process has not joined."""
+    import_or_skip("ray")
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False, "temp_dir": folder})
+        try:
+            for node in others:
+                cluster.add_node(**node)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+@contextmanager
+def joined_nodes(head: dict[str, Any], *others: dict[str, Any]) -> Iterator[Any]:
+    """Such a Ray, joined by this process."""
+    with no_address(), simulated_nodes(head, *others) as cluster:
+        joined = join_cluster({"address": cluster.address})
+        try:
+            yield cluster
+        finally:
+            joined.leave()
 
 
 def cpus() -> Devices:

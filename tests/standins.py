@@ -18,9 +18,9 @@ from verl.workers.rollout.native_engine import NativeEngine
 
 
 class FakeServer(ABC):
-    """A server in a thread of its own; `url` is where it listens."""
+    """A server in a thread of its own; `url` is where it listens, at any `port` with 0."""
 
-    def __init__(self, engine: NativeEngine, tokenizer: Any):
+    def __init__(self, engine: NativeEngine, tokenizer: Any, port: int = 0):
         self.engine, self.tokenizer = engine, tokenizer
         self.request_numbers: dict[str, int] = {}
         self.unseeded = itertools.count(-1, -1)
@@ -39,13 +39,13 @@ class FakeServer(ABC):
 
         engine.core.step = paused_step  # type: ignore[method-assign]
         self.runner = web.AppRunner(self.application())
-        self.url = f"http://127.0.0.1:{self.loop.run_until_complete(self._start())}"
+        self.url = f"http://127.0.0.1:{self.loop.run_until_complete(self._start(port))}"
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    async def _start(self) -> int:
+    async def _start(self, port: int) -> int:
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
         return int(self.runner.addresses[0][1])
 
     @abstractmethod
@@ -90,14 +90,14 @@ class FakeSGLangServer(FakeServer):
         app = web.Application(client_max_size=1 << 30)
         app.add_routes(
             [
-                web.get("/health", self.health),
+                *(web.get(f"/{name}", self.info) for name in SGLANG_QUESTIONS),
                 *(web.post(f"/{name}", getattr(self, name)) for name in SGLANG_PATHS),
             ]
         )
         return app
 
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response(text="")
+    async def info(self, request: web.Request) -> web.Response:
+        return web.json_response({})
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -154,6 +154,7 @@ class FakeSGLangServer(FakeServer):
         return web.Response(text="")
 
 
+SGLANG_QUESTIONS = ("health", "server_info")
 SGLANG_PATHS = (
     "generate",
     "abort_request",

@@ -40,10 +40,8 @@ def lost_node() -> Iterator[Inject]:
             lost = draw.randrange(2)
             on_ray = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.node_wait_s=120"]
             ended: list[tuple[int, str]] = []
-            words = main_job(folder, *on_ray)
-            run = threading.Thread(
-                target=lambda: ended.append(run_command(words, folder, RAY_ADDRESS=cluster.address)), daemon=True
-            )
+            words, at = main_job(folder, *on_ray), {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+            run = threading.Thread(target=lambda: ended.append(run_command(words, folder, **at)), daemon=True)
             run.start()
             while not saved.exists() and run.is_alive():
                 time.sleep(0.05)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import import_or_skip
+from tests.small_ray import joined_nodes
 from verl.config import load_config
 from verl.plugin.platform.cuda import PlatformCUDA
 from verl.runtime import ray_cluster
-from verl.runtime.ray_cluster import Devices, join_cluster, release, reserve
+from verl.runtime.ray_cluster import Devices, release, reserve
 from verl.runtime.ray_group import RayGroup
 from verl.runtime.versions import own_versions
 from verl.trainer.ppo import placement
@@ -43,21 +41,8 @@ class LightGroup(RayGroup):
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     """Two nodes of eight devices at addresses of their own, joined by this program."""
-    import_or_skip("ray")
-    from ray.cluster_utils import Cluster
-
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "temp_dir": folder})
-        cluster.add_node(**NODE, node_ip_address="127.0.0.2")
-        joined = join_cluster({"address": cluster.address})
-        try:
-            yield cluster
-        finally:
-            joined.leave()
-            cluster.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    with joined_nodes(NODE, {**NODE, "node_ip_address": "127.0.0.2"}) as cluster:
+        yield cluster
 
 
 @pytest.fixture

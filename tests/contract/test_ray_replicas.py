@@ -3,9 +3,7 @@
 import json
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +13,15 @@ from typing import Any
 import pytest
 
 from tests import rollout_server
-from tests.conftest import import_or_skip
 from tests.contract.test_ray_clusters import LightGroup
 from tests.contract.test_replicas import answers
 from tests.contract.test_transports import Publishing, settings
 from tests.contract.test_weight_sync import small_model
 from tests.e2e.test_ray_nodes import lose
 from tests.rollout_adapters import letters_tokenizer
+from tests.small_ray import joined_nodes
 from verl.config import load_config
 from verl.plugin.platform.cuda import PlatformCUDA
-from verl.runtime.ray_cluster import join_cluster
 from verl.runtime.versions import own_versions
 from verl.trainer.ppo import placement, rollout_setup
 from verl.trainer.ppo.placement import place_roles, start_pools
@@ -39,39 +36,28 @@ SECOND = "127.0.0.2"
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Joined by this program, in which devices are GPUs and ranks are light."""
-    import_or_skip("ray")
-    from ray.cluster_utils import Cluster
-
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("VERL_TEST_VERSIONS", json.dumps(own_versions()))
     for module in (placement, rollout_setup):
         monkeypatch.setattr(module, "get_platform", PlatformCUDA)
     monkeypatch.setattr(placement, "check_devices_asked_for", lambda *of_this_machine: None)
     monkeypatch.setattr(placement, "RayGroup", LightGroup)
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "temp_dir": folder})
-    cluster.add_node(**NODE, node_ip_address=SECOND)
-    joined = join_cluster({"address": cluster.address})
-    try:
+    with joined_nodes(NODE, {**NODE, "node_ip_address": SECOND}) as cluster:
         yield cluster
-    finally:
-        joined.leave()
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Run:
     """Ranks and replicas; each replica has noted its process and what it sees."""
 
-    def __init__(self, folder: Path, *words: str):
+    def __init__(self, folder: Path, *words: str, engine: str = "vllm"):
         small_model().save_pretrained(folder)
         self.seen = folder / "seen"
+        module = {"vllm": "tests.rollout_server", "sglang": "tests.sglang_server"}[engine]
         python = rollout_server.python_wrapper(
-            folder, first=f'echo "$$ $CUDA_VISIBLE_DEVICES $NCCL_CUMEM_ENABLE" >> {self.seen}; shift 2'
+            folder, module, f'echo "$$ $CUDA_VISIBLE_DEVICES $NCCL_CUMEM_ENABLE" >> {self.seen}; shift 2'
         )
         config = load_config([
             "trainer.runtime=ray", "trainer.nnodes=2", "data.train_batch_size=8", f"{ROLLOUT}.n=1",
-            f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.server.python={python}",
+            f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.server.python={python}",
             f"actor_rollout_ref.model.path={folder}", *words,
         ])  # fmt: skip
         self.pools = start_pools(config, 1, place_roles(config), lambda line: None)
@@ -105,11 +91,14 @@ def until(condition: Any) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("engine", "how"), [("vllm", "ended with signal SIGKILL"), ("sglang", "the SGLang server ended with exit code -9")]
+)
 def test_replicas_share_the_devices_of_their_nodes_and_are_replaced_there(
-    tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture
+    engine: str, how: str, tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)
-    run = Run(tmp_path, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    run = Run(tmp_path, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", engine=engine)
     try:
         names = [engine.server.name for engine in run.engine.replicas]
         assert sorted(names) == ["its process on node 127.0.0.1", f"its process on node {SECOND}"]
@@ -121,7 +110,7 @@ def test_replicas_share_the_devices_of_their_nodes_and_are_replaced_there(
 
         os.kill(int(started[1][0]), signal.SIGKILL)
         until(lambda: any(engine.lost for engine in run.engine.engines))
-        assert sum(answers(run.engine).values()) == 8 and "ended with signal SIGKILL" in caplog.text
+        assert sum(answers(run.engine).values()) == 8 and how in caplog.text
         [number] = run.engine.starting
         until(lambda: run.engine.starting[number].has_started)
         assert publishing.publish(1).num_replicas == 2 and answers(run.engine) == {0: 4, 1: 4}

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from tests import rollout_server
 from tests.contract.test_transports import SEQUENCES, Publishing, settings
-from tests.contract.test_weight_sync import scores, small_model
+from tests.contract.test_weight_sync import ModuleEngine, Trainer, scores, small_model
 from tests.rollout_adapters import letters_tokenizer
 from tests.unit.plugin.fake_devices import FakePlatform
 from verl.config import load_config
@@ -20,7 +20,7 @@ from verl.trainer.ppo.rollout_setup import build_rollout_engine
 from verl.utils.errors import WorkerError
 from verl.weight_sync.logprob_probe import LogprobProbe
 from verl.workers.rollout import remote_engine
-from verl.workers.rollout.base import GenerationRequest, SamplingParams
+from verl.workers.rollout.base import GenerationRequest, SamplingParams, StaleWeightsError
 from verl.workers.rollout.router import Router
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -55,6 +55,8 @@ def start(folder: Path, *words: str) -> tuple[Any, list[str]]:
     ("words", "expected"),
     [
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["5,4 yes", "7,6 yes"]),
+        ([f"{ROLLOUT}.data_parallel_size=2"], ["5,4 yes", "7,6 yes"]),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2"], ["7,6,5,4 yes"]),
         ([f"{ROLLOUT}.num_replicas=1"], ["7 yes"]),
         (SPLIT, ["4 yes", "5 yes"]),
     ],
@@ -106,3 +108,20 @@ def test_each_step_gives_every_replica_weights_a_receipt_and_half_of_the_request
     with pytest.raises(WorkerError, match="no weights"):
         answers(replicas)
     publishing.close()
+
+
+def test_a_stale_data_parallel_rank_of_a_replica_is_named():
+    trainer = Trainer(tied=False)
+    first, second = ModuleEngine(trainer.model), ModuleEngine(trainer.model)
+    of_first = first.compute_logprobs
+
+    async def of_both(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [*await of_first(sequences), *await second.compute_logprobs(sequences)]
+
+    first.compute_logprobs = of_both
+    sync = trainer.sync(first)
+    [probe] = asyncio.run(sync.publish(0)).probes
+    assert probe.difference < probe.bound
+    trainer.step()
+    with pytest.raises(StaleWeightsError, match=r"replica 0 \(data-parallel rank 1\) does not compute with version 1"):
+        asyncio.run(sync.publish(1))

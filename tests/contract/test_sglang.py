@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import skip_or_fail
 from tests.engine_work import work_of
 from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
-from tests.standins import SGLANG_PATHS, FakeSGLangServer
+from tests.standins import SGLANG_PATHS, SGLANG_QUESTIONS, FakeSGLangServer
 from verl.config import load_config
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
 from verl.utils.errors import ConfigError, WorkerError
@@ -92,7 +92,7 @@ def test_requests_have_the_fields_of_the_packages_classes(sources: zipfile.ZipFi
     assert bodies["update"].keys() <= fields_of(sources, "managers/io_struct.py", "UpdateWeightFromDiskReqInput")
     assert bodies["release"].keys() <= fields_of(sources, "managers/io_struct.py", "ReleaseMemoryOccupationReqInput")
     routes = sources.read("sglang/srt/entrypoints/http_server.py").decode()
-    assert all(f'"/{name}"' in routes for name in (*SGLANG_PATHS, "health"))
+    assert all(f'"/{name}"' in routes for name in (*SGLANG_PATHS, *SGLANG_QUESTIONS))
 
 
 def test_the_command_line_has_flags_values_and_lists():

@@ -293,14 +293,15 @@ def test_replicas_beside_two_ranks_or_apart_train_as_one_does(tmp_path: Path, mo
         [f"{ROLLOUT}.num_replicas=2"],
         ["actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.n_gpus_per_node=2"],
     )
-    for run, words in (("two", two), ("apart", apart)):
+    data_ranks = [*apart, f"{ROLLOUT}.data_parallel_size=2"]
+    for run, words, replicas in (("two", two, 2), ("apart", apart, 2), ("data_ranks", data_ranks, 1)):
         jobs.train(tmp_path, run, *fixed, *words)
         rows = jobs.metrics(tmp_path, run)
         for step in (1, 2, 3):
             row, expected = rows[step], one[step]
             for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
                 assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (run, step, name)
-            assert row["weight_sync/bytes_moved"] == 2 * expected["weight_sync/bytes_moved"]  # to both
+            assert row["weight_sync/bytes_moved"] == replicas * expected["weight_sync/bytes_moved"]
             assert row["weight_sync/tensors_read_back"] == row["weight_sync/tensors_sent"] > 0
             assert row["weight_sync/probe_difference"] <= row["weight_sync/probe_bound"]
 

@@ -190,7 +190,7 @@ def test_the_replacement_of_a_lost_replica_gets_base_weights_and_the_newest_adap
         apart.step()
         receipt = asyncio.run(apart.sync.publish(version))
     adapters = receipt.num_tensors
-    apart.engine.engines[1].process.send_signal(signal.SIGKILL)
+    apart.engine.engines[1].server.process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerError):
         asyncio.run(apart.engine.engines[1].compute_logprobs([PROMPT]))
     asyncio.run(apart.engine.stats())  # finds it

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import import_or_skip, python_with_vllm
+from tests.conftest import python_with_vllm
 from tests.e2e import jobs
 from tests.e2e.test_ranks import COMMON, STEPS, trained
+from tests.small_ray import simulated_nodes
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.observe.ledger import read_ledger
@@ -31,18 +31,9 @@ SMALL = {"object_store_memory": 100 << 20}  # bytes
 @contextlib.contextmanager
 def ray_of_nodes(head_cpus: int, *addresses: str) -> Iterator[Any]:
     """A Ray of simulated nodes with addresses of their own: the head, and others of two cores each."""
-    import_or_skip("ray")
-    from ray.cluster_utils import Cluster
-
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        head = {**SMALL, "num_cpus": head_cpus, "include_dashboard": False, "temp_dir": folder}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for address in addresses:
-                cluster.add_node(num_cpus=2, node_ip_address=address, **SMALL)
-            yield cluster
-        finally:
-            cluster.shutdown()
+    others = [{**SMALL, "num_cpus": 2, "node_ip_address": address} for address in addresses]
+    with simulated_nodes({**SMALL, "num_cpus": head_cpus}, *others) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = key(1, "Devices that share every tensor of a replica.", minimum=1)
     data_parallel_size: int = key(
         1,
-        "Data parallelism inside one replica. Where no devices are counted (CPUs, `verl serve`): replicas.",
+        "vllm: data parallelism inside one replica. Where no devices are counted (CPUs, `verl serve`): replicas.",
         minimum=1,
     )
     num_replicas: int | None = key(

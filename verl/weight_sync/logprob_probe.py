@@ -6,6 +6,7 @@ trainer runs the same weights a second time, cast to the engine's dtype (or to a
 engine's dtype already), and the bound is a multiple of that difference. It never depends on what the engine showed.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -57,13 +58,15 @@ class LogprobProbe:
         bound = MAX_ROUNDINGS * await self._rounding(trainer)
         results = []
         for number, replica in zip(numbers or range(len(replicas)), replicas, strict=True):
-            engine = flat_logprobs(await replica.compute_logprobs(self.sequences))
-            difference = rms(engine - trainer)
+            engine = flat_logprobs(await replica.compute_logprobs(self.sequences)).view(-1, len(trainer))
+            by_rank = [rms(logprobs - trainer) for logprobs in engine]  # data-parallel ranks
+            difference = max(by_rank, key=lambda one: (math.isnan(one), one))
             if not difference <= bound:
+                which = f" (data-parallel rank {by_rank.index(difference)})" if len(by_rank) > 1 else ""
                 raise StaleWeightsError(
-                    f"replica {number} does not compute with version {version}: its log-probs of the probe differ from "
-                    f"the trainer's by {difference:.2e} nats (root mean square; at most {bound:.1e} is rounding). "
-                    + self._explain(number, trainer, engine)
+                    f"replica {number}{which} does not compute with version {version}: its log-probs of the probe "
+                    f"differ from the trainer's by {difference:.2e} nats (root mean square; at most {bound:.1e} is "
+                    "rounding). " + self._explain(number, trainer, engine)
                 )
             results.append(ProbeResult(difference, bound))
             self._engines[number] = engine

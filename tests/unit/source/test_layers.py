@@ -19,6 +19,7 @@ ADAPTERS = {
     "ray": {f"verl.runtime.ray_{part}" for part in ("cluster", "group", "objects", "processes", "rank")},
     "vllm": {
         "verl.workers.rollout.vllm_adapters",
+        "verl.workers.rollout.vllm_data_parallel",
         "verl.workers.rollout.vllm_engine",
         "verl.workers.rollout.vllm_experts",
         "verl.workers.rollout.vllm_layout",

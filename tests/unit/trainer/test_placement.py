@@ -1,6 +1,7 @@
 """Which ranks hold which roles, and the placements that are refused."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ from verl.config import ConfigError, load_config
 from verl.runtime import ray_cluster
 from verl.runtime.pools import Pool
 from verl.trainer import preflight, rank_launch, sft_trainer
-from verl.trainer.ppo import placement
+from verl.trainer.ppo import placement, plan
 from verl.trainer.ppo.placement import announce_plan, devices_apart, place_roles, plan_run, start_pools
 from verl.trainer.preflight import chosen_runtime
+from verl.workers.rollout.registry import find_rollout_engine
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]
@@ -33,6 +35,14 @@ def refusal(*words: str) -> str:
 def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     platform = SimpleNamespace(device_name="cuda", device_count=lambda: count)
     monkeypatch.setattr(placement, "get_platform", lambda: platform)
+
+
+def start_on_the_drivers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engines do that somebody else has registered without `starts_on_nodes`."""
+    for module in (placement, plan):
+        monkeypatch.setattr(
+            module, "find_rollout_engine", lambda *which: replace(find_rollout_engine(*which), starts_on_nodes=False)
+        )
 
 
 def test_one_pool_holds_every_role_unless_the_critic_has_ranks_of_its_own():
@@ -164,17 +174,19 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
     on_gpus(monkeypatch, 8)
     rollout = "actor_rollout_ref.rollout"
     vllm, ray = [*PPO, f"{rollout}.name=vllm"], "trainer.runtime=ray"
+    sglang = [*PPO, f"{rollout}.name=sglang"]
     for tensor in (2, 4):  # two replicas, and one
         sizes = [f"{rollout}.tensor_model_parallel_size={tensor}", f"{rollout}.data_parallel_size=2"]
-        found = refusal(*vllm, *sizes)
-        assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in found
-    one = refusal(*vllm, *sizes, f"{rollout}.num_replicas=1")
+        assert place(*vllm, *sizes)[0].num_ranks == 8
+        for words in ([*sglang, *sizes], [*vllm, *sizes, ray]):
+            assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in refusal(*words)
+    one = refusal(*sglang, *sizes, f"{rollout}.num_replicas=1")
     assert one.endswith(f"set {rollout}.data_parallel_size=1")  # it is one replica still
-    sglang = [*PPO, f"{rollout}.name=sglang"]
-    two = refusal(*sglang, f"{rollout}.num_replicas=2", ray)
-    assert two.startswith(f"{rollout}.num_replicas with rollout.name=sglang on Ray")
-    assert place(*sglang, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
-    split = [*sglang, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]
+    start_on_the_drivers_machine(monkeypatch)
+    two = refusal(*vllm, f"{rollout}.num_replicas=2", ray)
+    assert two.startswith(f"{rollout}.num_replicas with rollout.name=vllm on Ray")
+    assert place(*vllm, f"{rollout}.num_replicas=1", ray)[0].num_ranks == 8
+    split = [*vllm, f"{rollout}.n_gpus_per_node=8", f"{rollout}.nnodes=1"]
     for far in ([ray], ["trainer.n_gpus_per_node=8", ray]):  # on the machines of a cluster, and on a second one
         assert refusal(*split, *far).startswith("actor_rollout_ref.hybrid_engine=False or rollout.nnodes with rollout")
 
@@ -183,13 +195,16 @@ def test_beside_ranks_on_ray_the_run_starts_the_replicas_of_the_plan_or_one_and_
     monkeypatch: pytest.MonkeyPatch,
 ):
     on_gpus(monkeypatch, 8)
-    plan = plan_run(load_config([*PPO, "actor_rollout_ref.rollout.name=sglang", "trainer.runtime=ray"]))
-    assert plan.rollout.count == 1
-    assert plan.notes[0].startswith("8 replicas of rollout.name=sglang are planned, and beside ranks on Ray a run")
-    words = [*PPO, "actor_rollout_ref.rollout.name=vllm", "trainer.runtime=ray", "trainer.nnodes=2"]
-    words += ["trainer.n_gpus_per_node=6", "data.train_batch_size=12"]
-    config = load_config([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
-    assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and not devices_apart(config)
+    with monkeypatch.context() as patch:
+        start_on_the_drivers_machine(patch)
+        alone = plan_run(load_config([*PPO, "actor_rollout_ref.rollout.name=vllm", "trainer.runtime=ray"]))
+    assert alone.rollout.count == 1
+    assert alone.notes[0].startswith("8 replicas of rollout.name=vllm are planned, and beside ranks on Ray a run")
+    words = [*PPO, "trainer.runtime=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=6", "data.train_batch_size=12"]
+    for name in ("vllm", "sglang"):
+        words = [*words, f"actor_rollout_ref.rollout.name={name}"]
+        config = load_config([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
+        assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and not devices_apart(config)
     apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
     assert devices_apart(load_config([*words, *apart])) == [2, 2]
     far = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8"]

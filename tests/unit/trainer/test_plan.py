@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.unit.trainer.test_placement import start_on_the_drivers_machine
 from verl.config import ConfigError, load_config
 from verl.trainer.ppo.plan import Machine, Plan, PlannedPool, Replicas, plan_placement
 from verl.trainer.ppo.plan_tables import devices_table, log_lines
@@ -33,16 +34,18 @@ def test_replicas_are_the_devices_over_tensor_times_data_parallel_size(tensor: i
     assert made.rollout == Replicas("rollout", "actor", expected, tensor, data)
 
 
-def test_replicas_beside_ranks_on_ray_are_planned_and_where_one_starts_alone_it_is_noted():
-    two, sglang = f"{ROLLOUT}.tensor_model_parallel_size=2", [*GRPO, f"{ROLLOUT}.name=sglang"]
-    [note] = plan(*sglang, two, runtime="ray").notes
-    assert note.startswith(
-        "4 replicas of rollout.name=sglang are planned, and beside ranks on Ray a run of this version"
-    )
-    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note and plan(*sglang, two).notes == ()
+def test_replicas_beside_ranks_on_ray_are_planned_and_where_one_starts_alone_it_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    two = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    for name in ("vllm", "sglang"):
+        assert plan(*GRPO, f"{ROLLOUT}.name={name}", two, runtime="ray").notes == ()
+    start_on_the_drivers_machine(monkeypatch)
+    [note] = plan(*VLLM, two, runtime="ray").notes
+    assert note.startswith("4 replicas of rollout.name=vllm are planned, and beside ranks on Ray a run of this version")
+    assert f"{ROLLOUT}.num_replicas=1 plans that one" in note and plan(*VLLM, two).notes == ()
     for quiet in (f"{ROLLOUT}.num_replicas=1", f"{ROLLOUT}.num_replicas=4", f"{ROLLOUT}.tensor_model_parallel_size=8"):
-        assert plan(*sglang, quiet, runtime="ray").notes == ()
-    assert plan(*VLLM, two, runtime="ray").notes == ()
+        assert plan(*VLLM, quiet, runtime="ray").notes == ()
 
 
 def test_each_replica_has_a_machine_and_devices_there():
@@ -66,7 +69,7 @@ def test_replicas_take_the_devices_of_their_pool_in_order():
     assert plan(*VLLM, f"{ROLLOUT}.num_replicas=2", machine=Machine("cpu", 1)).rollout_devices == ()
 
 
-def test_collectives_to_replicas_on_the_trainers_devices_are_refused_with_what_works():
+def test_collectives_to_replicas_on_the_trainers_devices_are_refused_with_what_works(monkeypatch: pytest.MonkeyPatch):
     words = [*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2"]
     nccl = f"{ROLLOUT}.checkpoint_engine.backend=nccl"
     found = refusal(*words, nccl)
@@ -79,9 +82,10 @@ def test_collectives_to_replicas_on_the_trainers_devices_are_refused_with_what_w
         assert plan(*words, f"{ROLLOUT}.checkpoint_engine.backend={backend}").rollout.count == 4
     assert "device 0 would have two" in refusal(*VLLM, nccl, machine=Machine("cuda", 1))
     assert plan(*words, nccl, machine=Machine("cpu", 1)).rollout.count == 1  # gloo there
-    assert "NCCL joins one rank a device" in refusal(*words, nccl, runtime="ray")  # replicas are on the ranks' devices
-    elsewhere = [*GRPO, f"{ROLLOUT}.name=sglang", nccl]
-    assert plan(*elsewhere, runtime="ray").rollout.count == 8  # Ray knows which devices the ranks have
+    for name in ("vllm", "sglang"):  # replicas are on the ranks' devices
+        assert "NCCL joins one rank a device" in refusal(*words, f"{ROLLOUT}.name={name}", nccl, runtime="ray")
+    start_on_the_drivers_machine(monkeypatch)
+    assert plan(*words, nccl, runtime="ray").rollout.count == 4  # Ray knows which devices the ranks have
 
 
 def test_ranks_on_parts_of_devices_are_counted_as_such():

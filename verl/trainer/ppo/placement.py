@@ -88,13 +88,13 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
     replicas, name = plan.rollout, config.actor_rollout_ref.rollout.name
     if not _has_copies_on_devices(config, plan):
         return
-    if replicas.data > 1:
+    if replicas.data > 1 and (plan.runtime == "ray" or name != "vllm"):
         asked = config.actor_rollout_ref.rollout.num_replicas
         then = f", which makes {replicas.count * replicas.data} replicas" if asked is None else ""
         raise ConfigError(
             f"{ROLLOUT}.data_parallel_size={replicas.data} with rollout.name={name} is planned by `verl plan`, but a "
-            "run does not start it: the data-parallel engines of a replica step together, and here each steps when it "
-            f"has requests; set {ROLLOUT}.data_parallel_size=1{then}"
+            "run starts such replicas of rollout.name=vllm on one machine without Ray only; set "
+            f"{ROLLOUT}.data_parallel_size=1{then}"
         )
     splits = splits_rollout(config)
     if plan.runtime == "ray" and (replicas.count > 1 or splits) and not find_rollout_engine(name).starts_on_nodes:

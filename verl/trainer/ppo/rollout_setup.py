@@ -55,12 +55,15 @@ def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedT
     if registered.weights is Weights.IN_PLACE:
         return registered.build(in_place_inputs(rollout, actor.model, tokenizer, get_platform().device_name))
     plan, beside_ranks = plan_run(config), actor.group.local_worker is None
-    inputs = copied_inputs(rollout_of_run(config), model.path or "", tokenizer, plan.rollout.count)
+    sized = replace(rollout_of_run(config), data_parallel_size=plan.rollout.data)  # inside a replica
+    inputs = copied_inputs(sized, model.path or "", tokenizer, plan.rollout.count)
     if plan.runtime != "ray":  # where ranks may have other devices
         devices = plan.rollout_devices
         inputs = replace(inputs, devices=devices if beside_ranks or devices != ((0,),) else ())  # this process's own
     elif registered.starts_on_nodes:
-        start = partial(start_server, plan, actor.group, rollout.server)
+        own = registered.joins_server  # such an engine starts a server itself, with `server.python`
+        settings = replace(rollout.server, python=None) if own else rollout.server
+        start = partial(start_server, plan, actor.group, settings)
         inputs = replace(inputs, devices=plan.rollout_devices, start_server=start)
     engine = registered.build(inputs)
     if (built := len(cast(CopyingEngine, engine).replicas)) != plan.rollout.count:
@@ -119,6 +122,7 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
     replicas = replicas_without_devices(rollout, notes)
     for note in notes:
         logger.warning(note)
+    loaded = replace(loaded, data_parallel_size=1)  # `replicas` has it
     joins_server = registered.joins_server and rollout.server.url is not None
     devices = () if joins_server or replicas == 1 else _devices_of_replicas(replicas, rollout)
     return registered.build(replace(copied_inputs(loaded, settings.path or "", tokenizer, replicas), devices=devices))

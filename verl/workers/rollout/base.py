@@ -205,7 +205,8 @@ class RolloutEngine(ABC):
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token given the preceding ones; 0 for the first token.
 
-        Uses the same forward pass as sampling, so that the log-probs verify a publish.
+        Uses the same forward pass as sampling, so that the log-probs verify a publish. An engine of several
+        data-parallel ranks returns those of all `sequences` by its first rank, then by the next.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot compute log-probs of given tokens")
 

@@ -40,12 +40,33 @@ def build_vllm_engine(config: RolloutConfig, model_path: str, eos_token_ids: lis
     """The vLLM engine of one replica."""
     from transformers import AutoTokenizer
 
+    from verl.workers.rollout.vllm_data_parallel import DataParallelVLLMEngine
     from verl.workers.rollout.vllm_engine import VLLMEngine
 
+    engine = VLLMEngine if config.data_parallel_size == 1 else DataParallelVLLMEngine
     tokenizer = None
     if any(Path(model_path).glob("tokenizer*")):
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    return VLLMEngine(config, model_path, tokenizer, eos_token_ids, replica)
+    return engine(config, model_path, tokenizer, eos_token_ids, replica)
+
+
+def build_sglang_engine(
+    config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int
+) -> CopyingEngine:
+    """The SGLang engine of one replica, which has started. This process ends with SGLang, whose output says why."""
+    from verl.workers.rollout.sglang_engine import SGLangEngine
+
+    engine = SGLangEngine(config, model_path, eos_token_ids, replica)
+    server = engine.process
+    assert server is not None, "it joins no server"
+
+    def end_with_sglang() -> None:
+        print(f"the SGLang server ended with exit code {server.wait()}", flush=True)
+        os._exit(1)
+
+    threading.Thread(target=end_with_sglang, name="SGLang", daemon=True).start()
+    engine.wait_until_ready()
+    return engine
 
 
 class RolloutServer:
@@ -84,7 +105,8 @@ class RolloutServer:
 
     async def dispatch(self, method: str, arguments: dict[str, Any]) -> Any:
         if method == "start":
-            self.engine = build_vllm_engine(**arguments)
+            is_sglang = arguments["config"].name == "sglang"
+            self.engine = (build_sglang_engine if is_sglang else build_vllm_engine)(**arguments)
             return None
         assert self.engine is not None, "the first call is start"
         match method:

@@ -33,20 +33,14 @@ def build_native(inputs: EngineInputs) -> "RolloutEngine":
 )
 def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     """vLLM in this process, or in a process per replica, which sees the replica's devices alone."""
-    config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
-    alone = inputs.num_replicas == 1 and config.tensor_model_parallel_size == 1 and not inputs.devices
+    config = inputs.config
+    size = config.tensor_model_parallel_size * config.data_parallel_size
+    alone = inputs.num_replicas == size == 1 and not inputs.devices
     if alone and config.server.python is None and inputs.start_server is None:
         from verl.workers.rollout.vllm_engine import VLLMEngine
 
-        return VLLMEngine(config, path, inputs.tokenizer, eos)
-    from verl.workers.rollout.remote_engine import RemoteEngine
-
-    def start(number: int) -> RemoteEngine:
-        server = inputs.start_server(number) if inputs.start_server else None
-        return RemoteEngine(config, path, eos, number, inputs.devices_of(number), server)
-
-    shares_devices = bool(inputs.devices) and config.free_cache_engine
-    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
+        return VLLMEngine(config, inputs.model_path, inputs.tokenizer, inputs.eos_token_ids)
+    return in_own_processes(inputs)
 
 
 @register_rollout_engine(
@@ -57,6 +51,7 @@ def build_vllm(inputs: EngineInputs) -> "RolloutEngine":
     joins_server=True,
     graphs_collectives=True,
     sleeps_with_weights=True,
+    starts_on_nodes=True,
 )
 def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
     """SGLang servers, started or joined."""
@@ -68,6 +63,8 @@ def build_sglang(inputs: EngineInputs) -> "RolloutEngine":
             f"actor_rollout_ref.rollout.server.url names one server, but num_replicas={inputs.num_replicas}; leave out "
             "one of the two"
         )
+    if inputs.start_server is not None and config.server.url is None:
+        return in_own_processes(inputs)
 
     def start(number: int) -> SGLangEngine:
         return SGLangEngine(config, inputs.model_path, inputs.eos_token_ids, number, inputs.devices_of(number))
@@ -81,6 +78,20 @@ def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
     from verl.workers.rollout.tgi_engine import TGIEngine
 
     return TGIEngine(inputs.config, inputs.tokenizer)
+
+
+def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
+    """A process per replica, which sees the replica's devices alone; one that is lost is replaced."""
+    from verl.workers.rollout.remote_engine import RemoteEngine
+
+    config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
+
+    def start(number: int) -> RemoteEngine:
+        server = inputs.start_server(number) if inputs.start_server else None
+        return RemoteEngine(config, path, eos, number, inputs.devices_of(number), server)
+
+    shares_devices = bool(inputs.devices) and config.free_cache_engine
+    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
 
 
 def start_all(start: Callable[[int], Engine], count: int) -> list[Engine]:

@@ -269,4 +269,6 @@ class SGLangEngine(CopyingEngine):
             self.process.terminate()
 
     async def stats(self) -> list[EngineStats]:
+        if self.process is not None:  # an answer is a sign of life: its scheduler's
+            await self.client.call("GET", "/server_info")
         return [EngineStats({"generated_tokens": self._generated})]

@@ -32,7 +32,8 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
-RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls")  # not replaced by engine_kwargs
+# Not replaced by engine_kwargs.
+RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls", "data_parallel_size")
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -52,6 +53,7 @@ def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> 
         "enforce_eager": config.enforce_eager,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes,
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
@@ -123,7 +125,7 @@ class VLLMEngine(CopyingEngine):
         self.config, self.replica, self.eos_token_ids = config, replica, tuple(eos_token_ids)
         self.decode_text = None if tokenizer is None else tokenizer.decode
         self.max_model_len = max_model_len(config)
-        self.statistics = SchedulerStatistics()
+        self.statistics = [SchedulerStatistics() for _ in range(config.data_parallel_size)]
         self.llm: Any = start_vllm(vllm_arguments(config, str(model_path), replica), self.statistics)
         self.bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.dtype = self.llm.vllm_config.model_config.dtype
@@ -151,16 +153,31 @@ class VLLMEngine(CopyingEngine):
             for sample in range(request.sampling.n):
                 pending.samples.append(RunningSample())
                 name, params = f"{request.request_id}:{sample}", self._vllm_sampling_params(request, sample)
-                prompt = {"prompt_token_ids": request.prompt_ids}
-                self.llm.add_request(name, prompt, params, lora_request=self._adapters)
+                self._submit(name, request.prompt_ids, params)
                 self._samples[name] = (pending, sample)
-            if self._driver is None or self._driver.done():
-                self._driver = asyncio.create_task(self._drive())
             return await pending.future
         except BaseException:  # vLLM refused it, or the caller was cancelled
             for name in self._drop(pending):
                 del self._samples[name]
             raise
+
+    def _submit(self, name: str, token_ids: Sequence[int], params: Any) -> None:
+        """Begin a sample; its outputs go to `_append_tokens`."""
+        self.llm.add_request(name, {"prompt_token_ids": token_ids}, params, lora_request=self._adapters)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+
+    def _stop(self, names: Sequence[str]) -> None:
+        """End samples without a last output."""
+        self.llm.abort_request(names)
+
+    async def _on_engine(self, method: str, *args: Any) -> list[Any]:
+        """The results of a method of vLLM, of each of its engines."""
+        return [getattr(self.llm, method)(*args)]
+
+    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        """The results of a method of `WeightReceiver`, of each of vLLM's workers."""
+        return self.llm.collective_rpc(method, args=args)
 
     def _vllm_sampling_params(self, request: GenerationRequest, sample: int) -> Any:
         from vllm import SamplingParams
@@ -195,12 +212,16 @@ class VLLMEngine(CopyingEngine):
                     self._append_tokens(output)
                 await asyncio.sleep(0)
         except Exception as error:
-            failure = WorkerError(self.replica, "generate", f"vLLM failed: {type(error).__name__}: {error}")
             waiting, self._pending = list(self._pending.values()), {}
             self._samples.clear()
             for pending in waiting:
-                if not pending.future.done():
-                    pending.future.set_exception(failure)
+                self._fail(pending, error)
+
+    def _fail(self, pending: PendingRequest, error: Exception) -> None:
+        """Raise `error` of vLLM in `generate`."""
+        if not pending.future.done():
+            problem = f"vLLM failed: {type(error).__name__}: {error}"
+            pending.future.set_exception(WorkerError(self.replica, "generate", problem))
 
     def _append_tokens(self, output: Any) -> None:
         """Append the new tokens of one sample."""
@@ -214,12 +235,12 @@ class VLLMEngine(CopyingEngine):
             if top := pending.request.sampling.top_logprobs:
                 ranked = sorted(((i, c.logprob) for i, c in candidates.items()), key=lambda pair: -pair[1])
                 sample.alternatives.append(ranked[:top])
-            self.statistics.generated_tokens += 1
+            self.statistics[0].generated_tokens += 1  # of all ranks
             if sample.first_version is None:
                 sample.first_version = self._version
             params, tail = pending.request.sampling, max_stop_tokens(pending.request.sampling)
             if completes_stop_text(params, len(sample.tokens), sample.tokens[-tail:], self.decode_text):
-                self.llm.abort_request([output.request_id])
+                self._stop([output.request_id])
                 return self._finish(output.request_id, "stop")
         token_stream = self.token_streams.get(pending.request.request_id)
         if token_stream is not None:
@@ -244,7 +265,7 @@ class VLLMEngine(CopyingEngine):
     def _drop(self, pending: PendingRequest) -> list[str]:
         """Remove a request from vLLM; returns the names of its unfinished samples."""
         names = [name for name, (owner, _) in self._samples.items() if owner is pending]
-        self.llm.abort_request(names)
+        self._stop(names)
         self._pending.pop(pending.request.request_id, None)
         return names
 
@@ -254,32 +275,32 @@ class VLLMEngine(CopyingEngine):
                 self._finish(name, "aborted")
 
     async def begin_update(self) -> None:
-        self.llm.collective_rpc("verl_begin")
+        await self._on_workers("verl_begin")
 
     async def load_bucket(self, bucket: list[tuple[str, Tensor]]) -> list[dict[str, str]]:
-        return [same_on_all_ranks(self.replica, self.llm.collective_rpc("verl_load", args=(bucket,)))]
+        return [same_on_all_ranks(self.replica, await self._on_workers("verl_load", bucket))]
 
     async def transport_step(self, step: str, argument: Any) -> list[Any]:
-        answers = self.llm.collective_rpc("verl_transport_step", args=(step, argument))
+        answers = await self._on_workers("verl_transport_step", step, argument)
         if step != "receive":
             return answers
         return [same_on_all_ranks(self.replica, answers)]
 
     async def finish_update(self, version: int) -> None:
-        by_rank = self.llm.collective_rpc("verl_finish")
+        by_rank = await self._on_workers("verl_finish")
         for rank, read_back in enumerate(by_rank):
             read_back.check(f"replica {self.replica}, rank {rank}", version)
-        self.read_back = by_rank[0]
+        self.read_back = min(by_rank, key=lambda held: held.num_tensors)
         if self.read_back.num_adapters:
             from verl.workers.rollout.vllm_adapters import request_of
 
             self._adapters = request_of(version)
-        self.flush_cache()
+        await self.flush_cache()
         self._version, self._lacks_weights = version, False
 
-    def flush_cache(self) -> None:
+    async def flush_cache(self) -> None:
         """Drop the KV cache of older weights; running requests recompute theirs."""
-        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._pending)):
+        if not all(await self._on_engine("reset_prefix_cache", bool(self._pending))):
             raise StaleWeightsError(
                 f"replica {self.replica}: vLLM kept its prefix cache; answers would mix two versions of the weights"
             )
@@ -300,8 +321,7 @@ class VLLMEngine(CopyingEngine):
                     continue
                 index = names[output.request_id]
                 if output.prompt_logprobs is not None:
-                    tokens = zip(list(sequences[index])[1:], output.prompt_logprobs[1:], strict=True)
-                    logprobs[index] = [0.0, *(candidates[token].logprob for token, candidates in tokens)]
+                    logprobs[index] = logprobs_of_prompt(sequences[index], output)
                 if output.finished:
                     del names[output.request_id]
         return logprobs
@@ -315,12 +335,12 @@ class VLLMEngine(CopyingEngine):
             waiting = f"{len(self._pending)} requests are in flight; await or abort() them before sleep()"
             raise WorkerError(self.replica, "sleep", waiting)
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            self.llm.sleep(level=level)
+            await self._on_engine("sleep", level)
         self._asleep, self._lacks_weights = True, self._lacks_weights or level > 1
 
     async def wake(self) -> None:
         if self._asleep and self.llm.vllm_config.model_config.enable_sleep_mode:
-            self.llm.wake_up()
+            await self._on_engine("wake_up")
         self._asleep = False
 
     def close(self) -> None:
@@ -332,11 +352,16 @@ class VLLMEngine(CopyingEngine):
         cleanup_dist_env_and_memory()
 
     async def stats(self) -> list[EngineStats]:
-        return [self.statistics.totals()]
+        return [statistics.totals() for statistics in self.statistics]
 
 
-def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> Any:
-    """vLLM's engine in this process, reporting to `statistics`."""
+def logprobs_of_prompt(token_ids: Sequence[int], output: Any) -> list[float]:
+    tokens = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [0.0, *(candidates[token].logprob for token, candidates in tokens)]
+
+
+def start_vllm(arguments: dict[str, Any], statistics: Sequence[SchedulerStatistics]) -> Any:
+    """vLLM's engine in this process, or its client of several data-parallel ranks; each reports to its `statistics`."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -353,10 +378,10 @@ def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> An
 
     class Recorder(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0):
-            pass
+            self.statistics = statistics[engine_index]
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-            statistics.record(scheduler_stats, iteration_stats)
+            self.statistics.record(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
             pass
@@ -365,4 +390,10 @@ def start_vllm(arguments: dict[str, Any], statistics: SchedulerStatistics) -> An
     if not current_platform.is_sleep_mode_available():
         arguments["enable_sleep_mode"] = False
     with torch.random.fork_rng():  # vLLM seeds the whole process
+        if len(statistics) > 1:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            loggers = [] if arguments["disable_log_stats"] else [Recorder]  # which would turn them on
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
         return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[Recorder])

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from verl.checkpoint_engine.endpoint import TransportEndpoint
 from verl.models.fingerprint import fingerprint
+from verl.runtime.wire import deserialize, serialize
 from verl.workers.rollout.base import ReadBack
 from verl.workers.rollout.vllm_adapters import load_adapters, plain_layers
 from verl.workers.rollout.vllm_experts import repack_experts
@@ -34,6 +35,12 @@ class WeightReceiver:
     model_runner: Any
     rank: int
     vllm_config: Any
+
+    def verl_over_wire(self, message: bytes) -> bytes:
+        """Call a method of this class where vLLM's own messages between processes hold plain values only."""
+        method, args = deserialize(message)
+        assert method.startswith("verl_")
+        return serialize(getattr(self, method)(*args))
 
     def verl_begin(self) -> None:
         """Discard what a failed update left open."""
@@ -72,7 +79,9 @@ class WeightReceiver:
         if not hasattr(self, "_verl_endpoint"):
             self._verl_endpoint = TransportEndpoint()
         if step != "receive":
-            return getattr(self._verl_endpoint, step)(argument[self.rank] if step == "connect" else argument)
+            layout = self.vllm_config.parallel_config
+            number = layout.data_parallel_index * layout.world_size + self.rank
+            return getattr(self._verl_endpoint, step)(argument[number] if step == "connect" else argument)
         self.verl_begin()
         arrived: dict[str, str] = {}
         with closing(self._verl_endpoint.receive(argument)) as arriving:
