@@ -42,45 +42,74 @@ class CallPool:
     """Runs the calls of one reward function, sync or async. `timeout_s=None` is no limit."""
 
     def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
+        self._timeout_s = timeout_s
         self._is_async = is_async(function)
         self._threads = None if self._is_async else _ThreadPool(function, num_threads, timeout_s)
         self._loop = _EventLoopThread(function, timeout_s) if self._is_async else None
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Outcomes (results or errors) of one call per dict of keyword arguments, in that order."""
-        with _stacks_where_all_is_held():
+        with _held_interpreter.while_running(self._timeout_s):
             if self._loop is not None:
                 return await self._loop.run(all_kwargs)
             assert self._threads is not None
             return await self._threads.run(all_kwargs)
 
 
-_watched = {"runs": 0, "armed": 0.0}  # runs in progress, and when the timer of this process was set
+class _HeldInterpreterTimer:
+    """While calls run, prints the stacks of all threads when one lets no other run, as a regular expression can.
 
-
-@contextlib.contextmanager
-def _stacks_where_all_is_held() -> Iterator[None]:
-    """While calls run, print the stacks of all threads when one lets no other run, as a regular expression can.
-
-    Then neither a limit nor a thread of ours gets a turn; faulthandler's timer does.
+    Then neither a limit nor a thread of ours gets a turn; faulthandler's timer does. To set it costs more than a short
+    call, so that a thread does it, once per poll, until no call has run at a poll.
     """
-    _watched["runs"] += 1
-    _watched["armed"] = 0.0
-    try:
-        yield
-    finally:
-        _watched["runs"] -= 1
-        if not _watched["runs"]:
-            faulthandler.cancel_dump_traceback_later()
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_runs = 0
+        self._timeout_s = 0.0  # the longest of the runs since the timer was set first
+        self._is_set = False
+        self._thread: threading.Thread | None = None
+        self._wanted = threading.Event()
 
-def _rearm(timeout_s: float | None) -> None:
-    """Set the timer anew: somebody has had a turn."""
-    now = time.monotonic()
-    if timeout_s is not None and now - _watched["armed"] > _POLL_INTERVAL_S / 2:
-        _watched["armed"] = now
+    @contextlib.contextmanager
+    def while_running(self, timeout_s: float | None) -> Iterator[None]:
+        if timeout_s is None:
+            yield
+            return
+        with self._lock:
+            self._num_runs += 1
+            if not self._is_set or timeout_s > self._timeout_s:
+                self._timeout_s = max(self._timeout_s, timeout_s)
+                self._set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep_set, name="reward timer", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_runs -= 1
+
+    def _set(self) -> None:
+        self._is_set = True
+        self._wanted.set()
         with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a stderr without a file
-            faulthandler.dump_traceback_later(timeout_s + HELD_S, repeat=True, file=sys.__stderr__ or sys.stderr)
+            faulthandler.dump_traceback_later(self._timeout_s + HELD_S, repeat=True, file=sys.__stderr__ or sys.stderr)
+
+    def _keep_set(self) -> None:
+        while True:
+            self._wanted.wait()
+            time.sleep(_POLL_INTERVAL_S)
+            with self._lock:
+                if self._num_runs:
+                    self._set()  # anew: this thread has had a turn
+                else:
+                    faulthandler.cancel_dump_traceback_later()
+                    self._is_set, self._timeout_s = False, 0.0
+                    self._wanted.clear()
+
+
+_held_interpreter = _HeldInterpreterTimer()  # faulthandler has one timer per process
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -129,7 +158,6 @@ class _ThreadPool:
             self._jobs.put(job)
         try:
             while any(job.outcome is None for job in jobs):
-                _rearm(self._timeout_s)
                 running = [job for job in jobs if job.running]
                 await asyncio.wait({group.finished}, timeout=self._poll_s)
                 self._abandon_late(running)
@@ -198,7 +226,6 @@ class _EventLoopThread:
         future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
         waiting, heartbeats, silent_s = asyncio.wrap_future(future), self._heartbeats, 0.0
         while not waiting.done():
-            _rearm(self._timeout_s)
             await asyncio.wait({waiting}, timeout=_POLL_INTERVAL_S)
             # Sum of poll intervals, not wall time: a process that was suspended has not been silent.
             silent_s, heartbeats = (
