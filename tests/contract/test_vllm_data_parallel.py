@@ -32,7 +32,8 @@ from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.vllm_engine import vllm_arguments
 
 pytestmark = pytest.mark.vllm
-TWO = replace(SMALL, data_parallel_size=2)
+TWO = replace(SMALL, data_parallel_size=2, prompt_length=8000, kv_cache_bytes=1 << 26)
+LONG = 7000  # tokens of an answer that no machine finishes before the test aborts it
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +159,7 @@ def test_streams_of_both_ranks_go_on_through_a_publish_and_end_at_an_abort(engin
         def receive(number: int) -> Callable[..., None]:
             return lambda sample, token_ids, *more: streamed[number].extend(token_ids)
 
-        answers = [asyncio.create_task(engine.stream(ask(i, max_tokens=800), receive(i))) for i in streamed]
+        answers = [asyncio.create_task(engine.stream(ask(i, max_tokens=LONG), receive(i))) for i in streamed]
         await until(3)
         step(model)
         await publisher(model, engine).publish(1)
@@ -171,7 +172,7 @@ def test_streams_of_both_ranks_go_on_through_a_publish_and_end_at_an_abort(engin
 
     for number, [completion] in enumerate(asyncio.run(scenario())):
         assert completion.stop_reason == "aborted" and completion.policy_version == (0, 1)
-        assert 6 <= len(completion.token_ids) == len(completion.logprobs) < 800
+        assert 6 <= len(completion.token_ids) == len(completion.logprobs) < LONG
         assert completion.token_ids[: len(streamed[number])] == streamed[number]
     assert asyncio.run(publisher(model, engine).publish(2)).num_replicas == 1  # nothing runs on
 
@@ -195,7 +196,7 @@ def test_a_rank_that_dies_ends_its_replica_so_that_another_takes_its_place(engin
     assert len(ranks) == 2
 
     async def killed() -> None:
-        answers = [asyncio.create_task(engine.generate(ask(i, max_tokens=800))) for i in range(2)]
+        answers = [asyncio.create_task(engine.generate(ask(i, max_tokens=LONG))) for i in range(2)]
         await asyncio.sleep(0.1)
         os.kill(ranks[1], signal.SIGKILL)
         await asyncio.gather(*answers)

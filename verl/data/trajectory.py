@@ -39,7 +39,7 @@ class Trajectory:
         for name in ("loss_mask", "rollout_logprobs"):
             if getattr(self, name).shape != (length,):
                 raise ValueError(f"{name} has shape {tuple(getattr(self, name).shape)}, tokens have ({length},)")
-        if length == 0 or bool(self.loss_mask[0]):
+        if length == 0 or self.loss_mask.numpy()[0]:  # numpy: an operation of torch would let other threads go first
             raise ValueError("a trajectory starts with a prompt token: loss_mask[0] must be False")
 
     @classmethod
@@ -50,7 +50,7 @@ class Trajectory:
         num_prompt, num_response = len(prompt_ids), len(response_ids)
         if len(response_logprobs) != num_response:
             raise ValueError(f"{len(response_logprobs)} log-probs for {num_response} response tokens")
-        # numpy: hundreds of short answers a step, and each operation of torch would let other threads go first
+        # numpy as above: a step has hundreds of short answers
         tokens = np.array([*prompt_ids, *response_ids], dtype=np.int64)
         mask = np.zeros(num_prompt + num_response, dtype=np.bool_)
         logprobs = np.zeros(num_prompt + num_response, dtype=np.float32)

@@ -16,6 +16,7 @@ from verl.utils.external_code import user_traceback
 logger = logging.getLogger(__name__)
 
 ON_ERROR_CHOICES = ("stop", "count")
+UNCHANGEABLE = frozenset({str, int, float, bool, bytes, type(None)})  # need no copy
 ANSWER_LENGTH = 200  # characters of an answer in a message
 
 
@@ -108,6 +109,10 @@ class FunctionReward:
 
 def _own_copy(value: Any) -> Any:
     """A deep copy, so that a call cannot change the data set's row; the value itself where it cannot be copied."""
+    if type(value) in UNCHANGEABLE:
+        return value
+    if type(value) is dict and all(type(item) in UNCHANGEABLE for item in value.values()):
+        return dict(value)
     try:
         return copy.deepcopy(value)
     except Exception:  # an object that an agent loop added

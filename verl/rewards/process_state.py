@@ -1,6 +1,7 @@
 """What user code must leave as it found it: a change of the process is undone after the call and named once."""
 
 import contextlib
+import contextvars
 import logging
 import os
 import random
@@ -32,6 +33,7 @@ class ProcessState:
     numpy_rng: Any
     streams: tuple[Any, Any]  # sys.stdout, sys.stderr
     copies: tuple[int | None, int | None]  # duplicates of file descriptors 1 and 2
+    files: tuple[Any, Any]  # behind these two
 
     @classmethod
     def now(cls) -> "ProcessState":
@@ -45,6 +47,7 @@ class ProcessState:
             _numpy_state(),
             (sys.stdout, sys.stderr),
             (_duplicate(1), _duplicate(2)),
+            (_file_of(1), _file_of(2)),
         )
 
     def undo_during_calls(self) -> list[str]:
@@ -80,7 +83,7 @@ class ProcessState:
         """File descriptor 1 or 2 and its stream, open again where user code closed them."""
         name, copy = ("stdout", "stderr")[number - 1], self.copies[number - 1]
         stream, closed = getattr(sys, name), False
-        if copy is not None and not _is_same_file(number, copy):
+        if copy is not None and _file_of(number) != self.files[number - 1]:
             os.dup2(copy, number)
             closed = True
         if stream is not None and getattr(stream, "closed", False):
@@ -112,6 +115,27 @@ def is_reseeded(before: Any, after: Any) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class _HeldGuards:
+    stack: contextlib.ExitStack
+    guards: "set[ProcessGuard]"
+
+
+_held_guards: contextvars.ContextVar[_HeldGuards | None] = contextvars.ContextVar("held_guards", default=None)
+
+
+@contextlib.contextmanager
+def one_batch() -> Iterator[None]:
+    """All batches of a guard inside, also those of tasks started here, are one: to read the generators of `random` and
+    numpy costs more than many short calls."""
+    with contextlib.ExitStack() as stack:
+        token = _held_guards.set(_HeldGuards(stack, set()))
+        try:
+            yield
+        finally:
+            _held_guards.reset(token)
+
+
 class ProcessGuard:
     """Undoes what calls of `name` change in the process and names each kind of change once."""
 
@@ -124,7 +148,22 @@ class ProcessGuard:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Calls run inside, also of several batches at once; the state before the first is the one to keep."""
+        """Calls run inside, also of several batches at once; the state before the first is the one to keep.
+
+        Inside `one_batch` the batch ends with it.
+        """
+        held = _held_guards.get()
+        if held is None:
+            with self._opened():
+                yield
+        else:
+            if self not in held.guards:
+                held.guards.add(self)
+                held.stack.enter_context(self._opened())
+            yield
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
         with self._lock:
             self._num_batches += 1
             self._state = self._state or ProcessState.now()
@@ -196,8 +235,10 @@ def _duplicate(number: int) -> int | None:
         return None
 
 
-def _is_same_file(first: int, second: int) -> bool:
+def _file_of(number: int) -> tuple[int, int] | None:
+    """Device and inode of the file that is open under `number`; None: it is closed."""
     try:
-        return os.path.sameopenfile(first, second)
+        found = os.fstat(number)
     except OSError:
-        return False
+        return None
+    return found.st_dev, found.st_ino

@@ -81,6 +81,8 @@ def safe_text(value: object, text: Callable[[object], str] = str) -> str:
 
 def is_equal(row: object, given: object) -> bool:
     """Whether `given` still has everything that `row` has, with equal values; keys may be added."""
+    if row is given:
+        return True
     if isinstance(row, Mapping) and isinstance(given, Mapping):
         return all(key in given and is_equal(value, given[key]) for key, value in row.items())
     if isinstance(row, list | tuple) and isinstance(given, list | tuple):

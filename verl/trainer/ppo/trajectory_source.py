@@ -14,6 +14,7 @@ from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Reward, RewardInput, Score
+from verl.rewards.process_state import one_batch
 from verl.trainer.ppo.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
@@ -126,8 +127,9 @@ class _Collection:
         stats_before = await engine.stats()
         watcher = asyncio.create_task(self._watch_tokens(stats_before))
         try:
-            async with asyncio.TaskGroup() as self.tasks:
-                self._send(first)
+            with one_batch():
+                async with asyncio.TaskGroup() as self.tasks:
+                    self._send(first)
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None  # the others were cancelled because of it
         finally:
