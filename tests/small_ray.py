@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from tests.conftest import import_or_skip
 from verl.plugin.platform import choose_platform
 from verl.runtime.ray_cluster import Cluster, Devices, join_cluster
@@ -18,12 +20,9 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # Ray reads it once: a call after t
 @contextmanager
 def no_address() -> Iterator[None]:
     """Without the RAY_ADDRESS of a cluster that is not for tests."""
-    address = os.environ.pop("RAY_ADDRESS", None)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
         yield
-    finally:
-        if address is not None:
-            os.environ["RAY_ADDRESS"] = address
 
 
 @contextmanager
@@ -47,8 +46,13 @@ def simulated_nodes(head: dict[str, Any], *others: dict[str, Any]) -> Iterator[A
     import_or_skip("ray")
     from ray.cluster_utils import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False, "temp_dir": folder})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)  # also of the file that names the newest cluster of a machine
+        os.mkdir(f"{folder}/ray")
+        cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
         try:
             for node in others:
                 cluster.add_node(**node)

@@ -276,12 +276,13 @@ def test_abort_all_also_ends_what_waits(adapter: Adapter, model: PreTrainedModel
     assert after.stop_reason != "aborted"
 
 
-def test_abort_ends_what_is_still_on_its_way_to_the_engine(engine: RolloutEngine):
+def test_abort_ends_what_is_still_on_its_way_to_the_engine(engine: RolloutEngine, max_tokens: int = 24):
     async def scenario() -> list[list[Completion]]:
         with few_tokens(samples=math.inf):
             for server in FAKE_SERVERS:
                 server.delay = 0.2
-            tasks = [asyncio.create_task(engine.generate(ask(i, n=2, ignore_eos=True))) for i in range(2)]
+            requests = [ask(i, n=2, ignore_eos=True, max_tokens=max_tokens) for i in range(2)]
+            tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
             await asyncio.sleep(0)
             await engine.abort(0)
             await engine.abort()

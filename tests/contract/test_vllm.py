@@ -244,10 +244,13 @@ def test_a_killed_server_is_replaced_and_its_requests_have_the_same_answers(fold
         requests = [GenerationRequest(number, PROMPT, sampling) for number in range(4)]
 
         async def ask(kill: bool) -> list[list[int]]:
+            server = router.engines[1].server.process
+            if kill:
+                server.send_signal(signal.SIGSTOP)  # so that it has answered none of its requests
             waiting = [asyncio.create_task(router.generate(request)) for request in requests]
             await asyncio.sleep(0.3)
             if kill:
-                router.engines[1].server.process.send_signal(signal.SIGKILL)
+                server.send_signal(signal.SIGKILL)
             return [completion.token_ids for [completion] in await asyncio.gather(*waiting)]
 
         undisturbed = asyncio.run(ask(kill=False))
