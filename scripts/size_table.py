@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 2181,
     "models": 5910,
     "workers/engine": 3700,
-    "workers/rollout": 4684,
+    "workers/rollout": 4699,
     "workers": 1100,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 1100,
-    "trainer": 7196,
+    "rewards": 1130,
+    "trainer": 7198,
     "commands": 5275,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19194, 49464, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19196, 49556, 400
 
 
 def package_of(path: Path) -> str:

@@ -150,6 +150,19 @@ def test_abort_ends_what_is_still_on_its_way_to_a_rank(engine: RemoteEngine):
     laws.test_abort_ends_what_is_still_on_its_way_to_the_engine(engine, max_tokens=LONG)
 
 
+def test_an_abort_does_not_wait_until_every_output_was_read(engine: RemoteEngine, started: tuple[RemoteEngine, Path]):
+    started[1].write_text("slow")
+
+    async def scenario() -> list[Completion]:
+        streamed = asyncio.Event()
+        answer = asyncio.create_task(engine.stream(ask(0, n=4, max_tokens=LONG), lambda *tokens: streamed.set()))
+        await streamed.wait()
+        await engine.abort()
+        return await answer
+
+    assert all(c.stop_reason == "aborted" and len(c.token_ids) < 1000 for c in asyncio.run(scenario()))
+
+
 def test_streams_of_both_ranks_go_on_through_a_publish_and_end_at_an_abort(engine: RemoteEngine, model: Any):
     """Each sample has tokens of the old version and of the new one; what was streamed is what is returned."""
     streamed: dict[int, list[int]] = {number: [] for number in range(4)}

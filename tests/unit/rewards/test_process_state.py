@@ -14,7 +14,7 @@ import torch
 from verl.config import CustomRewardConfig, RewardConfig
 from verl.rewards.base import RewardInput
 from verl.rewards.function_reward import FunctionReward
-from verl.rewards.process_state import is_reseeded
+from verl.rewards.process_state import is_reseeded, one_batch
 from verl.rewards.reward_setup import custom_reward
 from verl.utils.errors import ConfigError, RewardError
 
@@ -72,6 +72,30 @@ def test_a_change_of_the_process_is_undone_and_named_once(name, caplog):
     assert visible_state() == before and all(seen)
     warnings = [r.getMessage() for r in caplog.records]
     assert len(warnings) == 1 and "reward function mine changed" in warnings[0] and name in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["the seed of `random`", "the seed of `numpy.random`"])
+def test_the_calls_of_a_rollout_read_the_generators_once_and_are_undone_at_its_end(name, caplog, monkeypatch):
+    reads, read = [], random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or read())
+
+    def change(**_):
+        CHANGES[name]()
+        return 1
+
+    async def rollout(reward):
+        with one_batch():
+            await asyncio.gather(*(reward.score([item()]) for _ in range(20)))
+            for _ in range(20):
+                await asyncio.create_task(reward.score([item()]))
+            assert len(reads) == 1 and not caplog.records
+        assert len(reads) == 2
+
+    before, reward = visible_state(), FunctionReward(change, "mine")
+    reads.clear()
+    asyncio.run(rollout(reward))
+    assert visible_state() == before
+    assert [name in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("name", [n for n in CHANGES if "grad" not in n])

@@ -40,10 +40,12 @@ class LocalServer:
         with theirs, os.fdopen(descriptor, "wb") as output:
             server = [python or sys.executable, "-m", "verl.workers.rollout.engine_server"]
             flag = "--descriptor" if address is None else "--listener"
+            # A process group of its own: Ctrl-C is for the trainer. No session: Linux divides processor time between
+            # sessions, and let a trainer wait 20 s for its part beside two busy ones.
             self.process = subprocess.Popen(
                 [*server, flag, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL if address is None else subprocess.PIPE, stdout=output, stderr=output,
-                env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, start_new_session=True,
+                env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, process_group=0,
             )  # fmt: skip
         if self.process.stdin is not None:  # which stays open: the server ends with who has started it
             with contextlib.suppress(OSError):  # it has ended

@@ -28,6 +28,19 @@ class DataParallelVLLMEngine(VLLMEngine):
         self._followed: dict[str, asyncio.Task[None]] = {}  # by vLLM's request id
         self._is_paused = False
         self._watch = asyncio.create_task(self._end_with_ranks())
+        self._take_turns_with_outputs()
+
+    def _take_turns_with_outputs(self) -> None:
+        """Let other tasks run between two messages of the ranks: vLLM reads on while any waits, and an abort would wait
+        until all were read."""
+        socket = self.llm.engine_core.resources.output_socket
+        receive = socket.recv_multipart
+
+        async def receive_in_turn(**kwargs: Any) -> Any:
+            await asyncio.sleep(0)
+            return await receive(**kwargs)
+
+        socket.recv_multipart = receive_in_turn
 
     async def _end_with_ranks(self) -> None:
         while True:
