@@ -17,7 +17,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "algorithms": 2300,
     "runtime": 3314,
     "observe": 2181,
-    "models": 5910,
+    "models": 5959,
     "workers/engine": 3700,
     "workers/rollout": 4699,
     "workers": 1100,  # the driver-side handles
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 1130,
-    "trainer": 7198,
+    "trainer": 7233,
     "commands": 5275,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19196, 49556, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19231, 49640, 400
 
 
 def package_of(path: Path) -> str:

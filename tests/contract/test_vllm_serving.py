@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import import_or_skip, skip_or_fail, skip_without_vllm
 from tests.e2e import jobs
@@ -16,6 +17,7 @@ from verl.commands import generate_answers
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
+from verl.models.load import load_causal_lm
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True", f"{ROLLOUT}.kv_cache_bytes=16777216"]
@@ -50,6 +52,21 @@ def test_a_file_is_answered_as_the_native_engine_answers_it(folder: Path, server
         said.append([json.loads(line)["responses"] for line in (folder / "answers.jsonl").read_text().splitlines()])
         (folder / "answers.jsonl").unlink()
     assert said[0] == said[1] and len(said[0]) == 12 and any(text for [text] in said[0])
+
+
+def test_adapters_are_merged_for_an_engine_that_reads_a_folder(folder: Path):
+    """The answers are those of the native engine, which has the adapters beside the weights; the base has others."""
+    peft = import_or_skip("peft")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(load_causal_lm(folder / "model"), settings).save_pretrained(folder / "adapters")
+    adapters = f"actor_rollout_ref.model.lora_adapter_path={folder / 'adapters'}"
+    said = []
+    for more in ([adapters], [adapters, f"{ROLLOUT}.name=native"], []):
+        assert generate_answers.main(overrides(folder, f"{ROLLOUT}.do_sample=False", *more)) == 0
+        said.append([json.loads(line)["responses"] for line in (folder / "answers.jsonl").read_text().splitlines()])
+        (folder / "answers.jsonl").unlink()
+    assert said[0] == said[1] != said[2]
 
 
 def open_server(folder: Path, *extra: str) -> Any:

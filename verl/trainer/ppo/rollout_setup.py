@@ -18,6 +18,7 @@ from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.models.load import load_causal_lm, load_config, model_folder
 from verl.models.lora import add_adapters
+from verl.models.merged_folder import merged_folder
 from verl.plugin.platform import get_platform
 from verl.runtime.group import WorkerGroup
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
@@ -37,7 +38,6 @@ from verl.workers.rollout.native_engine import eos_ids, in_place_inputs
 from verl.workers.rollout.registry import (
     EngineInputs,
     Weights,
-    engines_with,
     find_rollout_engine,
     why_not_trained,
 )
@@ -97,7 +97,8 @@ def rollout_of_run(config: RunConfig) -> RolloutConfig:
 
 
 def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """The rollout engine without a trainer, on the weights of `model.path`: generation, serving, evaluation."""
+    """The rollout engine without a trainer, on the weights of `model.path` and with the adapters of
+    `model.lora_adapter_path`: generation, serving, evaluation."""
     rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     check_rollout_engine_is_installed(config.actor_rollout_ref)
     registered = find_rollout_engine(rollout.name, settings.external_lib)
@@ -109,23 +110,23 @@ def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBas
             add_adapters(model, settings, seed=0)
         model.to(torch.device(device))  # type: ignore[arg-type]
         return registered.build(in_place_inputs(rollout, model, tokenizer, device))
-    if settings.lora_adapter_path is not None:
+    joins_server = registered.joins_server and rollout.server.url is not None
+    if settings.lora_adapter_path is not None and (joins_server or registered.weights is Weights.REMOTE):
         raise ConfigError(
-            f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path}: without a trainer only "
-            f"rollout.name={engines_with(Weights.IN_PLACE)} takes adapters, and {rollout.name} would answer without "
-            "them; merge them first (python -m verl.model_merger)"
+            f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path} has no effect on a server that "
+            f"runs already ({ROLLOUT}.server.url), and it would answer without them; start it with the merged model"
         )
     if registered.weights is Weights.REMOTE:
         return registered.build(EngineInputs(rollout, tokenizer))
+    path = settings.path or "" if settings.lora_adapter_path is None else str(merged_folder(settings))
     loaded = replace(rollout, load_format="auto") if rollout.load_format == "dummy" else rollout
     notes: list[str] = []
     replicas = replicas_without_devices(rollout, notes)
     for note in notes:
         logger.warning(note)
     loaded = replace(loaded, data_parallel_size=1)  # `replicas` has it
-    joins_server = registered.joins_server and rollout.server.url is not None
     devices = () if joins_server or replicas == 1 else _devices_of_replicas(replicas, rollout)
-    return registered.build(replace(copied_inputs(loaded, settings.path or "", tokenizer, replicas), devices=devices))
+    return registered.build(replace(copied_inputs(loaded, path, tokenizer, replicas), devices=devices))
 
 
 def _devices_of_replicas(count: int, rollout: RolloutConfig) -> tuple[tuple[int, ...], ...]:

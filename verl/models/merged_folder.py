@@ -1,0 +1,49 @@
+"""A base model and its adapters as one Hugging Face folder, for engines that read a folder."""
+
+import atexit
+import shutil
+import tempfile
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from verl.config import HFModelConfig
+from verl.models import export
+from verl.models.load import load_causal_lm, load_config
+from verl.models.lora import adapter_scales, add_adapters, merge_adapters
+from verl.utils.errors import ConfigError
+
+
+def merged_folder(settings: HFModelConfig) -> Path:
+    """A temporary folder with the model of `settings.path` and the adapters of `lora_adapter_path` merged into it, in
+    the type of its weights; removed when the program ends. ConfigError where it cannot be written."""
+    folder = Path(tempfile.mkdtemp(prefix="verl-merged-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        write_merged(settings, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_adapter_path={settings.lora_adapter_path}: the merged model could not be "
+            f"written to {folder}: {error}; let TMPDIR name a folder with more room"
+        ) from error
+    return folder
+
+
+def write_merged(settings: HFModelConfig, folder: Path) -> None:
+    """Write the merged model, its configuration and its tokenizer."""
+    path = settings.path or ""
+    dtype = load_config(path).dtype or torch.float32
+    base, model = (load_causal_lm(path, dtype=dtype, structure_only=meta) for meta in (True, False))
+    add_adapters(model, settings, seed=0)
+    parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    buffers = (
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+    weights = list(chain(merge_adapters(parameters, adapter_scales(model)), buffers))
+    plan = export.plan_export(base, dict(weights))
+    export.export_config_and_tokenizer(base, settings, folder)
+    export.write_layers(plan, plan.own_layers(weights), folder)
