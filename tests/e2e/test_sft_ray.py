@@ -77,3 +77,17 @@ def test_a_rank_that_fails_is_named(folder: Path, capfd: pytest.CaptureFixture[s
     out, err = capfd.readouterr()
     assert "starting 2 ranks; new\n" in out
     assert re.search(r"error: rank [01] failed in run\(\): model.external_lib=only_here: there is no module", err)
+
+
+def test_a_rank_that_does_not_move_is_named(folder: Path, capfd: pytest.CaptureFixture[str]):
+    words = [
+        "model.external_lib=tests.e2e.sleeping_rank",
+        "trainer.total_training_steps=9",
+        "trainer.stall_timeout_s=3",
+    ]
+    start = time.monotonic()
+    assert sft_trainer_ray.main([*test_sft.overrides(folder, "stalled", *words), *TWO_RANKS]) == 2
+    assert time.monotonic() - start < 120
+    said = capfd.readouterr().err
+    assert "rank 1 failed in run():\nit has not entered the collective in which others wait" in said
+    assert "sleeping_rank.py:16 in step_or_sleep" in said

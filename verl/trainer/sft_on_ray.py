@@ -28,7 +28,7 @@ from verl.utils.errors import Interrupted, WorkerError
 if TYPE_CHECKING:
     from verl.trainer.sft import SFTTrainer
 
-POLL_S = 0.2  # how often the driver asks for what the first rank has printed
+POLL_S = 0.2  # how often the driver looks for a signal to pass on
 
 End = tuple[str, int] | None  # message and exit code of a run that a signal stopped
 
@@ -36,11 +36,13 @@ End = tuple[str, int] | None  # message and exit code of a run that a signal sto
 class _Printed(io.TextIOBase):
     """A stdout whose text waits for the driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_text: Callable[[], None]) -> None:
         self.texts: SimpleQueue[str] = SimpleQueue()
+        self.on_text = on_text
 
     def write(self, text: str) -> int:
         self.texts.put(text)
+        self.on_text()
         return len(text)
 
 
@@ -49,13 +51,26 @@ class SFTRank:
 
     def __init__(self, root: type[SFTConfig], preset: str, words: Sequence[str]):
         self.config = load_config(words, config_name=preset, root=root)
-        self.printed = _Printed()
+        self.printed = _Printed(self.tell)
         self.trainer: SFTTrainer | None = None  # once everything is loaded
         self.may_step = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.news = asyncio.Event()  # text, everything is loaded, or the end
+        self.has_ended = self.has_said_loaded = False
+
+    def tell(self) -> None:
+        """Wake `output`; any thread may."""
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.news.set)
 
     async def run(self) -> End:
         """Train to the end, in a thread of its own."""
-        return await asyncio.to_thread(self.train)
+        self.loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.to_thread(self.train)
+        finally:
+            self.has_ended = True
+            self.news.set()
 
     def train(self) -> End:
         """Train to the end."""
@@ -68,24 +83,33 @@ class SFTRank:
         return None
 
     def await_driver(self, trainer: "SFTTrainer") -> None:
-        """Until the driver asks for output with a `stop`: from then on signals wait for the end of a step."""
+        """Until the driver's first `pass_on`: from then on signals wait for the end of a step."""
         self.trainer = trainer
+        self.tell()
         if trainer.collectives.is_rank_zero:
             self.may_step.wait()
 
-    def output(self, stop: int | None) -> tuple[bool, str]:
-        """Whether everything is loaded, and what was printed since the last time.
+    def pass_on(self, signal_number: int) -> None:
+        """Let the run step; stop it after the step if a signal has arrived (0: none)."""
+        assert self.trainer is not None, "the driver was told that everything is loaded"
+        self.trainer.stop_requested = signal_number
+        self.may_step.set()
 
-        `stop` is the signal to stop, or 0; None where a signal still ends the run at once.
+    async def output(self) -> tuple[bool, str]:
+        """Whether everything is loaded, and what was printed since the last time; waits until there is news.
+
+        A rank that prints nothing is not called: calls would be moves of a rank that stands still.
         """
-        if stop is not None and self.trainer is not None:
-            self.trainer.stop_requested = stop
-            self.may_step.set()
+        self.news.clear()
+        is_new = self.trainer is not None and not self.has_said_loaded
+        if not (is_new or self.has_ended or self.printed.texts.qsize()):
+            await self.news.wait()
         texts = []
         with contextlib.suppress(Empty):
             while True:
                 texts.append(self.printed.texts.get_nowait())
-        return self.trainer is not None, "".join(texts)
+        self.has_said_loaded = self.trainer is not None
+        return self.has_said_loaded, "".join(texts)
 
 
 class _Driver:
@@ -93,6 +117,7 @@ class _Driver:
 
     def __init__(self, group: WorkerGroup):
         self.group, self.stop_requested, self.handles_signals = group, 0, False
+        self.passed_on: int | None = None
         self.note: Callable[[str], None] = say
 
     def follow(self, ends: Future[list[End]]) -> None:
@@ -101,15 +126,23 @@ class _Driver:
             over = False
             while not over:
                 over = ends.done()  # asked first: the last text is that of ranks that have ended
-                stop = self.stop_requested if self.handles_signals else None
-                is_loaded, text = self.group.post(0, "output", [(stop,)])[0].result()
+                is_loaded, text = self._await_output()
                 sys.stdout.write(text)
                 sys.stdout.flush()
                 if is_loaded and not self.handles_signals:
                     stack.enter_context(Interrupt(self))
                     self.handles_signals = True
-                else:
+                elif not text:  # the first rank has ended
                     wait([ends], POLL_S)
+
+    def _await_output(self) -> tuple[bool, str]:
+        answer = self.group.post(0, "output", [()])[0]
+        while True:
+            if self.handles_signals and self.stop_requested != self.passed_on:
+                self.passed_on = self.stop_requested
+                self.group.post(0, "pass_on", [(self.passed_on,)])[0].result()
+            if wait([answer], POLL_S).done:
+                return answer.result()
 
 
 def run_on_ray(config: SFTConfig, preset: str, words: Sequence[str], count: int) -> int:
