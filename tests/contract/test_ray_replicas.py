@@ -92,13 +92,17 @@ def until(condition: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "how"), [("vllm", "ended with signal SIGKILL"), ("sglang", "the SGLang server ended with exit code -9")]
+    ("engine", "size", "how"),
+    [
+        ("vllm", "data_parallel_size", "ended with signal SIGKILL"),
+        ("sglang", "tensor_model_parallel_size", "the SGLang server ended with exit code -9"),
+    ],
 )
 def test_replicas_share_the_devices_of_their_nodes_and_are_replaced_there(
-    engine: str, how: str, tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture
+    engine: str, size: str, how: str, tmp_path: Path, nodes: Any, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)
-    run = Run(tmp_path, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", engine=engine)
+    run = Run(tmp_path, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.{size}=2", engine=engine)
     try:
         names = [engine.server.name for engine in run.engine.replicas]
         assert sorted(names) == ["its process on node 127.0.0.1", f"its process on node {SECOND}"]

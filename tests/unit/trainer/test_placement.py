@@ -178,7 +178,9 @@ def test_a_plan_that_cannot_be_started_yet_is_refused_by_the_run(monkeypatch: py
     for tensor in (2, 4):  # two replicas, and one
         sizes = [f"{rollout}.tensor_model_parallel_size={tensor}", f"{rollout}.data_parallel_size=2"]
         assert place(*vllm, *sizes)[0].num_ranks == 8
-        for words in ([*sglang, *sizes], [*vllm, *sizes, ray]):
+        assert place(*vllm, *sizes, ray)[0].num_ranks == 8
+        two_machines = [*vllm, *sizes, ray, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+        for words in ([*sglang, *sizes], two_machines if tensor == 4 else [*sglang, *sizes, ray]):
             assert f"set {rollout}.data_parallel_size=1, which makes {8 // tensor} replicas" in refusal(*words)
     one = refusal(*sglang, *sizes, f"{rollout}.num_replicas=1")
     assert one.endswith(f"set {rollout}.data_parallel_size=1")  # it is one replica still

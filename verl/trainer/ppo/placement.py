@@ -88,13 +88,14 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
     replicas, name = plan.rollout, config.actor_rollout_ref.rollout.name
     if not _has_copies_on_devices(config, plan):
         return
-    if replicas.data > 1 and (plan.runtime == "ray" or name != "vllm"):
+    spans_machines = plan.runtime == "ray" and replicas.size > plan.rollout_pool.per_node
+    if replicas.data > 1 and (spans_machines or name != "vllm"):
         asked = config.actor_rollout_ref.rollout.num_replicas
         then = f", which makes {replicas.count * replicas.data} replicas" if asked is None else ""
         raise ConfigError(
-            f"{ROLLOUT}.data_parallel_size={replicas.data} with rollout.name={name} is planned by `verl plan`, but a "
-            "run starts such replicas of rollout.name=vllm on one machine without Ray only; set "
-            f"{ROLLOUT}.data_parallel_size=1{then}"
+            f"{ROLLOUT}.data_parallel_size={replicas.data} with rollout.name={name} and {replicas.size} devices a "
+            f"replica is planned by `verl plan`, but a run starts such replicas of rollout.name=vllm on one machine "
+            f"({plan.rollout_pool.per_node} devices) only; set {ROLLOUT}.data_parallel_size=1{then}"
         )
     splits = splits_rollout(config)
     if plan.runtime == "ray" and (replicas.count > 1 or splits) and not find_rollout_engine(name).starts_on_nodes:
