@@ -37,12 +37,8 @@ def write_merged(settings: HFModelConfig, folder: Path) -> None:
     base, model = (load_causal_lm(path, dtype=dtype, structure_only=meta) for meta in (True, False))
     add_adapters(model, settings, seed=0)
     parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    buffers = (
-        (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    )
+    saved = model.state_dict()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     weights = list(chain(merge_adapters(parameters, adapter_scales(model)), buffers))
     plan = export.plan_export(base, dict(weights))
     export.export_config_and_tokenizer(base, settings, folder)
