@@ -83,7 +83,7 @@ bench: $(DEV)
 PART ?= receipt
 SOAK_ENVIRONMENT_receipt := $(VLLM)
 SOAK_VENV = $(or $(SOAK_ENVIRONMENT_$(PART)),$(VENV))
-soak: $(if $(SOAK_ENVIRONMENT_$(PART)),$(VLLM)/.ready,$(DEV))
+soak: $(DEV) $(if $(filter receipt quickstarts,$(PART)),$(VLLM)/.ready)
 	$(SOAK_VENV)/bin/python -m scripts.soak.$(PART) $(ARGS)
 
 clean:

@@ -80,35 +80,48 @@ def sink(pipe: Any) -> None:
 
 
 class Mover:
-    """Transfers the bytes of the weights from this process to a sink."""
+    """Transfers the bytes of the weights from this process to sinks."""
 
-    def __init__(self, settings: TransportSettings):
-        self.pipe, sink_pipe = multiprocessing.get_context("spawn").Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(target=sink, args=(sink_pipe,), daemon=True)
-        self.process.start()
+    def __init__(self, settings: TransportSettings, sinks: int = 1):
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for _ in range(sinks):
+            pipe, sink_pipe = context.Pipe()
+            self.pipes.append(pipe)
+            self.processes.append(context.Process(target=sink, args=(sink_pipe,), daemon=True))
+            self.processes[-1].start()
         transport: Any = settings.transport()
         self.transport = transport(bucket_size=settings.bucket_bytes, **settings.arguments)
-        addresses = [self.transport.prepare(), self.call("open", settings)]
-        senders, receivers = transport.build_topology(1, 1, addresses)
-        self.pipe.send(("connect", {name: value[0] for name, value in receivers.items()}))
-        self.transport.init_process_group(**{name: value[0] for name, value in senders.items()})
-        self.pipe.recv()
+        addresses = [self.transport.prepare(), *self.call("open", settings)]
+        sender, receivers = transport.build_topology(1, sinks, addresses)
+        for number, pipe in enumerate(self.pipes):
+            pipe.send(("connect", {name: value[number] for name, value in receivers.items()}))
+        self.transport.init_process_group(**{name: value[0] for name, value in sender.items()})
+        self.answers()
 
-    def call(self, *message: Any) -> Any:
-        self.pipe.send(message)
-        return self.pipe.recv()
+    def call(self, *message: Any) -> list[Any]:
+        self.send(*message)
+        return self.answers()
+
+    def send(self, *message: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send(message)
+
+    def answers(self) -> list[Any]:
+        return [pipe.recv() for pipe in self.pipes]
 
     def move(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         if not self.transport.sends_first:
-            self.pipe.send(("receive", version))
+            self.send("receive", version)
         asyncio.run(self.transport.send_weights(iter(weights), version))
         if self.transport.sends_first:
-            self.pipe.send(("receive", version))
-        self.pipe.recv()
+            self.send("receive", version)
+        self.answers()
 
     def close(self) -> None:
-        self.pipe.send(None)
-        self.process.join()
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send(None)
+            process.join()
         self.transport.finalize()
 
 
