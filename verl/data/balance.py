@@ -175,14 +175,13 @@ def _first_fit(
 ) -> Steps | None:
     """Each sequence in the first part with room, to use few parts; None if a sequence does not fit."""
     parts: list[list[int]] = [[] for _ in range(shape[0] * shape[1])]
-    tokens = [0] * len(parts)
+    room = np.full(len(parts), limits.tokens)  # of a part with as many sequences as it may have: -1
     for i in order:
-        not_full = (n for n, part in enumerate(parts) if len(part) < limits.sequences)
-        place = next((n for n in not_full if tokens[n] + lengths[i] <= limits.tokens), None)
-        if place is None:
+        place = int((room >= lengths[i]).argmax())
+        if room[place] < lengths[i]:
             return None
         parts[place].append(i)
-        tokens[place] += lengths[i]
+        room[place] = room[place] - lengths[i] if len(parts[place]) < limits.sequences else -1
     return _group_by_cost(parts, costs, shape[1])
 
 
@@ -202,6 +201,8 @@ def _around_most_expensive(
         max_cost = max(share, costs[order[0]]) if order and number < count - 1 else float("inf")
         parts, order = _assign_to_cheapest(order, lengths, costs, ranks, limits, max_cost * (1 + _TOLERANCE))
         steps.append(parts)
+        if sum(lengths[i] for i in order) > (count - number - 1) * ranks * limits.tokens:
+            return None
     return None if order else steps
 
 
