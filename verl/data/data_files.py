@@ -1,13 +1,15 @@
 """Rows of data files with their location, so that every error can name the file and the row.
 
-A data file is parquet (.parquet), JSON lines (.jsonl, .json) or one JSON array (.json).
+A data file is parquet (.parquet), JSON lines (.jsonl, .json) or one JSON array (.json); JSON may be compressed (.gz).
 Needs neither torch nor a tokenizer.
 """
 
 import bisect
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,11 +106,11 @@ def _existing_file(raw_path: str | Path) -> Path:
         raise DataError(f"{raw_path}: remote files are not supported; copy the file to a local disk and give that path")
     path = expand_home(raw_path, "data file")
     if path.is_dir():
-        data_files = sorted(p.name for p in path.iterdir() if p.suffix in _FILE_CLASSES)
+        data_files = sorted(p.name for p in path.iterdir() if _suffix(p) in _FILE_CLASSES)
         listing = ", ".join(data_files[:5]) if data_files else "none"
         raise DataError(f"{path} is a folder; give the data files inside it (there: {listing})")
     if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.*") if p.suffix in _FILE_CLASSES]
+        siblings = [p.name for p in path.parent.glob("*.*") if _suffix(p) in _FILE_CLASSES]
         if siblings:
             raise DataError(f"{path} does not exist; {did_you_mean(path.name, siblings)}")
         hint = "holds no data file" if path.parent.is_dir() else "does not exist"
@@ -118,10 +120,15 @@ def _existing_file(raw_path: str | Path) -> Path:
 
 def open_data_file(path: Path) -> "ParquetFile | JsonFile":
     """The file, opened by the class of its suffix; DataError for an unknown suffix."""
-    file_class = _FILE_CLASSES.get(path.suffix.lower())
+    file_class = _FILE_CLASSES.get(_suffix(path))
     if file_class is None:
         raise DataError(f"{path} has an unknown suffix {path.suffix!r}; known: {', '.join(sorted(_FILE_CLASSES))}")
     return file_class(path)
+
+
+def _suffix(path: Path) -> str:
+    """ ".jsonl.gz" of a compressed file, else the last suffix."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
 
 
 class ParquetFile:
@@ -155,9 +162,12 @@ class JsonFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            text = path.read_text(encoding="utf-8")
+            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+                text = file.read()
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text: {error}") from error
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path} cannot be unpacked: {error}") from error
         self._has_surrogate_escapes = _SURROGATE.search(text) is not None
         self._is_array = text.lstrip()[:1] == "["
         self._numbers, self._rows = self._parse_array(text) if self._is_array else self._parse_lines(text)
@@ -246,4 +256,6 @@ _FILE_CLASSES: dict[str, type[ParquetFile] | type[JsonFile]] = {
     ".parquet": ParquetFile,
     ".json": JsonFile,
     ".jsonl": JsonFile,
+    ".json.gz": JsonFile,
+    ".jsonl.gz": JsonFile,
 }

@@ -1,5 +1,6 @@
 """Rows of data files: every format, and every complaint with its file and row."""
 
+import gzip
 import json
 
 import pyarrow as pa
@@ -85,7 +86,7 @@ def test_a_torn_parquet_file_is_named(tmp_path):
         ("train.parqet", r"does not exist; did you mean 'train.parquet'"),
         ("nowhere/x.jsonl", "folder .*nowhere does not exist"),
         ("", r"is a folder; give the data files inside it \(there: train.parquet\)"),
-        ("notes.txt", "unknown suffix '.txt'; known: .json, .jsonl, .parquet"),
+        ("notes.txt", "unknown suffix '.txt'; known: .json, .json.gz, .jsonl, .jsonl.gz, .parquet"),
     ],
 )
 def test_a_path_that_cannot_be_used_says_what_to_give_instead(tmp_path, given, message):
@@ -110,3 +111,14 @@ def test_the_digest_follows_content_and_order_but_not_the_place(tmp_path):
     assert FileRows([a, b]).digest != FileRows([b, a]).digest
     write(moved, ROWS[1:3])
     assert FileRows([a, b]).digest != FileRows([moved, b]).digest
+
+
+def test_compressed_lines_are_the_same_rows_and_a_cut_file_is_named(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS)
+    packed = gzip.compress((tmp_path / "train.jsonl").read_bytes())
+    (tmp_path / "train.jsonl.gz").write_bytes(packed)
+    assert list(FileRows(tmp_path / "train.jsonl.gz")) == list(FileRows(tmp_path / "train.jsonl"))
+    for content in (packed[:-10], b"{}"):
+        (tmp_path / "cut.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"cut\.jsonl\.gz cannot be unpacked"):
+            FileRows(tmp_path / "cut.jsonl.gz")

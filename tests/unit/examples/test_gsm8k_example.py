@@ -59,21 +59,27 @@ def test_a_parquet_folder_gives_the_same_rows(tmp_path, layout):
     assert all(read(tmp_path / "a", split) == read(tmp_path / "b", split) for split in RAW)
 
 
-def test_a_broken_row_is_named_and_leaves_the_old_files_alone(tmp_path):
-    write_jsonl(tmp_path)
-    run("--local_dataset_path", tmp_path, "--local_save_dir", tmp_path)
-    before = (tmp_path / "train.parquet").read_bytes()
+def test_a_broken_row_is_dropped_and_named_and_no_row_at_all_leaves_the_old_files_alone(tmp_path):
     write_jsonl(tmp_path, {**RAW, "test": [*RAW["test"], {"question": "?", "answer": "no number"}]})
     result = run("--local_dataset_path", tmp_path, "--local_save_dir", tmp_path)
+    assert result.returncode == 0 and "1 rows, of 2 that were read" in result.stdout
+    assert "dropped 1: the answer does not end in '#### number'" in result.stdout
+    assert f"{tmp_path / 'test.jsonl'} line 2" in result.stdout
+    before = (tmp_path / "train.parquet").read_bytes()
+    write_jsonl(tmp_path, {"train": RAW["train"][:1], "test": [{"question": "?", "answer": "no number"}]})
+    result = run("--local_dataset_path", tmp_path, "--local_save_dir", tmp_path)
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert f"{tmp_path / 'test.jsonl'} line 2: the answer does not end in '#### number'" in result.stderr
+    assert "no row is left for test.parquet" in result.stderr
     assert (tmp_path / "train.parquet").read_bytes() == before
 
 
 def test_options_that_cannot_work_are_refused_with_the_way_out(tmp_path):
     assert "--local_dataset_path is required: nothing is downloaded" in run().stderr
-    assert "--hdfs_dir is not supported" in run("--local_dataset_path", tmp_path, "--hdfs_dir", "x").stderr
     assert "must be the folder with the raw data" in run("--local_dataset_path", tmp_path).stderr
+    write_jsonl(tmp_path)
+    copied = ("--local_save_dir", tmp_path / "out", "--hdfs_dir", "hdfs://nowhere/x")
+    result = run("--local_dataset_path", tmp_path, *copied, PATH="")
+    assert result.returncode == 1 and "need the command `hdfs`" in result.stderr
 
 
 def test_the_old_name_of_the_target_folder_works_with_a_hint(tmp_path):
