@@ -26,6 +26,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("verl.commands.plan.command:main", "which role sits on which devices, and what it holds in memory"),
     "doctor": ("verl.commands.doctor:main", "what this machine can and cannot do"),
     "check-template": ("verl.commands.parsers:template_main", "check that a chat template works for multi-turn runs"),
+    "check-data": (
+        "verl.commands.parsers:data_main",
+        "check the rows of a run: duplicates, leaks, lengths, gold answers",
+    ),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
 SPEAKS_FIRST = (

@@ -10,6 +10,16 @@ Random conversations are rendered turn by turn. Three things must hold: an answe
 tool and user turns can be appended; the incremental tokens equal the template's own rendering of the conversation,
 unless the template rewrites earlier turns. Templates that rewrite earlier turns are reported with an example."""
 
+DATA_HELP = """Check the rows of a run before it trains on them: the arguments are those of the run.
+
+Checked are rows that a run refuses, repeated prompts in and across the files, prompts that hold their answer, lengths
+against the limits, data sources without a scorer, gold answers that the reward rejects, and rows that need tools."""
+DATA_EPILOG = """  verl check-data data.train_files=train.parquet data.val_files=test.parquet \\
+      actor_rollout_ref.model.path=DIR data.max_prompt_length=512 data.max_response_length=1024
+
+Exit code: 0 nothing that cannot be right (there may be warnings), 1 something is wrong, 2 the check cannot run.
+docs/check_data.md has the rules."""
+
 
 def merge_main(argv: Sequence[str] | None = None) -> int:
     """`verl merge`, whose arguments are read first."""
@@ -23,6 +33,14 @@ def template_main(argv: Sequence[str] | None = None) -> int:
     """`verl check-template`, whose arguments are read first."""
     template_options(argv)
     from verl.commands.check_template import main
+
+    return main(argv)
+
+
+def data_main(argv: Sequence[str] | None = None) -> int:
+    """`verl check-data`, whose arguments are read first."""
+    data_options(argv)
+    from verl.commands.check_data.command import main
 
     return main(argv)
 
@@ -61,3 +79,12 @@ def template_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: %(default)s)")
     parser.add_argument("--chat-template", help="file with a template to check instead of the tokenizer's own")
     return parser.parse_args(argv)
+
+
+def data_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments of `verl check-data`, and the overrides among them."""
+    parser = argparse.ArgumentParser("verl check-data", description=DATA_HELP, epilog=DATA_EPILOG, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", default="check_data.html", help="the page to write (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=3, help="examples of a check to print (default: %(default)s)")
+    return parser.parse_known_args(sys.argv[1:] if argv is None else argv)

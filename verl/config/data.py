@@ -48,6 +48,11 @@ class DataConfig(Section):
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     tool_config_path: str | None = key(None, "Tools that count towards prompt length.")
     function_tool_path: str | None = key(None, "Function tools that count towards prompt length.")
+    need_tools_kwargs: bool = key(
+        False,
+        "Rows need extra_info.tools_kwargs, unless their extra_info.need_tools_kwargs is false: a run counts those "
+        "without, `verl check-data` refuses them.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

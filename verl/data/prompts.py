@@ -94,6 +94,7 @@ class PromptDataset:
         self._template = PromptTemplate(tokenizer, config.apply_chat_template_kwargs)
         self._extra_prompt_tokens = extra_prompt_tokens
         self.data_sources: dict[str, str] = {}  # each source of the selected rows, and where its first row is
+        self._without_tools: list[int] = []  # rows that need the arguments of tools and have none
         selected = select_rows(len(rows), max_samples, config)
         overlong = self._find_overlong(selected)
         kept = selected
@@ -108,6 +109,12 @@ class PromptDataset:
             source, len(rows), len(selected), len(overlong), longest, config.max_prompt_length, action, len(kept)
         )
         logger.log(logging.WARNING if overlong else logging.INFO, "%s", self.summary.line())
+        if self._without_tools:
+            logger.warning(
+                "%s: %d rows need the arguments of tools (data.need_tools_kwargs, or need_tools_kwargs of the row) "
+                "and have no extra_info.tools_kwargs; the first is %s",
+                source, len(self._without_tools), rows.location(self._without_tools[0]),
+            )  # fmt: skip
         if len(kept) == 0:
             raise DataError(f"no prompts are left: {self.summary.line()}; raise data.max_prompt_length")
         self.digest = hashlib.sha256(rows.digest.encode() + kept.astype("<i8").tobytes()).hexdigest()
@@ -178,6 +185,8 @@ class PromptDataset:
                 continue
             text, extra_tokens = self._render(index, self._read_messages(index, raw)), self._extra_tokens_of(index, raw)
             self.data_sources.setdefault(raw[self._config.reward_fn_key], self._rows.location(index))
+            if lacks_tool_arguments(raw.get("extra_info") or {}, self._config):
+                self._without_tools.append(index)
             # A token of an ASCII text has at least one character, so a short text need not be tokenised.
             if not (text.isascii() and len(text) + extra_tokens < limit):
                 pending.append((index, text, extra_tokens))
@@ -241,6 +250,13 @@ def check_row_and_read_messages(raw: Mapping[str, Any], config: DataConfig) -> l
         if raw.get(key) is not None and len(raw[key]) > 0:
             raise ValueError(f"column {key!r} holds media; multimodal rows are still to come")
     return messages
+
+
+def lacks_tool_arguments(extra_info: Mapping[str, Any], config: DataConfig) -> bool:
+    """Whether a row needs the arguments of tools (its own need_tools_kwargs goes before the key) and has none."""
+    needs = extra_info.get("need_tools_kwargs")
+    given = extra_info.get("tools_kwargs") or {}
+    return bool(config.need_tools_kwargs if needs is None else needs) and not any(given.values())
 
 
 def _check_reward_model(raw: Mapping[str, Any]) -> None:

@@ -106,10 +106,7 @@ def write_page(
     `summary` is shown first (label -> value). A browser loads the page again every `refresh_s` seconds; 0: never.
     Everything is escaped.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = page_environment()
     headline, groups = group_curves([metric_points(run.records) for run in runs])
     configs = [flatten(run.config) for run in runs]
     page = environment.get_template("report.html.j2").render(
@@ -128,6 +125,14 @@ def write_page(
     )
     atomic_write_text(Path(path), page)
     return Path(path)
+
+
+def page_environment() -> Any:
+    """The templates of this folder; what they show is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 
 
 def metric_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:

@@ -15,7 +15,9 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("verb", "option"), [("merge", "{merge,test}"), ("check-template", "--conversations")])
+@pytest.mark.parametrize(
+    ("verb", "option"), [("merge", "{merge,test}"), ("check-template", "--conversations"), ("check-data", "--examples")]
+)
 def test_help_loads_no_slow_library(verb: str, option: str):
     done = subprocess.run([sys.executable, "-c", SCRIPT, verb, "--help"], capture_output=True, text=True, check=False)
     assert option in done.stdout and done.stderr == "[]\n", done.stderr

@@ -133,7 +133,7 @@ def test_a_rank_has_its_part_of_a_device(model: str, capsys: pytest.CaptureFixtu
     [
         (["--device-memory", "0", *TWO_NODES], "--device-memory 0.0 must be above 0"),
         ([*TWO_NODES, "trainer.device=abacus"], "trainer.device=abacus is no kind of device"),
-        (["--config-name", "sft_trainer"], "verl plan is for runs of main_ppo"),
+        (["--config-name", "sft_trainer"], "is for runs of main_ppo"),
         ([*TWO_NODES, "trainer.nnoodes=2"], "unknown key"),
     ],
 )

@@ -53,6 +53,24 @@ def test_a_prompt_carries_everything_the_run_reads(load, tmp_path):
     assert not prompt.truncated
 
 
+@pytest.mark.parametrize(
+    ("by_key", "of_row", "tools", "is_said"),
+    [
+        (True, None, None, True),
+        (False, True, {}, True),
+        (False, True, {"search": None}, True),  # parquet fills the tools of other rows with null
+        (True, False, None, False),
+        (True, None, {"search": {"create_kwargs": {"k": 3}}}, False),
+        (False, None, None, False),
+    ],
+)
+def test_rows_that_need_tools_and_name_none_are_counted(load, caplog, by_key, of_row, tools, is_said):
+    extra = {"need_tools_kwargs": of_row, "tools_kwargs": tools}
+    load([row(), row(extra_info=extra), row(extra_info=extra)][1:], need_tools_kwargs=by_key)
+    said = [r.message for r in caplog.records if "2 rows need the arguments of tools" in r.message]
+    assert bool(said) == is_said and (not said or "rows.jsonl line 1" in said[0])
+
+
 def test_columns_may_have_other_names(load):
     renamed = {**row(), "question": "2+2", "source": "mine"}
     prompt = load([renamed], prompt_key="question", reward_fn_key="source")[0]

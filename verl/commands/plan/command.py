@@ -45,5 +45,5 @@ def load_run_config(words: Sequence[str]) -> RunConfig:
         warnings.simplefilter("ignore")
         config = load_config(words)
     if not isinstance(config, RunConfig):
-        raise ConfigError("verl plan is for runs of main_ppo; drop --config-name")
+        raise ConfigError("this command is for runs of main_ppo; drop --config-name")
     return config
