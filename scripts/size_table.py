@@ -11,12 +11,12 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3957,
+    "config": 3962,
     "plugin": 1350,
-    "data": 2770,
+    "data": 2792,
     "algorithms": 2300,
     "runtime": 3314,
-    "observe": 2181,
+    "observe": 2285,
     "models": 5959,
     "workers/engine": 3700,
     "workers/rollout": 4699,
@@ -26,11 +26,11 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2040,
     "rewards": 1130,
     "trainer": 7233,
-    "commands": 5275,
+    "commands": 5835,
     "utils": 1556,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19232, 49640, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19265, 50341, 400
 
 
 def package_of(path: Path) -> str:
