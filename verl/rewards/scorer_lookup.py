@@ -1,18 +1,18 @@
-"""The built-in scorers by `data_source`."""
+"""The built-in scorers by `data_source`. docs/scorers.md has the rule of each."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.rewards.base import NoScorerError
-from verl.rewards.scorers import gsm8k
+from verl.rewards.scorers.equivalence_pool import check_math_is_installed
 from verl.utils.suggest import closest
 
 Scorer = Callable[..., dict[str, Any]]
 
-SCORERS: dict[str, Scorer] = {"openai/gsm8k": gsm8k.score_answer}
-
-# Data sources whose scorer is still to come; a name that ends in * is a prefix.
-PLANNED_SCORERS = {
+# Modules of verl.rewards.scorers, and their data sources; a name that ends in * is a prefix.
+SOURCES = {
+    "gsm8k": ("openai/gsm8k",),
     "math_reward": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     "math_dapo": ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
     "prime_math": (
@@ -23,7 +23,7 @@ PLANNED_SCORERS = {
         "numina_cn_k12",
         "numina_olympiads",
     ),
-    "code execution (sandbox_fusion, prime_code)": ("codecontests", "apps", "codeforces", "taco"),
+    "code": ("codecontests", "apps", "codeforces", "taco"),
     "geo3k": ("hiyouga/geometry3k",),
     "search_r1_like_qa_em": (
         "searchR1_nq",
@@ -35,16 +35,11 @@ PLANNED_SCORERS = {
         "searchR1_bamboogle",
     ),
 }
+MATHEMATICAL = ("math_reward", "math_dapo", "prime_math", "geo3k")  # need the extra `math`
+RETURNS_DICT = ("math_dapo",)  # what published reward functions expect of default_compute_score
 
 
 def score_row(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
-) -> dict[str, Any]:
-    """The built-in score {score, acc, pred}; NoScorerError when no scorer exists for the data source."""
-    return find_scorer(data_source)(solution_str, ground_truth, **kwargs)
-
-
-def default_compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
@@ -53,29 +48,51 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     **kwargs: Any,
-) -> float:
-    """The built-in score of an answer, for reward functions that build on it.
+) -> dict[str, Any]:
+    """The built-in score {score, acc, pred}; NoScorerError when no scorer exists for the data source.
 
-    The three sandbox arguments are for code scorers, which are still to come.
+    The three sandbox arguments are for scorers of code.
     """
-    return float(score_row(data_source, solution_str, ground_truth, extra_info, **kwargs)["score"])
+    if _module_of(data_source) == "code":
+        kwargs |= {
+            "extra_info": extra_info,
+            "sandbox_fusion_url": sandbox_fusion_url,
+            "concurrent_semaphore": concurrent_semaphore,
+            "memory_limit_mb": memory_limit_mb,
+        }
+    return find_scorer(data_source)(solution_str, ground_truth, **kwargs)
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
+) -> float | dict[str, Any]:
+    """The built-in score of an answer, for reward functions that build on it: a number, of math_dapo a dict.
+
+    `kwargs` are those of the scorer, and of scorers of code `sandbox_fusion_url`, `concurrent_semaphore` and
+    `memory_limit_mb`.
+    """
+    result = score_row(data_source, solution_str, ground_truth, extra_info, **kwargs)
+    return result if _module_of(data_source) in RETURNS_DICT else float(result["score"])
 
 
 def find_scorer(data_source: str) -> Scorer:
-    """The scorer of a data source; NoScorerError lists the built-in ones."""
-    if data_source in SCORERS:
-        return SCORERS[data_source]
-    known = ", ".join(sorted(SCORERS))
-    advice = "set reward.custom_reward_function.path to a function of your own"
-    for scorer_name, sources in PLANNED_SCORERS.items():
-        if any(_matches(data_source, source) for source in sources):
-            raise NoScorerError(
-                f"data_source {data_source!r}: its scorer {scorer_name} is still to come; built in so far: {known}. "
-                f"Until then {advice}"
-            )
-    near = closest(data_source, SCORERS)
+    """The scorer of a data source; NoScorerError lists the built-in ones, ConfigError names a missing extra."""
+    name = _module_of(data_source)
+    if name is not None:
+        if name in MATHEMATICAL:
+            check_math_is_installed()
+        return importlib.import_module(f"verl.rewards.scorers.{name}").score_answer
+    known = [source for sources in SOURCES.values() for source in sources]
+    near = closest(data_source, known)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise NoScorerError(f"no reward is known for data_source {data_source!r}{hint}; built in: {known}. Else {advice}")
+    raise NoScorerError(
+        f"no reward is known for data_source {data_source!r}{hint}; built in: {', '.join(sorted(known))}. Else set "
+        "reward.custom_reward_function.path to a function of your own"
+    )
+
+
+def _module_of(data_source: str) -> str | None:
+    return next((name for name, sources in SOURCES.items() if any(_matches(data_source, s) for s in sources)), None)
 
 
 def _matches(data_source: str, pattern: str) -> bool:

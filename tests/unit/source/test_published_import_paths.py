@@ -10,6 +10,12 @@ import pytest
 PUBLISHED = (
     ("from verl.utils.hdfs_io import copy, exists, makedirs", 24),
     ("from verl.utils.reward_score import default_compute_score, gsm8k", 24),
+    (
+        "from verl.utils.reward_score.math_reward import compute_score, is_equiv, last_boxed_only_string, "
+        "remove_boxed, strip_string",
+        29,
+    ),
+    ("from verl.utils.reward_score.math_dapo import compute_score", 30),
     ("from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op", 30),
     ("from verl.utils.fs import copy_to_local, is_non_local, local_mkdir_safe", 30),
     ("from verl.utils import tensordict_utils as tu; tu.get_non_tensor_data, tu.assign_non_tensor", 35),
@@ -65,7 +71,7 @@ def test_each_published_import_works_in_a_process_of_its_own_first():
         ("verl.workers.fsdp_workers", r"verl\.workers\.actor\.Actor"),
         ("verl.workers.reward_manager.registry", r"reward\.custom_reward_function\.path"),
         ("verl.experimental.reward_loop.reward_manager", r"reward\.custom_reward_function\.path"),
-        ("verl.utils.reward_score.prime_math", "default_compute_score"),
+        ("verl.utils.reward_score.rlla", r"reward\.custom_reward_function\.path"),
         ("verl.utils.dataset.multiturn_sft_dataset", r"verl\.trainer\.sft_trainer"),
         ("verl.experimental.agent_loop.agent_loops", "AgentLoopBase"),
         ("verl.interactions.base", "AgentLoopBase"),

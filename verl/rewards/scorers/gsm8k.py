@@ -3,12 +3,18 @@
 import re
 from decimal import Decimal, InvalidOperation
 
+from verl.rewards.scorers.math_answer import FULL_WIDTH
+
 METHODS = ("strict", "flexible")
 
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-# `#### **-$1,234.50**.`: a few marks before the number are allowed, words are not. (The limits prevent
-# quadratic backtracking over a long run of marks.)
-_MARKED = re.compile(r"####[ \t*$€£]{0,8}(?P<sign>[-\u2212]?)[ $€£]{0,3}" + _NUMBER)
+# `#### **-$1,234.50**.` or `#### \boxed{18}`: a few marks before the number are allowed, words are not. (The limits
+# prevent quadratic backtracking over a long run of marks.) `#### 18/20` and `#### 3 + 4` are no numbers.
+_MARKED = re.compile(
+    r"####[ \t*$€£]{0,8}(?:\\boxed\{[ $]{0,3})?(?P<sign>[-\u2212]?)[ $€£]{0,3}"
+    + _NUMBER
+    + r"(?P<more>[eE][-+]?\d|\.\d|[ \t]?[-+/^:=\u2212×÷][ \t]?\d|[ \t]?\*[ \t]?\d)?"
+)
 # A minus after a digit or letter is an operator or a hyphen, not a sign.
 _ANYWHERE = re.compile(r"(?<![\w.])(?:(?<![\w)])(?P<sign>[-\u2212]))?[$€£]?" + _NUMBER)
 
@@ -21,8 +27,8 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
     if method not in METHODS:
         raise ValueError(f"gsm8k method {method!r}; allowed: {', '.join(METHODS)}")
     pattern = _MARKED if method == "strict" else _ANYWHERE
-    matches = list(pattern.finditer(solution))
-    if not matches:
+    matches = list(pattern.finditer(solution.translate(FULL_WIDTH)))
+    if not matches or matches[-1].groupdict().get("more"):
         return None
     match = matches[-1]
     number = to_number((match["sign"] or "") + match["number"])
@@ -31,7 +37,7 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 def to_number(text: str) -> Decimal | None:
     """The value of a written number; thousands commas, currency signs, percent and a trailing dot are ignored."""
-    cleaned = text.strip().replace("\u2212", "-").lstrip("$€£ ").rstrip("%. ")
+    cleaned = text.strip().translate(FULL_WIDTH).replace("\u2212", "-").lstrip("$€£ ").rstrip("%. ")
     negative = cleaned.startswith("-")
     cleaned = cleaned.removeprefix("-").lstrip("$€£ ").replace(",", "")
     try:

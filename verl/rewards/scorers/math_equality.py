@@ -1,0 +1,186 @@
+"""Whether two mathematical answers are equal: by normal form, as numbers, part by part, and last by symbols.
+
+The written rule is docs/scorers.md.
+"""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from verl.rewards.scorers.equivalence_pool import shared_pool
+from verl.rewards.scorers.math_answer import normal_form, without_name
+
+MAX_LENGTH = 1000  # characters of an answer that is compared as a formula
+MAX_PARTS = 32  # of a list whose order does not count
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)(?:(?P<start>\d*\.\d*)\\overline\{{(?P<repeated>\d+)\}}"
+    rf"|(?P<whole>\d+)?\\frac\{{(?P<minus>-?)(?P<top>{_DECIMAL})\}}\{{(?P<bottom>{_DECIMAL})\}}|(?P<number>{_DECIMAL})"
+    rf"(?:(?:[eE]|(?:\\times|\\cdot)10\^\{{)(?P<exponent>[-+]?\d{{1,2}})\}}?)?)",
+    re.ASCII,
+)
+_OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|in|cup|cap|setminus)(?![a-zA-Z])")
+_NOT_WORDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+")
+
+
+class Parts(NamedTuple):
+    """A tuple, interval, set or list: its brackets ("" for a list without) and its parts."""
+
+    brackets: str
+    items: list[str]
+
+
+def is_equal(gold: str, answer: str) -> bool | None:
+    """Whether `answer` equals `gold`; None where the symbolic comparison was killed.
+
+    ConfigError where a symbolic comparison is needed and math-verify is not installed.
+    """
+    first, second = normal_form(gold), normal_form(answer)
+    if not first.text or not second.text:
+        return False
+    if first.unit and second.unit and not _is_same_unit(first.unit, second.unit):
+        return False
+    return _compare(first.text, second.text, first.percent, second.percent)
+
+
+def _is_same_unit(first: str, second: str) -> bool:
+    return any(first + plural == second or second + plural == first for plural in ("", "s", "es"))
+
+
+def _compare(gold: str, answer: str, gold_percent: bool = False, answer_percent: bool = False) -> bool | None:
+    if gold == answer:
+        return True
+    if "=" not in answer:
+        gold = without_name(gold)
+    elif "=" not in gold:
+        answer = without_name(answer)
+    first, second = exact_number(gold), exact_number(answer)
+    if first is not None and second is not None:
+        scales = {Fraction(1)} if gold_percent == answer_percent else {Fraction(1), Fraction(1, 100)}
+        return any(first * scale == second or second * scale == first for scale in scales)
+    if max(len(gold), len(answer)) > MAX_LENGTH:
+        return False
+    gold_parts, answer_parts = parts_of(gold), parts_of(answer)
+    if gold_parts and answer_parts:
+        return _compare_parts(gold_parts, answer_parts)
+    if (gold_parts or answer_parts) and not _RELATION.search(gold + answer):
+        return False
+    if _has_words(gold) or _has_words(answer):
+        return _letters(gold) == _letters(answer)
+    if not _is_formula(gold) or not _is_formula(answer):
+        return False
+    return shared_pool().compare(_to_parse(gold), _to_parse(answer))
+
+
+def exact_number(text: str) -> Fraction | None:
+    r"""The value of a normal form that is a number: `-1,234.5`, `\frac{3}{4}`, `1\frac{1}{2}`, `0.1\overline{6}`."""
+    found = _NUMBER.fullmatch(text) if len(text) <= MAX_LENGTH else None
+    if found is None:
+        return None
+    sign = -1 if found["sign"] == "-" else 1
+    if found["number"]:
+        return sign * _decimal(found["number"]) * Fraction(10) ** int(found["exponent"] or 0)
+    if found["repeated"]:
+        whole, _, digits = found["start"].partition(".")
+        period = Fraction(int(found["repeated"]), (10 ** len(found["repeated"]) - 1) * 10 ** len(digits))
+        return sign * (_decimal(f"{whole or 0}.{digits or 0}") + period)
+    bottom = _decimal(found["bottom"])
+    if bottom == 0:
+        return None
+    part = _decimal(found["top"]) / bottom * (-1 if found["minus"] else 1)
+    return sign * (int(found["whole"] or 0) + part)
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
+
+
+def parts_of(text: str) -> Parts | None:
+    r"""The parts of `(1,2]`, `\{1,2\}` or `1,2`, with `2\pm1` as two parts; None for anything else."""
+    opening = next((bracket for bracket in _OPENING if text.startswith(bracket)), "")
+    closing = next((bracket for bracket in _CLOSING if text.endswith(bracket)), "")
+    brackets = ""
+    if opening and closing and _spans(text, len(opening), len(closing)):
+        brackets, text = opening + closing, text[len(opening) : len(text) - len(closing)]
+    items = [choice for item in _split(text) for choice in _signs(item)]
+    if len(items) < 2 and brackets != r"\{\}":
+        return None
+    return Parts(brackets, items)
+
+
+def _spans(text: str, opening: int, closing: int) -> bool:
+    """Whether the first bracket is closed by the last one."""
+    depth = 0
+    for character in text[opening : len(text) - closing]:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _split(text: str) -> list[str]:
+    """The text between commas (or semicolons) that are in no bracket."""
+    items, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character in ",;" and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return items
+
+
+def _signs(item: str) -> list[str]:
+    if item.count(r"\pm") != 1:
+        return [item]
+    return [item.replace(r"\pm", sign).removeprefix("+") for sign in "+-"]
+
+
+def _compare_parts(gold: Parts, answer: Parts) -> bool | None:
+    if {gold.brackets, answer.brackets} <= {"", r"\{\}"}:
+        return _compare_unordered(gold.items, answer.items)
+    if gold.brackets != answer.brackets or len(gold.items) != len(answer.items):
+        return False
+    verdicts = [_compare(*pair) for pair in zip(gold.items, answer.items, strict=True)]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _compare_unordered(gold: list[str], answer: list[str]) -> bool | None:
+    """Every part of one is equal to a part of the other that no part before it has taken."""
+    if len(gold) != len(answer) or len(gold) > MAX_PARTS:
+        return False
+    left, undecided = list(answer), False
+    for item in gold:
+        found = next((other for other in left if item == other), None)
+        for other in left if found is None else ():
+            verdict = _compare(item, other)
+            undecided |= verdict is None
+            if verdict:
+                found = other
+                break
+        if found is None:
+            return None if undecided else False
+        left.remove(found)
+    return True
+
+
+def _has_words(text: str) -> bool:
+    """Whether letters spell a word instead of a product of variables."""
+    return r"\int" not in text and re.search("[a-zA-Z]{3}|[A-Z]{2}", _NOT_WORDS.sub(" ", text)) is not None
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^\w]", "", text).lower()
+
+
+def _is_formula(text: str) -> bool:
+    r"""Whether it is something that the grammar reads right: no number with a base (`1010_{2}`), which it ignores."""
+    return re.search(r"\d_", text) is None and re.search(r"[\w\\]", text) is not None
+
+
+def _to_parse(text: str) -> str:
+    """The normal form for the grammar, which calls the imaginary unit I and forgets a power right behind it."""
+    if re.search(r"\\(?:sum|prod)|_\{i", text):  # an index
+        return text
+    return re.sub(r"(?<![\\a-zA-Z])i(?![a-zA-Z])", "(I)", text)

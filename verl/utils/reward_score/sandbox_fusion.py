@@ -1,0 +1,15 @@
+"""Import path for outside code to the scorer of programs, which has them run by a SandboxFusion server."""
+
+from typing import Any
+
+from verl.rewards.scorer_lookup import default_compute_score
+
+__all__ = ["compute_score"]
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, extra_info: Any = None, *, sandbox_fusion_url: str, **kwargs: Any
+) -> Any:
+    """The score of a program against the tests of `ground_truth`; the server is at `sandbox_fusion_url`."""
+    kwargs["sandbox_fusion_url"] = sandbox_fusion_url
+    return default_compute_score("codecontests", solution_str, ground_truth, extra_info, **kwargs)
