@@ -13,7 +13,7 @@ _NUMBER = r"(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _MARKED = re.compile(
     r"####[ \t*$€£]{0,8}(?:\\boxed\{[ $]{0,3})?(?P<sign>[-\u2212]?)[ $€£]{0,3}"
     + _NUMBER
-    + r"(?P<more>[eE][-+]?\d|\.\d|[ \t]?[-+/^:=\u2212×÷][ \t]?\d|[ \t]?\*[ \t]?\d)?"
+    + r"(?P<more>[eE][-+]?\d|\.\d|[ \t]?[-+*/^:=\u2212\u00d7\u00f7][ \t]?[-\u2212$]?\d)?"
 )
 # A minus after a digit or letter is an operator or a hyphen, not a sign.
 _ANYWHERE = re.compile(r"(?<![\w.])(?:(?<![\w)])(?P<sign>[-\u2212]))?[$€£]?" + _NUMBER)

@@ -1,13 +1,16 @@
 r"""Mathematical answers as text: which part of a solution is the answer, and its normal form.
 
-The normal form drops what says nothing (spaces, `\left`, `$`, a full stop, `\boxed`), and writes what is the same in one
-way (`\dfrac`, `\frac12` and `1/2`; `−` and `-`; `½`). docs/scorers.md is the written rule.
+The normal form drops what says nothing (spaces, `\left`, `$`, a full stop, `\boxed`), and writes what is the same in
+one way (`\dfrac`, `\frac12` and `1/2`; `−` and `-`; `½`). docs/scorers.md is the written rule.
 """
 
 # ruff: noqa: RUF001 (signs that look like others)
+import functools
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
+MAX_LENGTH = 2000  # characters of an answer that is rewritten
 FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # for str.translate
 # Signs that models write instead of LaTeX.
 _CHARACTERS = FULL_WIDTH | {
@@ -22,7 +25,7 @@ _CHARACTERS = FULL_WIDTH | {
 }  # fmt: skip
 _FUNCTIONS = "sin|cos|tan|cot|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|sqrt|pi|infty"  # not `5 sec`, `5 min`
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|mathsf|operatorname|rm)(?![a-zA-Z])"
-_REWRITES = [  # (pattern, replacement), in this order
+_REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # (pattern, replacement), in this order
     (r"(?<!\\)\\[][()]|\\?\$|\\displaystyle", ""),
     (r"\\(?:left|right|[bB]igg?[lr]?|mathopen|mathclose|limits)(?![a-zA-Z])\s*\.?", ""),
     (r"(?<=\d)(?:\{,\}|\\[,!;: ])(?=\d{3}(?!\d))", ","),
@@ -37,7 +40,8 @@ _REWRITES = [  # (pattern, replacement), in this order
     (r"\\begin\{[bB]matrix\}", r"\\begin{pmatrix}"),
     (r"\\end\{[bB]matrix\}", r"\\end{pmatrix}"),
     (rf"{_TEXT}\s*\{{\s*(?:and|or)\s*\}}|(?<=[\d\s$}})])(?:and|or)(?=[\s\d$\\(])", ","),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z])", ""),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?", r"\1(\\frac{\2\\pi}{180})"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|(?<=\d)\s*\\circ(?![a-zA-Z])", ""),
     (r"(?<![\\a-zA-Z])(?:percent|per cent)(?![a-zA-Z])|\\%", "%"),
     (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
     (rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?![a-zA-Z])", r"\\\1"),
@@ -54,14 +58,19 @@ _REWRITES = [  # (pattern, replacement), in this order
     (r"\\(?:bar|dot)(?![a-zA-Z])", r"\\overline"),
     (r"\\overline\s*(\d)", r"\\overline{\1}"),
     (r"\\\{\s*\\\}", r"\\emptyset "),
+    (r"(\d)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),
+    (r"(?<=\d)\s+(?=\d{3}(?!\d))", ""),
+    (r"(?<=\d)\s+(?=\d)", ","),
 ]
-_REWRITES = [(re.compile(pattern, re.ASCII), replacement) for pattern, replacement in _REWRITES]
+_COMPILED = [(re.compile(pattern, re.ASCII), replacement) for pattern, replacement in _REWRITES]
+_POWER = r"(?P<power>\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
-    rf"(?P<number>.*[\d}})\]a-zA-Z])\s*{_TEXT}\s*\{{\s*(?P<unit>[^{{}}]*?)\.?\s*\}}(?P<power>\^\s*\{{?\d\}}?)?$"
+    r"(?P<number>.*[\d})\]a-zA-Z])\s*\\(?:text(?:rm|normal)?|mbox|mathrm|rm)\s*\{\s*(?P<unit>[^{}]*?)\.?\s*\}" + _POWER
 )
 _PLAIN_UNIT = re.compile(
-    r"(?P<number>-?[\d.,]*\d|-?\\frac\{\d+\}\{\d+\})\s+(?P<unit>[a-zA-Z][a-zA-Z ]{1,30}?)(?P<power>\^\{\d\})?\.?$"
+    r"(?P<number>-?[\d.,]*\d|-?\\frac\{\d+\}\{\d+\})\s+(?P<unit>[a-zA-Z][a-zA-Z ]{1,30}?)" + _POWER, re.ASCII
 )
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with what a backslash escapes
 _SLASH = re.compile(r"(-?)(\d+)/(\d+)", re.ASCII)
 _BRACED = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
 _NAMED = re.compile(r"(?:[a-zA-Z]|\\[a-z]+)(?:_\{\w+\}|\([a-zA-Z]\))?(?:=|\\in(?![a-z]))(.+)")
@@ -85,11 +94,10 @@ def last_boxed(text: str) -> str | None:
         word = re.match(r"[^\s$]+", rest)
         return word[0] if word else None
     depth = 0
-    for position, character in enumerate(rest):
-        if character in "{}" and rest[position - 1 : position] != "\\":
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return rest[1:position]
+    for brace in _BRACE.finditer(rest):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth == 0 and brace[0] == "}":
+            return rest[1 : brace.start()]
     return None
 
 
@@ -99,14 +107,17 @@ def without_name(text: str) -> str:
     return named[1] if named and not re.search("[=<>]", named[1]) else text
 
 
+@functools.lru_cache(4096)  # a group has one ground truth
 def normal_form(answer: str) -> NormalForm:
-    """The normal form of an answer, without spaces."""
+    """The normal form of an answer, without spaces; of a very long one the text as it is."""
+    if len(answer) > MAX_LENGTH:
+        return NormalForm(answer.strip())
     text = answer.translate(_CHARACTERS).replace("\n", " ").strip(" *")
     if text.startswith((r"\boxed", r"\fbox")):
         text = last_boxed(text) or text
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
-    text = text.strip().rstrip(".,;: ")
+    for pattern, replacement in _COMPILED:
+        text = pattern.sub(replacement, text)
+    text = text.strip().rstrip(".,;:\\ ")
     unit = ""
     if found := _UNIT.fullmatch(text) or _PLAIN_UNIT.fullmatch(text):
         text, unit = found["number"], re.sub(r"[\s{}]", "", found["unit"] + (found["power"] or "")).lower()

@@ -24,6 +24,9 @@ _RELATION = re.compile(r"[<>]|\\(?:le|ge|in|cup|cap|setminus)(?![a-zA-Z])")
 _NOT_WORDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+")
 
 
+_POINT = re.compile(r"(\d+)\.(\d+)", re.ASCII)
+
+
 class Parts(NamedTuple):
     """A tuple, interval, set or list: its brackets ("" for a list without) and its parts."""
 
@@ -49,26 +52,29 @@ def _is_same_unit(first: str, second: str) -> bool:
 
 
 def _compare(gold: str, answer: str, gold_percent: bool = False, answer_percent: bool = False) -> bool | None:
-    if gold == answer:
-        return True
     if "=" not in answer:
         gold = without_name(gold)
     elif "=" not in gold:
         answer = without_name(answer)
+    if gold == answer:
+        return True
     first, second = exact_number(gold), exact_number(answer)
     if first is not None and second is not None:
-        scales = {Fraction(1)} if gold_percent == answer_percent else {Fraction(1), Fraction(1, 100)}
-        return any(first * scale == second or second * scale == first for scale in scales)
+        if gold_percent == answer_percent:
+            return first == second
+        percent, other = (first, second) if gold_percent else (second, first)
+        return other in (percent, percent / 100)
     if max(len(gold), len(answer)) > MAX_LENGTH:
         return False
-    gold_parts, answer_parts = parts_of(gold), parts_of(answer)
+    gold_parts = parts_of(gold) if first is None else None  # `1,234` is one number
+    answer_parts = parts_of(answer) if second is None else None
     if gold_parts and answer_parts:
         return _compare_parts(gold_parts, answer_parts)
     if (gold_parts or answer_parts) and not _RELATION.search(gold + answer):
         return False
     if _has_words(gold) or _has_words(answer):
         return _letters(gold) == _letters(answer)
-    if not _is_formula(gold) or not _is_formula(answer):
+    if not _is_formula(gold) or not _is_formula(answer) or gold.lower() == answer.lower():
         return False
     return shared_pool().compare(_to_parse(gold), _to_parse(answer))
 
@@ -180,7 +186,8 @@ def _is_formula(text: str) -> bool:
 
 
 def _to_parse(text: str) -> str:
-    """The normal form for the grammar, which calls the imaginary unit I and forgets a power right behind it."""
+    """The normal form for the grammar: exact decimals, and the imaginary unit as (I); it forgets the power of I^{2}."""
+    text = _POINT.sub(lambda found: rf"(\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}})", text)
     if re.search(r"\\(?:sum|prod)|_\{i", text):  # an index
         return text
     return re.sub(r"(?<![\\a-zA-Z])i(?![a-zA-Z])", "(I)", text)
