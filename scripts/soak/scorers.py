@@ -25,14 +25,14 @@ NUMBERS = ("0", "7", "-3", "1,319", "0.5", "12345678901234567890", "1e5", "\u066
 MATHS = (
     r"\frac{", r"\frac12", r"\sqrt", r"\sqrt[3]{8}", r"\pi", r"\pm", r"\left(", r"\right)", r"\{", r"\}",
     r"\overline{3}", r"\text{ cm}", r"\text{and}", r"\cup", r"\infty", r"\begin{pmatrix}", r"\\", r"\end{pmatrix}",
-    r"\log_2 8", r"\in", r"\sin", r"^\circ", r"\%", "x", "y", "i", "=", "<", "+", "-", "*", "/", "^", "_", "!", "(", ")", "[", "]", "{", "}",
-    ",", ";", ":", "|", "&", "~", "'", '"', "`", "x^2", "2x", "e", "no solution", "A", "(B)",
+    r"\log_2 8", r"\in", r"\sin", r"^\circ", r"\%", "x", "y", "i", "=", "<", "+", "-", "*", "/", "^", "_", "!", "(",
+    ")", "[", "]", "{", "}", ",", ";", ":", "|", "&", "~", "'", '"', "`", "x^2", "2x", "e", "no solution", "A", "(B)",
     "__import__('os')", "10^9",
 )  # fmt: skip
 MARKS = (
     "#### ", "####", r"\boxed{", r"\boxed", r"\fbox{", "Answer: ", "**Answer:**", "The answer is ", "<answer>",
-    "</answer>", "<think>", "</think>", "$", "$$", r"\(", r"\]", "\n", " ", ".", "```python\n", "\x00", "\u202e", "\ud800",
-    "𝟙", "\t",
+    "</answer>", "<think>", "</think>", "$", "$$", r"\(", r"\]", "\n", " ", ".", "```python\n", "\x00", "\u202e",
+    "\ud800", "𝟙", "\t",
 )  # fmt: skip
 HANGS = "9^{9^{9^{9}}}"
 GROUND_TRUTHS = {
@@ -64,9 +64,13 @@ def fuzzed(name: str, count: int, seed: int) -> Iterator[tuple[str, Any]]:
 
 def _frames(body: str) -> tuple[str, ...]:
     return (
-        f"#### {body}", rf"so \boxed{{{body}}}", f"Answer: {body}", f"<answer>{body}</answer>", f"the answer is {body}.",
+        f"#### {body}",
+        rf"so \boxed{{{body}}}",
+        f"Answer: {body}",
+        f"<answer>{body}</answer>",
+        f"the answer is {body}.",
         rf"<think>hm</think> \boxed{{{body}}}",
-    )  # fmt: skip
+    )
 
 
 def check(name: str, scorer: Scorer, pairs: list[tuple[str, Any]]) -> dict[str, int]:

@@ -99,7 +99,7 @@ def read_scorable_answers(config: EvalConfig, reward: RewardConfig) -> Answers:
         for source in dict.fromkeys(answers.sources):
             try:
                 find_scorer(source)
-            except NoScorerError as error:
+            except (NoScorerError, ConfigError) as error:
                 mistakes.add(DataError(f"{config.data.path}: {error}"))
     mistakes.raise_if_any("things keep these answers from being scored")
     assert answers is not None  # without a mistake

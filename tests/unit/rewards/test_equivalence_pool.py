@@ -16,7 +16,7 @@ from verl.rewards.scorer_lookup import find_scorer
 from verl.rewards.scorers import equivalence_pool
 from verl.rewards.scorers.equivalence_pool import EquivalencePool, shared_pool
 from verl.rewards.scorers.math_reward import score_answer
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, DataError
 
 HANGS = "9^{9^{9^{9}}}"
 
@@ -86,6 +86,11 @@ def test_an_undecided_answer_counts_as_wrong_and_says_so(monkeypatch):
     monkeypatch.setattr(equivalence_pool, "_pool", pool)
     assert score_answer(rf"\boxed{{{HANGS}}}", "3") == {"score": 0.0, "acc": 0.0, "pred": HANGS, "undecided": 1.0}
     assert score_answer(r"\boxed{2x}", "3x")["undecided"] == 0.0
+    hangs = ",".join(f"{n}+{HANGS}" for n in range(5))
+    assert pool.timeouts == 1
+    for gold, answer in (("1,2,3,4,5", hangs), ("(1,2,3,4,5)", f"({hangs})")):
+        assert score_answer(rf"\boxed{{{answer}}}", gold)["undecided"] == 1.0
+    assert pool.timeouts == 3  # one for each answer
     pool.close()
 
 
@@ -139,3 +144,15 @@ def test_a_child_that_cannot_import_math_verify_says_why():
         [sys.executable, "-S", "-P", equivalence_pool._CHILD_FILE], capture_output=True, text=True, env=environment
     )
     assert "No module named 'latex2sympy2_extended'" in json.loads(done.stdout)["error"]
+
+
+def test_rows_whose_scorer_lacks_its_extra_are_refused_before_anything_is_scored(monkeypatch, tmp_path):
+    from verl.commands.score_answers import print_scores
+    from verl.config import load_config
+
+    monkeypatch.setattr(equivalence_pool, "_is_installed", lambda: False)
+    path = tmp_path / "answers.jsonl"
+    row = {"data_source": "lighteval/MATH", "responses": ["4"], "reward_model": {"ground_truth": "4"}}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"answers\.jsonl: .*not installed; .*\.\[math\]"):
+        print_scores(load_config([f"data.path={path}"], config_name="evaluation"))

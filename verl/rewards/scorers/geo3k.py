@@ -2,8 +2,8 @@ r"""Geometry3K answers: 0.9 for the right answer, 0.1 for the format `<think>...
 
 from typing import Any
 
+from verl.rewards.scorers.answer_score import answer_score
 from verl.rewards.scorers.math_answer import last_boxed
-from verl.rewards.scorers.math_verdict import judge
 
 
 def has_format(solution_str: str) -> bool:
@@ -17,7 +17,7 @@ def score_answer(
 ) -> dict[str, Any]:
     """{score, acc, format, pred, undecided}; `format_score` is the weight of the format, the answer has the rest."""
     answer = last_boxed(solution_str) if use_boxed else solution_str.rpartition("</think>")[2].strip()
-    verdict = judge(answer, ground_truth)
+    verdict = answer_score(answer, ground_truth)
     form = float(has_format(solution_str))
     return {**verdict, "score": (1 - format_score) * verdict["acc"] + format_score * form, "format": form}
 

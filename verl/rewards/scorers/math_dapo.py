@@ -6,8 +6,8 @@ Source of the format and of the scores: "DAPO: An Open-Source LLM Reinforcement 
 import re
 from typing import Any
 
+from verl.rewards.scorers.answer_score import answer_score
 from verl.rewards.scorers.math_answer import last_boxed
-from verl.rewards.scorers.math_verdict import judge
 
 TAIL = 300  # characters of the end in which the answer must begin
 _ANSWER = re.compile(r"\banswer\W{0,8}:[*\s]{0,8}([^\n]*)", re.IGNORECASE)
@@ -25,7 +25,7 @@ def extract_answer(solution_str: str, strict_box_verify: bool = False) -> str | 
 
 def score_answer(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
     """{score: 1 or -1, acc, pred, undecided}."""
-    return judge(extract_answer(solution_str, strict_box_verify), ground_truth, wrong=-1.0)
+    return answer_score(extract_answer(solution_str, strict_box_verify), ground_truth, wrong=-1.0)
 
 
 compute_score = score_answer

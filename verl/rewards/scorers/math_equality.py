@@ -144,30 +144,32 @@ def _signs(item: str) -> list[str]:
 
 
 def _compare_parts(gold: Parts, answer: Parts) -> bool | None:
+    """The first part that is unequal or undecided decides, so that one answer costs one killed comparison at most."""
+    if len(gold.items) != len(answer.items):
+        return False
     if {gold.brackets, answer.brackets} <= {"", r"\{\}"}:
         return _compare_unordered(gold.items, answer.items)
-    if gold.brackets != answer.brackets or len(gold.items) != len(answer.items):
+    if gold.brackets != answer.brackets:
         return False
-    verdicts = [_compare(*pair) for pair in zip(gold.items, answer.items, strict=True)]
-    return False if False in verdicts else None if None in verdicts else True
+    verdicts = (_compare(*pair) for pair in zip(gold.items, answer.items, strict=True))
+    return next((verdict for verdict in verdicts if not verdict), True)
 
 
 def _compare_unordered(gold: list[str], answer: list[str]) -> bool | None:
     """Every part of one is equal to a part of the other that no part before it has taken."""
-    if len(gold) != len(answer) or len(gold) > MAX_PARTS:
+    if len(gold) > MAX_PARTS:
         return False
-    left, undecided = list(answer), False
+    left = list(answer)
     for item in gold:
-        found = next((other for other in left if item == other), None)
-        for other in left if found is None else ():
+        for other in sorted(left, key=item.__ne__):  # the same text first: it needs no comparison
             verdict = _compare(item, other)
-            undecided |= verdict is None
+            if verdict is None:
+                return None
             if verdict:
-                found = other
+                left.remove(other)
                 break
-        if found is None:
-            return None if undecided else False
-        left.remove(found)
+        else:
+            return False
     return True
 
 

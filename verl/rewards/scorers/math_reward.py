@@ -2,13 +2,13 @@ r"""MATH answers: the last `\boxed{...}` of the solution equals the ground truth
 
 from typing import Any
 
+from verl.rewards.scorers.answer_score import answer_score
 from verl.rewards.scorers.math_answer import last_boxed
-from verl.rewards.scorers.math_verdict import judge
 
 
 def score_answer(solution_str: str, ground_truth: str) -> dict[str, Any]:
     """{score: 1 or 0, acc, pred, undecided}; nothing but a box is an answer."""
-    return judge(last_boxed(solution_str), ground_truth)
+    return answer_score(last_boxed(solution_str), ground_truth)
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:

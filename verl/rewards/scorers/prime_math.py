@@ -3,8 +3,8 @@ r"""Numina answers: the last box, else what follows the last "answer is", else t
 import re
 from typing import Any
 
+from verl.rewards.scorers.answer_score import answer_score
 from verl.rewards.scorers.math_answer import last_boxed
-from verl.rewards.scorers.math_verdict import judge
 
 _SAID = re.compile(r"\banswer(?: is|\s{0,3}[:=])\s{0,3}:?\s{0,3}([^\n]{1,400})", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
@@ -25,7 +25,7 @@ def extract_answer(solution_str: str) -> str | None:
 
 def score_answer(solution_str: str, ground_truth: str) -> dict[str, Any]:
     """{score: 1 or 0, acc, pred, undecided}."""
-    return judge(extract_answer(solution_str), ground_truth)
+    return answer_score(extract_answer(solution_str), ground_truth)
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:

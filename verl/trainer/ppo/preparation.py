@@ -178,7 +178,7 @@ def _check_scorers(config: RunConfig, runner: AgentRunner, rows: PromptDataset, 
     for source, location in rows.data_sources.items():
         try:
             find_scorer(source)
-        except NoScorerError as error:
+        except (NoScorerError, ConfigError) as error:
             text = f"{location}: {error}"
             if is_needed:
                 found.refusal("scorers", DataError(text))

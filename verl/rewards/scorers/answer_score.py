@@ -6,7 +6,7 @@ from verl.rewards.scorers.math_answer import normal_form
 from verl.rewards.scorers.math_equality import is_equal
 
 
-def judge(pred: str | None, gold: object, right: float = 1.0, wrong: float = 0.0) -> dict[str, Any]:
+def answer_score(pred: str | None, gold: object, right: float = 1.0, wrong: float = 0.0) -> dict[str, Any]:
     """{score, acc, pred, undecided} of the extracted answer; None (there is none) is wrong.
 
     `undecided` is 1 where the symbolic comparison was killed: the answer was not shown to be right, so it counts as
