@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 1130,
+    "rewards": 1934,
     "trainer": 7233,
     "commands": 5835,
-    "utils": 1556,
+    "utils": 1677,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19265, 50341, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19265, 51267, 400
 
 
 def package_of(path: Path) -> str:
