@@ -26,8 +26,9 @@ class Worker(Counter):
         """Rank 1 computes for this CPU time in one C call."""
         if dist.get_rank() == 1:
             start = time.thread_time()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
-            hashlib.pbkdf2_hmac("sha256", b"", b"", int(20_000 * seconds / (time.thread_time() - start)))
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000, dklen=640)  # 20 blocks, as no call takes 2**31 rounds
+            per_round = (time.thread_time() - start) / 1_000
+            hashlib.pbkdf2_hmac("sha256", b"", b"", int(seconds / per_round), dklen=640)
         return self.sum_over_ranks(1.0)
 
     def wait_for_a_child(self, seconds: float) -> float:
