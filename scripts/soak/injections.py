@@ -184,7 +184,8 @@ def hanging_call() -> Iterator[Inject]:
         words = main_job(folder, "reward.timeout_s=1", f"reward.on_error={'count' if count else 'stop'}")
         code, said = run_command(words, folder)
         named = "compute_score \\(.*reward.py\\)"
-        said = said if count else expect(said, f"error: reward function {named} failed on .*jsonl line \\d+", "reward.timeout_s=1")
+        if not count:
+            expect(said, f"error: reward function {named} failed on .*jsonl line \\d+", "reward.timeout_s=1")
         return check_end(count, code, expect(said, named))
 
     def tool(draw: Random, folder: Path) -> str:
