@@ -61,6 +61,18 @@ class RewardConfig(Section):
         "Weight of each part of the reward by its name: the reward is their weighted sum. Empty: it is the score that "
         "the function returns.",
     )
+    canary_size: int | None = key(
+        None,
+        "Fixed answers that are scored again at every step, to name a reward that changes; 0 is none. null: 8, or none "
+        "where a call may cost money.",
+        minimum=0,
+    )
+    canary_on_change: str = key(
+        "auto",
+        "A changed score of a fixed answer stops the run, or is a metric only (drift); auto stops where the first two "
+        "scores are equal.",
+        choices=("auto", "stop", "drift"),
+    )
     reward_kwargs: dict[str, Any] = key({}, "Arguments of the built-in scorer, and of the dapo manager.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)

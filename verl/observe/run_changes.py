@@ -13,7 +13,7 @@ _MAY_CHANGE = re.compile(
     r"|(global_profiler|ray_kwargs)\..*|(.*\.)?(profiler|checkpoint|trace|prometheus)\..*"
     r"|.*\.optim\.total_training_steps|optim\.total_training_steps"
     r"|.*micro_batch_size_per_gpu|.*max_token_len_per_gpu|.*use_dynamic_bsz|.*_offload|.*offload_policy"
-    r"|.*\.n_gpus_per_node"
+    r"|.*\.n_gpus_per_node|reward\.canary_.*"
     r"|.*\.(forward_prefetch|reshard_after_forward|fsdp_size|gpu_memory_utilization|free_cache_engine|max_num_seqs)"
     r"|.*\.(max_num_batched_tokens|disable_log_stats|enable_gradient_checkpointing|use_torch_compile)"
     r"|data\.(dataloader_num_workers|filter_overlong_prompts_workers|num_workers|output_path)"

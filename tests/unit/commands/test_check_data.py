@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl import cli
-from verl.commands.check_data.rows import gold_texts, normal_form
+from verl.commands.check_data.rows import normal_form
+from verl.rewards.gold_answers import gold_texts
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -8,11 +8,12 @@ from itertools import takewhile
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent.agent_runner import AgentRunner
-from verl.commands.check_data.rows import Count, Row, Split, gold_texts
+from verl.commands.check_data.rows import Count, Row, Split
 from verl.config import RunConfig
 from verl.data.chat import PromptTemplate
 from verl.data.prompts import lacks_tool_arguments
 from verl.observe.checks_page import GOOD, SKIPPED, WARNING, WRONG, CheckResult
+from verl.rewards.gold_answers import gold_texts
 from verl.utils.errors import ConfigError
 
 SHARE_WRONG = 0.01  # of the rows: what may be chance below is wrong above

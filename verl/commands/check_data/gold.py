@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verl.commands.check_data.checks import Examples, found, short, truth
-from verl.commands.check_data.rows import Count, Row, Split, gold_texts
+from verl.commands.check_data.rows import Count, Row, Split
 from verl.commands.score_answers import is_right
 from verl.config import RewardConfig
 from verl.observe.checks_page import SKIPPED, WARNING, WRONG, CheckResult
 from verl.rewards.base import NoScorerError, Reward, RewardInput, Score
+from verl.rewards.gold_answers import FORMS, gold_texts
 from verl.rewards.reward_setup import built_in_reward, custom_reward
 from verl.rewards.scorer_lookup import find_scorer
 
-FORMS = ("#### {}", r"\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>", "{}")  # that scorers read
 CHUNK = 256  # rows scored between two lines of progress
 
 

@@ -14,8 +14,8 @@ from verl.config import DataConfig
 from verl.data.chat import Message, PromptTemplate
 from verl.data.data_files import DataRows, FileRows
 from verl.data.prompts import CustomRows, check_row_and_read_messages, select_rows
+from verl.rewards.gold_answers import worked_answer
 
-SOLUTION_COLUMNS = ("solution", "answer")  # of extra_info, else of the row: the worked answer, as text
 Count = Callable[[str], None]  # told how far it is
 
 
@@ -87,8 +87,6 @@ def read_split(
             split.refused.append((rows.location(index), str(error)))
             continue
         extra_info = dict(raw.get("extra_info") or {})
-        texts = [place.get(column) for place in (extra_info, raw) for column in SOLUTION_COLUMNS]
-        solution = next((text for text in texts if isinstance(text, str) and text.strip()), None)
         split.rows.append(
             Row(
                 where=rows.location(index),
@@ -98,7 +96,7 @@ def read_split(
                 ground_truth=raw["reward_model"].get("ground_truth"),
                 extra_info=extra_info,
                 agent_name=raw.get("agent_name"),
-                solution=solution,
+                solution=worked_answer(extra_info, raw),
             )
         )
         if len(split.rows) % 512 == 0:
@@ -110,23 +108,3 @@ def normal_form(text: str) -> str:
     """Without case, runs of spaces, and punctuation that is not part of a number; equal for what reads the same."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.sub(r"(?<!\d)[.,;:?'\"]|[.,;:?'\"](?!\d)", " ", text).split())
-
-
-def gold_texts(ground_truth: Any) -> list[str]:
-    """The gold answers as text: of a text, a number, a list of these, or {target: ...}; none of tests of a program."""
-    if isinstance(ground_truth, dict):
-        return gold_texts(ground_truth.get("target")) if "target" in ground_truth else []
-    if isinstance(ground_truth, list):
-        return [text for item in ground_truth for text in gold_texts(item)]
-    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
-        return []
-    text = str(ground_truth).strip()
-    return [text] if text and not (text.startswith("{") and is_json(text)) else []
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -11,6 +11,7 @@ from verl.config.check import replaces_groups, uses_critic, uses_reference
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
 from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
+from verl.rewards.canary import canary_of
 from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
 from verl.trainer.ppo.efficiency import planned_memory_metrics
@@ -87,8 +88,9 @@ def assemble_run(
     arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
     engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
+    canary = canary_of(config.reward, prepared.reward)
     collector = RolloutCollector(
-        engine, prepared.reward, tokenizer, prepared.agent_runner, rollout_of_run(config).free_cache_engine
+        engine, canary or prepared.reward, tokenizer, prepared.agent_runner, rollout_of_run(config).free_cache_engine
     )
     reference, critic = None, None
     if uses_reference(config):
@@ -106,6 +108,7 @@ def assemble_run(
         critic,
         teachers,
     )
+    trainer.canary = canary
     started.callback(trainer.loop.close)
     tracking = build_tracking(config)
     started.callback(tracking.finish, 1)

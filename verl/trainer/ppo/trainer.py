@@ -7,6 +7,7 @@ training_run.py.
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from verl.data.metrics import Metrics
 from verl.data.random_streams import sequence_draws
 from verl.data.reward_parts import with_reward_columns
 from verl.observe.timers import StageTimer
+from verl.rewards.canary import Canary
 from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.pools import WorkerPools
 from verl.trainer.batch_metrics import (
@@ -77,6 +79,7 @@ class PPOTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.reference, self.critic, self.teachers = reference, critic, teachers
         self.pools = pools  # closed with the trainer
+        self.canary: Canary | None = None  # of the reward
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
@@ -106,7 +109,8 @@ class PPOTrainer:
 
     def collect(self, timer: StageTimer) -> RolloutBatch:
         """Scored trajectories of the next prompts."""
-        rollouts = self.wait_for(self.source.take(self.config.data.train_batch_size))
+        take = partial(self.source.take, self.config.data.train_batch_size)
+        rollouts = self.wait_for(self.canary.beside(take, self.global_step + 1) if self.canary else take())
         timer.add("gen", rollouts.generate_s)
         timer.add("reward", rollouts.reward_s)
         if all(t.reward is None for t in rollouts.trajectories):
@@ -251,6 +255,7 @@ class PPOTrainer:
         out.update({f"rollout/{name}": value for name, value in rollouts.engine_stats.items()} | rollouts.metrics)
         versions = batch["policy_versions"].double()
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))
+        out.update(self.canary.metrics if self.canary else {})
         out["reward/errors"], out["reward/abstained"] = rollouts.num_reward_errors, rollouts.num_abstained
         out["training/global_step"], out["training/epoch"] = self.global_step, self.source.epoch
         unhealthy = [
@@ -271,6 +276,7 @@ class PPOTrainer:
             "source": self.source.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
             **({"critic": critic} if critic else {}),
+            **({"canary": self.canary.state_dict()} if self.canary else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,6 +287,8 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
         if self.critic is not None:
             self.critic.load_state_dict(state.get("critic", {}))
+        if self.canary is not None:
+            self.canary.load_state_dict(state.get("canary", {}))
 
     def close(self) -> None:
         """End what still generates, then the rollout engine and the ranks."""
