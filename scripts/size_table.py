@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3974,
+    "config": 3986,
     "plugin": 1350,
     "data": 2792,
     "algorithms": 2300,
@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 2161,
-    "trainer": 7244,
+    "rewards": 2593,
+    "trainer": 7252,
     "commands": 5814,
     "utils": 1677,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19288, 51496, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19308, 51948, 400
 
 
 def package_of(path: Path) -> str:

@@ -19,7 +19,7 @@ class CustomRewardConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardManagerConfig(Section):
-    """The reward manager, which changes the scorer's value."""
+    """The reward manager: how the scorer is called, or how its value is changed."""
 
     name: str = key("naive", "Reward manager by name; naive puts the score on the last token.")
 
@@ -49,13 +49,25 @@ class ServedRewardModelConfig(Section):
 class RewardConfig(Section):
     """Scoring of answers."""
 
-    num_workers: int = key(8, "Scorer calls that run concurrently.", minimum=1)
+    num_workers: int = key(
+        8, "Calls of a plain function at once: threads, or processes of `remote` and `prime`.", minimum=1
+    )
     on_error: str = key(
         "stop", "A failing scorer stops the run, or its answer is left out and counted.", choices=("stop", "count")
     )
     timeout_s: float | None = key(
         300.0, "Seconds one call may take before it counts as failed; null is no limit.", greater_than=0
     )
+    retries: int = key(0, "Further attempts, after growing waits, of a call that raised or took too long.", minimum=0)
+    max_errors: int | None = key(
+        None, "on_error=count: answers without a score above which the run stops; null is any number.", minimum=0
+    )
+    max_concurrent: int = key(1, "rate_limited: calls that run at once in this process.", minimum=1)
+    max_rpm: int | None = key(None, "rate_limited: calls that start within any minute; null is any number.", minimum=1)
+    max_tpm: int | None = key(
+        None, "rate_limited: tokens of the calls that start within any minute; null is any number.", minimum=1
+    )
+    estimated_tokens_per_request: int = key(2000, "max_tpm: tokens that one call is taken to cost.", minimum=1)
     weights: dict[str, float] = key(
         {},
         "Weight of each part of the reward by its name: the reward is their weighted sum. Empty: it is the score that "

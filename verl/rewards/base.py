@@ -23,6 +23,8 @@ class RewardInput:
     num_turns: int = 1
     response_length: int | None = None  # tokens of the answer; the over-long penalty needs it
     where: str = ""  # file and row of the prompt, for messages
+    answer: Trajectory | None = field(default=None, compare=False, repr=False)  # for managers of a user's own
+    row: PromptRow | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_row(cls, row: PromptRow, solution_str: str, answer: Trajectory) -> RewardInput:
@@ -36,7 +38,13 @@ class RewardInput:
             num_turns=answer.num_turns,
             response_length=answer.num_sampled,
             where=row.location,
+            answer=answer,
+            row=row,
         )
+
+    def as_text(self) -> dict[str, Any]:
+        """Its fields by name, without the tokens and the prompt's row."""
+        return {name: value for name, value in vars(self).items() if name not in ("answer", "row")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Score:
     value: float | None
     extra: dict[str, Any] = field(default_factory=dict)  # further columns for logs and validation: acc, pred, ...
     error: str | None = None
+    retries: int = 0  # further attempts that it took
+    processes_lost: int = 0  # that ended meanwhile, each replaced by another
 
     @property
     def abstained(self) -> bool:

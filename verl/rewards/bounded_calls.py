@@ -12,14 +12,20 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from verl.utils.errors import ConfigError
 
 MAX_ABANDONED_CALLS = 64
 HELD_S = 10.0  # beyond the limit of a call, in which no other thread has had a turn
 _POLL_INTERVAL_S = 0.25
 _ASYNC_POLL_INTERVAL_S = 1.0  # longer, because thousands of calls wait at once
+
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function, by name
 
 
 class RewardTimeoutError(Exception):
@@ -30,22 +36,49 @@ class TooManyHangingCallsError(RuntimeError):
     """Too many calls have not returned, or one blocks the event loop."""
 
 
+class RemoteCallError(Exception):
+    """A call that failed in another process, as the text of its error; `is_final`: another attempt cannot repair it."""
+
+    def __init__(self, summary: str, traceback: str = "", is_final: bool = False):
+        super().__init__(summary)
+        self.summary, self.traceback, self.is_final = summary, traceback, is_final
+
+
+class ProcessLostError(Exception):
+    """The process of a call ended; another takes its place."""
+
+
+class ProcessKilledError(RewardTimeoutError, ProcessLostError):
+    """The process of a call was killed at the limit."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one call returned or raised."""
 
     result: Any = None
     error: BaseException | None = None
+    earlier: tuple[BaseException, ...] = ()  # errors of the attempts before it
+
+
+class Calls(Protocol):
+    """Makes calls of a function."""
+
+    async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """Outcomes of one call per dict of keyword arguments, in that order."""
 
 
 class CallPool:
-    """Runs the calls of one reward function, sync or async. `timeout_s=None` is no limit."""
+    """Runs the calls of one reward function, sync or async. `timeout_s=None` is no limit.
+
+    Plain functions run in `num_threads` threads; so does what an async one hands to its event loop's executor.
+    """
 
     def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
         self._timeout_s = timeout_s
         self._is_async = is_async(function)
         self._threads = None if self._is_async else _ThreadPool(function, num_threads, timeout_s)
-        self._loop = _EventLoopThread(function, timeout_s) if self._is_async else None
+        self._loop = _EventLoopThread(function, num_threads, timeout_s) if self._is_async else None
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Outcomes (results or errors) of one call per dict of keyword arguments, in that order."""
@@ -216,9 +249,9 @@ def _run_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Outcome:
 class _EventLoopThread:
     """One event loop in its own thread for the whole run, because the function's sessions and locks are bound to it."""
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], timeout_s: float | None):
+    def __init__(self, function: Callable[..., Awaitable[Any]], num_threads: int, timeout_s: float | None):
         self._function = function
-        self._timeout_s = timeout_s
+        self._num_threads, self._timeout_s = num_threads, timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heartbeats = 0  # polls completed by all tasks together
 
@@ -238,6 +271,8 @@ class _EventLoopThread:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            # of what the function hands to threads itself, as by asyncio.to_thread
+            self._loop.set_default_executor(ThreadPoolExecutor(max(1, self._num_threads)))
             threading.Thread(target=self._loop.run_forever, name="async reward", daemon=True).start()
         return self._loop
 
@@ -280,4 +315,27 @@ async def _run_async_call(function: Callable[..., Awaitable[Any]], kwargs: dict[
 
 
 def _timeout_error(timeout_s: float | None) -> RewardTimeoutError:
-    return RewardTimeoutError(f"no result after reward.timeout_s={timeout_s} seconds of running")
+    return RewardTimeoutError(limit_text(timeout_s))
+
+
+def limit_text(timeout_s: float | None) -> str:
+    """What an error says about a call beyond its limit."""
+    return f"no result after reward.timeout_s={timeout_s} seconds of running"
+
+
+def check_signature(
+    function: Callable[..., Any], name: str, kwargs: Mapping[str, Any], arguments: Sequence[str] = ARGUMENTS
+) -> None:
+    """ConfigError when the function cannot take the keywords it will be called with: `arguments`, and `kwargs`."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in callables have none
+        return
+    keywords = dict.fromkeys([*arguments, *kwargs])
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name}{signature} cannot be called with the keywords {', '.join(keywords)}: {error}. "
+            f"Define it as compute_score({', '.join(arguments)}=None, **kwargs)"
+        ) from error

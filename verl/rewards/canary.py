@@ -18,7 +18,7 @@ from verl.workers.engine import rng
 
 T = TypeVar("T")
 DEFAULT_SIZE = 8
-CHEAP_MANAGERS = ("naive", "gdpo", "dapo", "batch", "prime", "remote")  # whose calls are assumed to cost no money
+CHEAP_MANAGERS = ("naive", "gdpo", "dapo")  # whose calls run here, one per answer, and are assumed to cost no money
 MAX_BYTES = 1 << 18  # of an answer and its row in a checkpoint
 CAUSES = (
     "Rewards before and after cannot be compared. Likely causes: a global, a cache or a seed that calls change; a "
@@ -136,7 +136,7 @@ class Canary:
     def state_dict(self) -> dict[str, Any]:
         """The answers with their first scores, and the settings of the reward that gave these."""
         return {
-            "answers": [vars(item) for item in self._answers],
+            "answers": [item.as_text() for item in self._answers],
             "scores": self._first,
             "step": self._first_step,
             "repeats": self._repeats,
@@ -170,7 +170,8 @@ def gold_answer(item: RewardInput) -> RewardInput | None:
     """The same row answered by its worked answer, or by its ground truth in every form that scorers read."""
     texts = gold_texts(item.ground_truth)
     text = worked_answer(item.extra_info) or ("\n".join(form.format(texts[0]) for form in FORMS) if texts else None)
-    return replace(item, solution_str=text, where=f"the gold answer of {item.where}") if text else None
+    where = f"the gold answer of {item.where}"
+    return replace(item, solution_str=text, answer=None, where=where) if text else None
 
 
 def has_value(score: Score) -> bool:
@@ -181,8 +182,8 @@ def has_value(score: Score) -> bool:
 def is_storable(item: RewardInput) -> bool:
     """Whether JSON holds the answer and its row as they are, in at most MAX_BYTES."""
     try:
-        text = json.dumps(vars(item))
-        return len(text) <= MAX_BYTES and bool(json.loads(text) == vars(item))
+        text = json.dumps(item.as_text())
+        return len(text) <= MAX_BYTES and bool(json.loads(text) == item.as_text())
     except (TypeError, ValueError, RecursionError):
         return False
 

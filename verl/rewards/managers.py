@@ -1,16 +1,21 @@
-"""Reward managers, which change the scorer's value: `naive` and `gdpo` (no change), and `dapo` (over-long penalty)."""
+"""Reward managers, by name: how a scorer is called, or how its value is changed."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.config import RunConfig
 from verl.rewards.base import Reward, RewardInput, Score
+from verl.rewards.call_limits import limits_of_process
 from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry
 from verl.utils.suggest import did_you_mean
 
-RewardManager = Callable[[Reward, RunConfig], Reward]
+if TYPE_CHECKING:
+    from verl.rewards.run_scorer import RunScorer
+
+RewardManager = Callable[["RunScorer"], Reward]
 REWARD_MANAGERS: Registry[RewardManager] = Registry("reward.reward_manager.name")
 
 PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that are not passed to scorers
@@ -22,25 +27,46 @@ def find_reward_manager(name: str) -> RewardManager:
 
 
 @REWARD_MANAGERS.register("naive")
-def naive(reward: Reward, config: RunConfig) -> Reward:
+def naive(scorer: RunScorer) -> Reward:
     """The scorer's value, unchanged."""
-    return reward
+    return scorer.reward()
 
 
 @REWARD_MANAGERS.register("gdpo")
-def gdpo(reward: Reward, config: RunConfig) -> Reward:
+def gdpo(scorer: RunScorer) -> Reward:
     """The scorer's value, which must be the sum of named parts; the estimator gdpo normalises them one by one."""
-    if not config.reward.weights:
+    if not scorer.config.reward.weights:
         raise ConfigError(
             "reward.reward_manager.name=gdpo needs the parts of the reward: reward.weights.NAME=WEIGHT for each number "
             "that the reward function returns, or algorithm.gdpo_reward_keys=[NAME,...]"
         )
-    return reward
+    return scorer.reward()
+
+
+@REWARD_MANAGERS.register("limit")  # its name in published documentation
+@REWARD_MANAGERS.register("rate_limited")
+def rate_limited(scorer: RunScorer) -> Reward:
+    """The scorer's value; calls wait for their turn (reward.max_concurrent, max_rpm, max_tpm), one line per process."""
+    config = scorer.config.reward
+    rules = replace(scorer.rules, limits=limits_of_process(config), num_threads=config.max_concurrent)
+    return scorer.function_reward(rules)
+
+
+@REWARD_MANAGERS.register("batch")
+def batch(scorer: RunScorer) -> Reward:
+    """The values of a function that scores all answers to a prompt in one call."""
+    if scorer.config.reward.custom_reward_function.path is None:
+        raise ConfigError(
+            "reward.reward_manager.name=batch calls a function of your own with lists; name it by "
+            "reward.custom_reward_function.path, or leave the manager out for the built-in scorers"
+        )
+    return scorer.function_reward(replace(scorer.rules, batched=True))
 
 
 @REWARD_MANAGERS.register("dapo")
-def dapo(reward: Reward, config: RunConfig) -> Reward:
+def dapo(scorer: RunScorer) -> Reward:
     """The scorer's value minus a penalty for answers that use the last part of the length budget."""
+    config, reward = scorer.config, scorer.reward()
     kwargs = config.reward.reward_kwargs
     buffer = read_overlong_buffer(kwargs.get("overlong_buffer_cfg") or {})
     if not buffer.enable:

@@ -13,7 +13,7 @@ from verl.config import RewardConfig
 from verl.config.reward import CustomRewardConfig, RewardManagerConfig
 from verl.rewards.base import RewardInput
 from verl.rewards.canary import Canary, canary_of, gold_answer, is_storable
-from verl.rewards.function_reward import FunctionReward
+from verl.rewards.function_reward import CallRules, FunctionReward
 from verl.rewards.scorer_lookup import score_row
 from verl.utils.errors import RewardError
 
@@ -27,7 +27,7 @@ class Steps:
 
     def __init__(self, function: Callable[..., Any], on_error: str = "stop", **settings: Any):
         config = RewardConfig(canary_size=4, **settings)
-        self.reward = FunctionReward(function, "mine", on_error=on_error, num_threads=1)
+        self.reward = FunctionReward(function, "mine", rules=CallRules(on_error=on_error, num_threads=1))
         self.canary, self.step = Canary(self.reward, config), 0
 
     def take(self, inputs: list[RewardInput] | None = None) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from verl.rewards.base import RewardInput, Score
-from verl.rewards.function_reward import FunctionReward
+from verl.rewards.function_reward import CallRules, FunctionReward
 from verl.rewards.score_reading import read_score
 from verl.utils.errors import ConfigError, RewardError
 
@@ -26,8 +26,8 @@ def score(reward, *inputs):
     return asyncio.run(reward.score(list(inputs) or [item()]))
 
 
-def wrap(function, **settings):
-    return FunctionReward(function, "compute_score (mine.py)", **settings)
+def wrap(function, kwargs=None, **rules):
+    return FunctionReward(function, "compute_score (mine.py)", kwargs, CallRules(**rules))
 
 
 # what a function may return

@@ -13,7 +13,7 @@ import torch
 
 from verl.config import CustomRewardConfig, RewardConfig
 from verl.rewards.base import RewardInput
-from verl.rewards.function_reward import FunctionReward
+from verl.rewards.function_reward import CallRules, FunctionReward
 from verl.rewards.process_state import is_reseeded, one_batch
 from verl.rewards.reward_setup import custom_reward
 from verl.utils.errors import ConfigError, RewardError
@@ -66,7 +66,7 @@ def test_a_change_of_the_process_is_undone_and_named_once(name, caplog):
         CHANGES[name]()
         return 1
 
-    before, reward = visible_state(), FunctionReward(change, "mine", num_threads=1)
+    before, reward = visible_state(), FunctionReward(change, "mine", rules=CallRules(num_threads=1))
     with caplog.at_level(logging.WARNING):
         assert score(reward) == score(reward) == [1.0] * 3
     assert visible_state() == before and all(seen)
@@ -187,7 +187,7 @@ def raises(error):
 )
 @pytest.mark.parametrize("on_error", ["stop", "count"])
 def test_what_cannot_be_a_score_or_cannot_be_printed_is_a_sentence(function, says, on_error):
-    reward = FunctionReward(function, "mine", on_error=on_error)
+    reward = FunctionReward(function, "mine", rules=CallRules(on_error=on_error))
     if on_error == "stop":
         with pytest.raises(RewardError, match=says):
             score(reward)

@@ -257,6 +257,8 @@ class PPOTrainer:
         out.update(mean_max_min("training/off_policy/trajectory_staleness", self.version - 1 - versions[:, 0]))
         out.update(self.canary.metrics if self.canary else {})
         out["reward/errors"], out["reward/abstained"] = rollouts.num_reward_errors, rollouts.num_abstained
+        out["reward/retries"] = rollouts.num_reward_retries
+        out["reward/processes_lost"] = rollouts.num_reward_processes_lost
         out["training/global_step"], out["training/epoch"] = self.global_step, self.source.epoch
         unhealthy = [
             name for name, value in out.items() if name.endswith("_loss") and not torch.isfinite(torch.tensor(value))

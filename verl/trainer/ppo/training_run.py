@@ -76,6 +76,8 @@ def validation_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     out["val-aux/num_turns/mean"] = sum(turns) / len(turns)
     if rollouts.num_reward_errors:
         out["val-aux/reward_errors"] = float(rollouts.num_reward_errors)
+    if rollouts.num_reward_retries:
+        out["val-aux/reward_retries"] = float(rollouts.num_reward_retries)
     return out
 
 

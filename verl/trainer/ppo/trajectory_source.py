@@ -35,6 +35,8 @@ class RolloutBatch:
     reward_s: float = 0.0  # from then until the last was scored
     num_reward_errors: int = 0
     num_abstained: int = 0
+    num_reward_retries: int = 0
+    num_reward_processes_lost: int = 0
     scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
     engine_stats: dict[str, float] = field(default_factory=dict)  # metrics of the rollout engine meanwhile
     metrics: dict[str, float] = field(default_factory=dict)  # of dynamic sampling
@@ -207,6 +209,8 @@ class _Collection:
         found = [score for number in range(plan.consumed) for _, score in groups[number]]
         out.num_reward_errors = sum(score.error is not None for score in found)
         out.num_abstained = sum(score.abstained for score in found)
+        out.num_reward_retries = sum(score.retries for score in found)
+        out.num_reward_processes_lost = sum(score.processes_lost for score in found)
         out.rows, out.metrics = [self.rows[number] for number in plan.picked], plan.metrics()
         out.reward_s = time.perf_counter() - self.start - out.generate_s
         return out

@@ -1,0 +1,89 @@
+"""What scores the answers of a run, and how a manager may have it called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config import RewardConfig, RunConfig
+from verl.rewards.base import Reward
+from verl.rewards.function_reward import CallRules, FunctionReward
+from verl.rewards.managers import PENALTY_KEYS
+from verl.rewards.process_state import ProcessGuard
+from verl.rewards.scorer_lookup import score_row
+from verl.utils.errors import ConfigError
+from verl.utils.external_code import load_object
+
+
+@dataclass(frozen=True)
+class RunScorer:
+    """The custom function if its path is set, else the reward model if there is one, else the built-in scorers."""
+
+    config: RunConfig
+    tokenizer: Any
+    model: Reward | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # that a custom function gets with every call
+
+    @property
+    def is_model(self) -> bool:
+        return self.model is not None and self.config.reward.custom_reward_function.path is None
+
+    def reward(self) -> Reward:
+        """Its values, by calls as `reward.*` sets them."""
+        return self.model if self.model is not None and self.is_model else self.function_reward(self.rules)
+
+    @property
+    def rules(self) -> CallRules:
+        return rules_of(self.config.reward)
+
+    def function_reward(self, rules: CallRules) -> FunctionReward:
+        """The values of the custom function or the built-in scorers; ConfigError where a reward model scores."""
+        self.check_is_function()
+        function, name, kwargs = self.function()
+        return FunctionReward(function, name, kwargs, rules)
+
+    def check_is_function(self) -> None:
+        """ConfigError where a reward model scores, which the manager cannot call."""
+        if self.is_model:
+            raise ConfigError(
+                f"reward.reward_manager.name={self.config.reward.reward_manager.name} calls a function, but a reward "
+                "model scores; set reward.custom_reward_function.path to a function that asks it, or leave the manager "
+                "out"
+            )
+
+    def function(self) -> tuple[Callable[..., Any], str, dict[str, Any]]:
+        """The function, its name in messages, and the keywords that it gets with every call."""
+        config = self.config.reward
+        if config.custom_reward_function.path is None:
+            return score_row, "default_compute_score", built_in_kwargs(config)
+        function, name, kwargs = load_custom(config)
+        return function, name, {**self.model_kwargs, **kwargs}
+
+
+def load_custom(config: RewardConfig) -> tuple[Callable[..., Any], str, dict[str, Any]]:
+    """The user's function, loaded from its file, its name in messages, and its reward_kwargs."""
+    custom = config.custom_reward_function
+    with ProcessGuard(f"the import of {custom.path}").importing():
+        function = load_object(custom.path or "", custom.name, "reward.custom_reward_function")
+    if not callable(function):
+        raise ConfigError(
+            f"reward.custom_reward_function.name={custom.name!r} in {custom.path} is {type(function).__name__}, "
+            "expected a function"
+        )
+    return function, f"{custom.name} ({custom.path})", custom.reward_kwargs
+
+
+def built_in_kwargs(config: RewardConfig) -> dict[str, Any]:
+    """What built-in scorers get of reward.reward_kwargs, such as `method`."""
+    return {key: value for key, value in config.reward_kwargs.items() if key not in PENALTY_KEYS}
+
+
+def rules_of(config: RewardConfig) -> CallRules:
+    """The rules of a run's calls; a manager changes some."""
+    return CallRules(
+        on_error=config.on_error,
+        max_errors=config.max_errors if config.on_error == "count" else None,
+        num_threads=config.num_workers,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+        weights=config.weights,
+    )
