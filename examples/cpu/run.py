@@ -19,6 +19,7 @@ from typing import IO
 EXAMPLES = Path(__file__).resolve().parents[1]
 FSDP = "run_qwen3_8b_fsdp.sh"
 DISTILLATION = "on_policy_distillation"
+REWARD_MODEL = "reward_model"
 RECIPES = {
     "grpo": f"grpo_trainer/{FSDP}",
     "dr_grpo": "grpo_trainer/run_qwen3_8b_drgrpo.sh",
@@ -40,6 +41,7 @@ RECIPES = {
     "otb": f"otb_trainer/{FSDP}",
     "gdpo": f"gdpo_trainer/{FSDP}",
     "rollout_correction": f"rollout_correction/{FSDP}",
+    REWARD_MODEL: "ppo_trainer/run_qwen2-7b_rm_seq_balance.sh",
     DISTILLATION: f"on_policy_distillation_trainer/{FSDP}",
     "prefix_grouper": f"prefix_grouper/{FSDP}",
     "lora": f"tuning/lora/{FSDP}",
@@ -70,12 +72,14 @@ VARIABLES = {  # sizes of the task; 512 answers a step for every recipe
 ONE_ANSWER_PER_PROMPT = {"TRAIN_BATCH_SIZE": "512", "PPO_MINI_BATCH_SIZE": "256", "ROLLOUT_N": "1"}
 OF_RECIPE = {
     "ppo": ONE_ANSWER_PER_PROMPT,
+    REWARD_MODEL: ONE_ANSWER_PER_PROMPT | {"PPO_MAX_TOKEN_LEN_PER_GPU": "24576"},
     "reinforce_plus_plus": ONE_ANSWER_PER_PROMPT,
     "lora": {"ACTOR_LR": "4e-3"},  # ten times that of a whole model, as in the script
 }
 TEACHER_EPOCHS = 2
 ARR = "actor_rollout_ref"
-ENTROPY = {"ppo": 0.005, "reinforce_plus_plus": 0.003}  # coefficients; one answer per prompt is sure too early without
+# coefficients; one answer per prompt is sure too early without
+ENTROPY = {"ppo": 0.005, REWARD_MODEL: 0.005, "reinforce_plus_plus": 0.003}
 OVERRIDES = (  # what a CPU and so small a model need
     "trainer.device=cpu",
     "trainer.logger=[console,file]",
@@ -135,12 +139,26 @@ def prepare_teacher(out: Path, seed: int) -> Path:
     return out / "teacher"
 
 
+def prepare_reward_model(out: Path, seed: int) -> Path:
+    """The folder of `REWARD_MODEL`'s model, which tells right worked answers from wrong ones."""
+    from verl.utils.external_code import load_module
+
+    prepare(out, seed)
+    if not (out / REWARD_MODEL / "config.json").is_file():
+        load_module(str(EXAMPLES / "reward_model" / "on_sums.py"), "the example").train_reward_model(out, seed)
+    return out / REWARD_MODEL
+
+
+PREPARE = {DISTILLATION: prepare_teacher, REWARD_MODEL: prepare_reward_model}
+
+
 def variables(name: str, out: Path) -> dict[str, str]:
     """What the script of recipe `name` gets for the model and the data below `out`."""
     train, test = (str(out / "data" / file) for file in ("train.jsonl", "test.jsonl"))
     own = {
         "MODEL_PATH": str(out / "warm"),
         "TEACHER_MODEL_PATH": str(out / "teacher"),
+        "REWARD_MODEL_PATH": str(out / REWARD_MODEL),
         "TRAIN_FILE": train,
         "TEST_FILE": test,
         "EXPERIMENT_NAME": name,
@@ -153,6 +171,7 @@ def overrides(name: str, out: Path, seed: int, steps: int) -> list[str]:
     return [
         *OVERRIDES,
         *([f"{ARR}.actor.entropy_coeff={ENTROPY[name]}"] if name in ENTROPY else []),
+        *(["reward.weights.rm=1.0"] if name == REWARD_MODEL else []),  # the function is only logged
         f"data.seed={seed}",
         f"{ARR}.rollout.seed={seed}",
         f"trainer.total_training_steps={steps}",
@@ -178,7 +197,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     out = options.out.resolve()
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
-    (prepare_teacher if options.recipe == DISTILLATION else prepare)(out, options.seed)
+    PREPARE.get(options.recipe, prepare)(out, options.seed)
     return run(options.recipe, out, options.seed, options.steps, options.overrides)
 
 

@@ -90,6 +90,11 @@ def read_scorable_answers(config: EvalConfig, reward: RewardConfig) -> Answers:
     mistakes, answers = Mistakes(), None
     function = reward.custom_reward_function.path
     with mistakes:
+        if reward.reward_model.enable:
+            raise ConfigError(
+                "reward.reward_model.enable=True scores the answers of a run; here a function or a built-in scorer does"
+            )
+    with mistakes:
         check_user_object(function, reward.custom_reward_function.name, "custom_reward_function")
     with mistakes:
         if not config.data.path:

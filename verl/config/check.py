@@ -12,6 +12,7 @@ from verl.config.model import HFModelConfig
 from verl.config.no_effect import value_at
 from verl.config.own_keys import with_value
 from verl.config.preference import PreferenceConfig
+from verl.config.reward import check_reward_model
 from verl.config.run_config import FOLLOWS, RunConfig
 from verl.config.sft import SFTConfig
 from verl.config.value_rules import check_value
@@ -264,6 +265,7 @@ def _check_algorithm(config: RunConfig) -> None:
         )
     _check_filter_groups(config)
     _check_reward_weights(config)
+    check_reward_model(config.reward)
     correction, where = algorithm.rollout_correction, "algorithm.rollout_correction"
     correction.rejection_rules()
     if actor.policy_loss.loss_mode == "bypass_mode" and not correction.bypass_mode:

@@ -39,7 +39,7 @@ DIFFERENT_DEFAULTS = (
     ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
     ("trainer.experiment_name", "gsm8k; test", "auto: grpo-2026-11-23-1", "a run overwrites no other"),
     ("trainer.save_freq", "-1 (never)", "null: the last step", "the trained model is kept"),
-    ("actor_rollout_ref.rollout.name", "required", "native", "nothing to install"),
+    ("*rollout.name", "required", "native; reward model: null", "nothing to install"),
     ("*rollout.tensor_model_parallel_size", "2", "1", "one device"),
     ("*model.path", "~/models/deepseek-llm-7b-chat", "required; critic: the actor's", "a run must choose its model"),
     ("*fsdp_config.dtype, *fsdp.dtype, engine.dtype, *rollout.dtype", "bfloat16", "auto", "exact on a CPU"),

@@ -1,9 +1,15 @@
-"""Rewards: a function of your own or a built-in scorer."""
+"""Rewards: a function of your own, a reward model or a built-in scorer."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import Section, key, section
+from verl.config.engine import FSDPEngineConfig, RoleConfig
+from verl.config.model import HFModelConfig
+from verl.config.rollout import EngineKwargsConfig
+from verl.utils.errors import ConfigError
+
+RM = "rm"  # the reward model's score, as a part of the reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +31,64 @@ class RewardManagerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelRolloutConfig(Section):
-    """Devices of the servers of a reward model."""
+class RewardModelServerConfig(Section):
+    """The processes of a served reward model."""
 
-    tensor_model_parallel_size: int = key(1, "Devices that share every tensor of a replica.", minimum=1)
-    data_parallel_size: int = key(1, "Data parallelism inside one replica.", minimum=1)
-    gpu_memory_utilization: float = key(0.5, "Fraction of device memory, in (0, 1].", greater_than=0, maximum=1)
+    python: str | None = key(None, "Python executable of the servers; null is this process's.")
+    max_start_wait_time: float = key(300.0, "Seconds a server may take to start.", greater_than=0)
+    timeout: float = key(60.0, "Seconds a server may take to answer one request.", greater_than=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedRewardModelConfig(Section):
-    """A reward model in servers (planned by `verl plan`; serving it is still to come)."""
+class RewardModelRolloutConfig(Section):
+    """The servers of a reward model or a judge."""
 
-    enable: bool = key(False, "Score answers with a reward model.")
-    model_path: str | None = key(None, "Folder of the reward model.")
+    name: str | None = key(
+        None,
+        "vllm or sglang: servers of the reward model. native: a judge without either. null: a reward model in the "
+        "trainer's ranks, and a native judge.",
+        choices=(None, "vllm", "sglang", "native"),
+    )
+    num_replicas: int | None = key(None, "Servers; null is as many as fill the devices, one on CPUs.", minimum=1)
+    tensor_model_parallel_size: int = key(1, "Devices that share every tensor of a replica.", minimum=1)
+    data_parallel_size: int = key(1, "Data parallelism inside one replica; a run takes 1.", minimum=1)
+    gpu_memory_utilization: float = key(0.5, "Fraction of device memory, in (0, 1].", greater_than=0, maximum=1)
+    dtype: str = key("auto", "Data type of the servers; auto is that of the model's folder.")
+    max_model_len: int | None = key(None, "Longest sequence in tokens; null is what the model allows.", minimum=1)
+    prompt_length: int = key(2048, "Judge: longest question in tokens.", minimum=1)
+    response_length: int = key(2048, "Judge: longest answer in tokens.", minimum=1)
+    max_num_seqs: int = key(1024, "Sequences computed at once.", minimum=1)
+    max_num_batched_tokens: int = key(8192, "Tokens one engine step may process.", minimum=1)
+    enforce_eager: bool = key(True, "No CUDA graphs.")
+    free_cache_engine: bool = key(True, "On the actor's devices: sleep except while answers are scored.")
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
+    server: RewardModelServerConfig = section(RewardModelServerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringModelConfig(RoleConfig):
+    """A model that scores answers: in the trainer's ranks, in servers, or asked by a reward function (a judge)."""
+
+    enable: bool = key(False, "Score answers with a reward model, or start a judge for the reward function.")
+    model_path: str | None = key(None, "Folder of the reward model or of the judge.")
+    input_tokenizer: str | None = key(
+        None,
+        "Folder of the policy's tokenizer: render every conversation anew with the reward model's chat template. null "
+        "does so only where the two tokenizers differ.",
+    )
     enable_resource_pool: bool = key(False, "Devices of its own; False shares the actor's, asleep in turn.")
     nnodes: int = key(0, "enable_resource_pool: machines.", minimum=0)
     n_gpus_per_node: int = key(8, "enable_resource_pool: devices per machine.", minimum=1)
+    strategy: str = key("fsdp2", "Engine of a reward model in the trainer's ranks.")
+    use_dynamic_bsz: bool = key(False, "Fill micro-batches up to a token budget.")
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None, "Sequences per forward pass on one device; null is a token budget.", minimum=1
+    )
+    forward_max_token_len_per_gpu: int = key(32768, "Tokens per forward pass on one device.", minimum=1)
+    ulysses_sequence_parallel_size: int = key(
+        1, "Short spelling of fsdp_config.ulysses_sequence_parallel_size.", minimum=1
+    )
+    fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig, forward_only=True)
     rollout: RewardModelRolloutConfig = section(RewardModelRolloutConfig)
 
 
@@ -71,7 +118,7 @@ class RewardConfig(Section):
     weights: dict[str, float] = key(
         {},
         "Weight of each part of the reward by its name: the reward is their weighted sum. Empty: it is the score that "
-        "the function returns.",
+        "the function returns. The part rm is the score of reward.reward_model.",
     )
     canary_size: int | None = key(
         None,
@@ -88,4 +135,52 @@ class RewardConfig(Section):
     reward_kwargs: dict[str, Any] = key({}, "Arguments of the built-in scorer, and of the dapo manager.")
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
-    reward_model: ServedRewardModelConfig = section(ServedRewardModelConfig)
+    reward_model: ScoringModelConfig = section(ScoringModelConfig)
+
+
+def reward_model_place(config: RewardConfig) -> str | None:
+    """`ranks` or `servers`: where a reward model scores answers. `judge`: a server that the reward function of
+    `custom_reward_function.path` asks. None: there is no reward model.
+
+    Beside a function, reward.weights.rm says that the model scores, too.
+    """
+    if not config.reward_model.enable:
+        return None
+    if config.custom_reward_function.path and RM not in config.weights:
+        return "judge"
+    return "servers" if config.reward_model.rollout.name else "ranks"
+
+
+def uses_built_in_scorers(config: RewardConfig) -> bool:
+    """Whether built-in scorers are called: there is no function, and no reward model that gives the whole reward."""
+    alone = config.reward_model.enable and set(config.weights) <= {RM}
+    return config.custom_reward_function.path is None and not alone
+
+
+def check_reward_model(config: RewardConfig) -> None:
+    """ConfigError where `reward_model` cannot be what the other keys ask for."""
+    settings, key, weights = config.reward_model, "reward.reward_model", config.weights
+    if not settings.enable:
+        if RM in weights and config.custom_reward_function.path is None:
+            raise ConfigError(f"reward.weights.{RM} weighs a reward model; set {key}.enable=True")
+        return
+    place = reward_model_place(config)
+    if place != "judge" and weights and RM not in weights:
+        raise ConfigError(
+            f"reward.weights={weights} has no weight of the reward model, whose score would not count; add {RM}, "
+            f"such as reward.weights.{RM}=1.0, or set {key}.enable=False"
+        )
+    if place == "servers" and settings.rollout.name == "native":
+        raise ConfigError(
+            f"{key}.rollout.name=native serves a judge, which a function of reward.custom_reward_function.path asks; "
+            "drop it to score in the trainer's ranks, or use vllm or sglang"
+        )
+    if place == "judge" and settings.rollout.name == "sglang":
+        raise ConfigError(f"{key}.rollout.name=sglang serves no judge; use vllm or native")
+    if place != "judge" and config.canary_size:
+        raise ConfigError(
+            f"reward.canary_size={config.canary_size} keeps answers as texts, and a reward model scores their tokens; "
+            "drop it"
+        )
+    if place == "ranks":
+        settings.engine.check(HFModelConfig())

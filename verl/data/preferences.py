@@ -71,14 +71,26 @@ class ScoredPairs:
         return len(self._pairs)
 
     def __getitem__(self, position: int) -> list[Trajectory]:
-        return [self._with_end(answer) for answer in self._pairs[position]]
+        return [with_score_position(answer, self._pad) for answer in self._pairs[position]]
 
-    def _with_end(self, answer: Trajectory) -> Trajectory:
-        length = int((answer.tokens != self._pad).nonzero().max()) + 1 if self._pad is not None else len(answer.tokens)
-        tokens = torch.cat([answer.tokens[:length], answer.tokens[length - 1 : length]])
-        mask = torch.zeros(length + 1, dtype=torch.bool)
-        mask[-1] = True
-        return replace(answer, tokens=tokens, loss_mask=mask, rollout_logprobs=torch.zeros(length + 1))
+
+def with_score_position(answer: Trajectory, pad_token_id: int | None) -> Trajectory:
+    """The sequence without trailing padding tokens, and one token more, on which alone `loss_mask` is True: the output
+    of a value head there is what it reads at the last token."""
+    length = len(without_padding(answer.tokens.tolist(), pad_token_id))
+    tokens = torch.cat([answer.tokens[:length], answer.tokens[length - 1 : length]])
+    mask = torch.zeros(length + 1, dtype=torch.bool)
+    mask[-1] = True
+    return replace(answer, tokens=tokens, loss_mask=mask, rollout_logprobs=torch.zeros(length + 1))
+
+
+def without_padding(ids: Sequence[int], pad_token_id: int | None) -> Sequence[int]:
+    """The tokens up to the last that is no padding, as models of `transformers` for sequence classification read them;
+    all of them where every one is padding."""
+    end = len(ids)
+    while end and ids[end - 1] == pad_token_id:
+        end -= 1
+    return ids[: end or len(ids)]
 
 
 def conversation_with(answer_name: str, row: Mapping[str, Any]) -> list[Message]:

@@ -28,6 +28,16 @@ def _cached_folder(hub_id: str) -> Path | None:
         return None
 
 
+def reward_model_folder(path: str | Path) -> Path:
+    """The folder of `reward.reward_model.model_path`; ConfigError where there is none."""
+    if (folder := find_folder(path, "path")) is None:
+        raise ConfigError(
+            f"reward.reward_model.model_path={path} is neither a folder nor in the local Hugging Face cache; give the "
+            "folder of a reward model, such as `verl reward-model` saves"
+        )
+    return folder
+
+
 def existing_folder(path: str | Path | None, key: str) -> Path:
     """`find_folder`, or ConfigError that says how to get the model."""
     if path is None:

@@ -9,6 +9,7 @@ from verl.config import RewardConfig, RunConfig
 from verl.rewards.base import Reward
 from verl.rewards.function_reward import FunctionReward
 from verl.rewards.managers import find_reward_manager
+from verl.rewards.model_reward import ModelReward
 from verl.rewards.run_scorer import RunScorer, built_in_kwargs, load_custom, rules_of
 from verl.rewards.scorer_lookup import score_row
 
@@ -16,12 +17,13 @@ from verl.rewards.scorer_lookup import score_row
 def build_reward(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
-    model: Reward | None = None,
+    model: ModelReward | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Reward:
     """The reward that `reward.*` describes; ConfigError when it cannot be built.
 
-    `model` is that of a reward model: it scores where no custom function is set. A custom function gets `model_kwargs`
+    `model` is that of a reward model: it scores where no custom function is set, and beside one as the part `rm` of
+    reward.weights. A custom function gets `model_kwargs`
     (`reward_router_address`, `reward_model_tokenizer`) with every call; its own reward_kwargs win.
     """
     scorer = RunScorer(config, tokenizer, model, model_kwargs or {})

@@ -1,13 +1,15 @@
 """What scores the answers of a run, and how a manager may have it called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.config import RewardConfig, RunConfig
+from verl.config.reward import RM
 from verl.rewards.base import Reward
 from verl.rewards.function_reward import CallRules, FunctionReward
 from verl.rewards.managers import PENALTY_KEYS
+from verl.rewards.model_reward import MixedReward, ModelReward
 from verl.rewards.process_state import ProcessGuard
 from verl.rewards.scorer_lookup import score_row
 from verl.utils.errors import ConfigError
@@ -16,16 +18,25 @@ from verl.utils.external_code import load_object
 
 @dataclass(frozen=True)
 class RunScorer:
-    """The custom function if its path is set, else the reward model if there is one, else the built-in scorers."""
+    """The custom function if its path is set, else the reward model if there is one, else the built-in scorers.
+
+    Beside a function or built-in scorers, a reward model gives the part `rm` of reward.weights.
+    """
 
     config: RunConfig
     tokenizer: Any
-    model: Reward | None = None
+    model: ModelReward | None = None
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # that a custom function gets with every call
 
     @property
     def is_model(self) -> bool:
-        return self.model is not None and self.config.reward.custom_reward_function.path is None
+        alone = self.config.reward.custom_reward_function.path is None and not self.other_weights
+        return self.model is not None and alone
+
+    @property
+    def other_weights(self) -> dict[str, float]:
+        """The weights of parts that no reward model gives."""
+        return {name: weight for name, weight in self.config.reward.weights.items() if name != RM}
 
     def reward(self) -> Reward:
         """Its values, by calls as `reward.*` sets them."""
@@ -35,11 +46,16 @@ class RunScorer:
     def rules(self) -> CallRules:
         return rules_of(self.config.reward)
 
-    def function_reward(self, rules: CallRules) -> FunctionReward:
+    def function_reward(self, rules: CallRules) -> Reward:
         """The values of the custom function or the built-in scorers; ConfigError where a reward model scores."""
         self.check_is_function()
         function, name, kwargs = self.function()
-        return FunctionReward(function, name, kwargs, rules)
+        if self.model is None:
+            return FunctionReward(function, name, kwargs, rules)
+        others = self.other_weights
+        return MixedReward(
+            FunctionReward(function, name, kwargs, replace(rules, weights=others)), self.model, bool(others)
+        )
 
     def check_is_function(self) -> None:
         """ConfigError where a reward model scores, which the manager cannot call."""

@@ -9,7 +9,7 @@ from verl.config import HFModelConfig, RunConfig, SFTConfig
 from verl.config.algorithm import ESTIMATORS, POLICY_LOSSES
 from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.engine import STRATEGIES
-from verl.models.model_place import existing_folder
+from verl.models.model_place import existing_folder, reward_model_folder
 from verl.observe.tracker_checks import check_trackers
 from verl.plugin.loading import GROUP, MODULES_VARIABLE
 from verl.plugin.platform.platform_manager import check_device_name
@@ -48,6 +48,9 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
             check_model_place(config.critic.model, config.critic.strategy, mistakes)
         with mistakes:
             check_user_object(reward.path, reward.name, "reward.custom_reward_function")
+        if config.reward.reward_model.enable and config.reward.reward_model.model_path:
+            with mistakes:
+                reward_model_folder(config.reward.reward_model.model_path)
     else:
         check_model_place(config.model, config.engine.strategy, mistakes)
     check_names(config, mistakes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl import __version__
 from verl.config import PreferenceConfig, RewardModelConfig, RunConfig, SFTConfig
+from verl.config.reward import reward_model_place
 from verl.config.run_name import same_command, values_given
 from verl.models.parameter_counts import stored_parameters
 from verl.trainer.run_files import LEDGER, complete_steps, step_folder
@@ -45,6 +46,7 @@ def opening_lines(config: AnyConfig, place: RunPlace) -> list[str]:
         f"task         {task_name(config)}, verl {__version__}",
         f"model        {describe_model(model_path(config))}",
         *(f"teacher      {describe_model(path)}" for path in teacher_paths(config)),
+        *reward_model_lines(config),
         f"metrics      {trackers}",
         f"checkpoints  {settings.default_local_dir}{when_saved(config)}",
         *(
@@ -66,6 +68,17 @@ def task_name(config: AnyConfig) -> str:
         return name
     divergence = distillation.distillation_loss
     return f"{f'{name} with ' if divergence.use_task_rewards else ''}distillation ({divergence.loss_mode})"
+
+
+def reward_model_lines(config: AnyConfig) -> list[str]:
+    """The reward model or the judge, and where it computes."""
+    if not isinstance(config, RunConfig) or (place := reward_model_place(config.reward)) is None:
+        return []
+    settings = config.reward.reward_model
+    where = "devices of its own" if settings.enable_resource_pool else "the actor's devices"
+    how = "in the trainer's ranks" if place == "ranks" else f"served by {settings.rollout.name or 'native'}"
+    name = "judge        " if place == "judge" else "reward model "
+    return [f"{name}{describe_model(str(settings.model_path))}, {how} on {where}"]
 
 
 def teacher_paths(config: AnyConfig) -> list[str]:
@@ -179,10 +192,8 @@ def _evaluate_commands(config: AnyConfig, model: Path) -> list[str]:
     scoring = {"data.path": "answers.parquet", **values_given(config, ("reward",))}
     if data.reward_fn_key != "data_source":
         scoring["data.data_source_key"] = data.reward_fn_key
-    return [
-        f"verl generate {_words(values)} data.output_path=answers.parquet",
-        f"verl eval {_words(scoring)}",
-    ]
+    generate = f"verl generate {_words(values)} data.output_path=answers.parquet"
+    return [generate] if config.reward.reward_model.enable else [generate, f"verl eval {_words(scoring)}"]
 
 
 def _words(values: dict[str, Any]) -> str:

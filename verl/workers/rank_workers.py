@@ -1,4 +1,4 @@
-"""The workers of one rank: of actor, reference, critic and rollout those that its pool holds."""
+"""The workers of one rank: of actor, reference, critic, reward model and rollout those that its pool holds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from verl.config import RunConfig
 from verl.config.base import record_reads, recorded_reads
 from verl.config.distillation import role_name, teachers
+from verl.config.reward import reward_model_place
 from verl.models.fastest import keep_choices_in
 from verl.workers.actor import build_actor_worker
 from verl.workers.critic import build_critic_worker
@@ -13,6 +14,7 @@ from verl.workers.engine.rng import seed_generators
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.rank_rollout import RankRollout
 from verl.workers.reference import build_reference_worker
+from verl.workers.reward_model import build_reward_model_worker
 from verl.workers.teacher import build_teacher_worker
 
 
@@ -26,6 +28,7 @@ class RankWorkers:
     actor: EngineWorker
     reference: EngineWorker
     critic: EngineWorker
+    reward_model: EngineWorker
     rollout: RankRollout
 
     def __init__(self, config: RunConfig, total_steps: int, roles: Sequence[str]):
@@ -41,6 +44,8 @@ class RankWorkers:
                 setattr(self, role, build_teacher_worker(config, teacher.name))
         if "critic" in roles:
             self.critic = build_critic_worker(config, total_steps)
+        if "reward_model" in roles and reward_model_place(config.reward) == "ranks":
+            self.reward_model = build_reward_model_worker(config)
         if "rollout" in roles:
             self.rollout = RankRollout(arr.rollout, arr.model, self.actor.engine)
 

@@ -112,7 +112,6 @@ def test_unused_parts_are_not_held_against_a_run():
         ("global_profiler.tool=nsys", "profiling"),
         ("trainer.logger=[console,swanlab]", "this tracker"),
         ("reward.reward_manager.name=prime", "the prime reward manager"),
-        ("reward.reward_model.enable=True", "a served reward model, which `verl plan` shows,"),
     ],
 )
 def test_a_feature_to_come_loads_and_is_refused_by_name_before_the_run(override, feature):

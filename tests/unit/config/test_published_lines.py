@@ -37,8 +37,13 @@ def test_lines_of_published_scripts_load():
     )
     assert fine_tuning == load_config([], "sft_trainer")
     warmup = [f"{ACTOR}.optim.lr_warmup_steps=null", "critic.optim.lr_warmup_steps=null"]
-    batches = [f"reward_model.{key}=1" for key in ("forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")]
-    config = load_config([*warmup, *batches, "trainer.use_legacy_worker_impl=disable"])
+    config = load_config([*warmup, "trainer.use_legacy_worker_impl=disable"])
     assert config == load_config() and config.actor_rollout_ref.actor.optim.lr_warmup_steps == -1
+    batches = ["forward_max_token_len_per_gpu=9", "micro_batch_size_per_gpu=8", "use_dynamic_bsz=True"]
+    batches += ["ulysses_sequence_parallel_size=2", "model.fsdp_config.param_offload=True", "rollout.name=vllm"]
+    reward = load_config([f"reward_model.{key}" for key in batches]).reward.reward_model
+    assert (reward.forward_max_token_len_per_gpu, reward.forward_micro_batch_size_per_gpu) == (9, 8)
+    assert reward.use_dynamic_bsz and reward.engine.ranks_per_sequence == 2
+    assert reward.fsdp_config.param_offload and reward.rollout.name == "vllm"
     with pytest.raises(ConfigError, match="model=llama is not one of hf_model"):
         load_config(["model=llama"], "sft_trainer")

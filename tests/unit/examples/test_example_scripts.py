@@ -19,7 +19,7 @@ TO_COME = {
     "examples/grpo_trainer/run_qwen3_8b_fsdp.sh": None,
     "examples/grpo_trainer/run_qwen3_8b_drgrpo.sh": None,
     "examples/ppo_trainer/run_qwen3_8b_fsdp.sh": None,
-    "examples/ppo_trainer/run_qwen2-7b_rm_seq_balance.sh": "reward model",
+    "examples/ppo_trainer/run_qwen2-7b_rm_seq_balance.sh": None,
     "examples/grpo_trainer/run_qwen3_5-35b-megatron.sh": "the Megatron-LM engine",
     "tests/special_npu/quick_start/run_qwen3_0_6b_fsdp2_vllm_ascend.sh": None,
     "tests/special_npu/quick_start/run_qwen3_0_6b_fsdp2_sglang_ascend.sh": None,

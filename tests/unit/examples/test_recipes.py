@@ -4,10 +4,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from tests.conftest import ROOT
 from tests.e2e import jobs
 from tests.launched_scripts import LaunchedScripts
+from tests.reward_models import save_reward_model
 from verl.config import load_config
 from verl.config.check import check_can_start
 from verl.config.distillation import teachers
@@ -92,10 +94,11 @@ def test_divergence_and_turns_choose_the_other_form(launched):
 @pytest.mark.parametrize("name", cpu.RECIPES)
 def test_the_preflight_of_a_recipe_refuses_nothing_but_the_absent_gpus(name, launched, tmp_path):
     jobs.prepare(tmp_path)
+    save_reward_model(tmp_path / "reward_model", AutoConfig.from_pretrained(tmp_path / "model"), tmp_path / "model")
     for copy in ("warm", "teacher"):
         (tmp_path / copy).symlink_to(tmp_path / "model")
     sizes = cpu.variables(name, tmp_path) | {"NGPUS_PER_NODE": "8", "DEVICE": "gpu"}
-    scoring = [o for o in cpu.OVERRIDES if o.startswith("reward.")]
+    scoring = [o for o in cpu.overrides(name, tmp_path, 1, 1) if o.startswith("reward.")]
     local = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]", *scoring]
     arguments, _ = launched(f"examples/{cpu.RECIPES[name]}", *local, **sizes)
     found = Findings()

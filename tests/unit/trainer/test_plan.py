@@ -177,6 +177,7 @@ def test_a_rollout_apart_takes_devices_of_the_same_machines_or_machines_of_its_o
 
 def test_pools_with_machines_of_their_own_fill_room_that_is_left():
     reward = [f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True", f"{REWARD}.model_path=m"]
+    reward.append(f"{REWARD}.rollout.name=vllm")
     words = [*VLLM, "trainer.n_gpus_per_node=4", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2", *reward]
     sized = [f"{REWARD}.nnodes=1", f"{REWARD}.n_gpus_per_node=2", f"{REWARD}.rollout.tensor_model_parallel_size=2"]
     made = plan(*words, *sized)
@@ -189,7 +190,9 @@ def test_pools_with_machines_of_their_own_fill_room_that_is_left():
     assert plan(*words, f"{REWARD}.nnodes=1", f"{REWARD}.n_gpus_per_node=4").pools[2].first_node == 1
     assert f"needs {REWARD}.nnodes of 1 or more" in refusal(*words)
     shared = plan(*VLLM, f"{REWARD}.enable=True", f"{REWARD}.model_path=m")
-    assert shared.pools[0].roles == ("actor", "rollout", "reward_model") and shared.replicas[1].count == 8
+    assert shared.pools[0].roles == ("actor", "rollout", "reward_model") and shared.reward_servers is None
+    served = plan(*VLLM, f"{REWARD}.enable=True", f"{REWARD}.model_path=m", f"{REWARD}.rollout.name=vllm")
+    assert served.pools == shared.pools and served.reward_servers.count == 8
 
 
 def test_a_rollout_apart_needs_numbers_and_gets_the_nearest_that_fit():

@@ -168,6 +168,7 @@ def test_weights_that_fill_the_rollouts_share_of_a_device_are_refused():
     [two] = memory(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2", counts=big)
     assert held(two)["rollout KV cache"]["collect"] == 7.5
     served = ["reward.reward_model.enable=True", "reward.reward_model.model_path=m"]
+    served.append("reward.reward_model.rollout.name=vllm")
     with pytest.raises(ConfigError, match=r"^reward\.reward_model\.rollout: the weights take 65\.0 GB"):
         memory(*VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2", *served, counts=big)
     with pytest.raises(ConfigError) as native:
@@ -187,6 +188,7 @@ def test_a_cache_without_a_known_device_has_a_share_or_the_given_size():
 
 def test_a_reward_model_on_the_actors_devices_is_awake_in_turn():
     served = ["reward.reward_model.enable=True", "reward.reward_model.model_path=m"]
+    served.append("reward.reward_model.rollout.name=vllm")
     [pool] = memory(*VLLM, *served, "reward.reward_model.rollout.tensor_model_parallel_size=4")
     assert pool.phases[:2] == ("collect", "reward")
     assert held(pool)["reward_model weights"] == {"reward": 4.0}
@@ -194,6 +196,15 @@ def test_a_reward_model_on_the_actors_devices_is_awake_in_turn():
     own = ["reward.reward_model.enable_resource_pool=True", "reward.reward_model.nnodes=1"]
     apart = memory(*VLLM, *served, *own, "reward.reward_model.n_gpus_per_node=8")[1]
     assert held(apart)["reward_model weights"] == everywhere(apart, 16.0) and "reward" not in apart.phases
+
+
+def test_a_reward_model_on_the_ranks_is_sharded_and_may_be_offloaded():
+    model = ["reward.reward_model.enable=True", "reward.reward_model.model_path=m"]
+    [pool] = memory(*VLLM, *model)
+    assert held(pool)["reward_model parameters"] == everywhere(pool, 2.0)
+    assert "reward_model KV cache" not in held(pool) and pool.phases[:2] == ("collect", "reward")
+    [pool] = memory(*VLLM, *model, "reward.reward_model.fsdp_config.param_offload=True")
+    assert held(pool)["reward_model parameters"] == {"reward": 2.0}
 
 
 def test_the_table_of_a_pool():

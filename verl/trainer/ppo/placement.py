@@ -17,7 +17,15 @@ from verl.runtime.pools import Pool, WorkerPools, describe_pools
 from verl.runtime.processes import ProcessGroup
 from verl.runtime.ray_cluster import Devices, join_cluster, release, reserve
 from verl.runtime.ray_group import RayGroup
-from verl.trainer.ppo.plan import ROLLOUT, Machine, Plan, devices_beside_actor, plan_placement, splits_rollout
+from verl.trainer.ppo.plan import (
+    REWARD_MODEL,
+    ROLLOUT,
+    Machine,
+    Plan,
+    devices_beside_actor,
+    plan_placement,
+    splits_rollout,
+)
 from verl.trainer.ppo.plan_memory import PoolMemory, count_roles, estimate_memory
 from verl.trainer.ppo.plan_tables import log_lines
 from verl.trainer.preflight import check_devices_asked_for, chosen_runtime, report_local_head
@@ -56,7 +64,9 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     check_values_can_start(config)
     plan = plan_run(config)
     _check_replicas_can_start(config, plan)
-    trained = [pool for pool in plan.pools if pool.roles != ("rollout",)]  # replicas are no ranks
+    _check_reward_model_can_start(config, plan)
+    servers = [made.pool for made in plan.replicas if made.pool != "actor"]  # replicas are no ranks
+    trained = [pool for pool in plan.pools if pool.name not in servers]
     return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in trained)
 
 
@@ -81,6 +91,21 @@ def _has_copies_on_devices(config: RunConfig, plan: Plan) -> bool:
     return (
         plan.rollout.on_devices and find_rollout_engine(config.actor_rollout_ref.rollout.name).weights is Weights.COPIED
     )
+
+
+def _check_reward_model_can_start(config: RunConfig, plan: Plan) -> None:
+    """ConfigError for a reward model that `verl plan` plans and a run cannot start."""
+    settings, key = config.reward.reward_model, REWARD_MODEL
+    if not settings.enable:
+        return
+    where = f"{key}.rollout.data_parallel_size={settings.rollout.data_parallel_size}"
+    if plan.reward_servers is not None and settings.rollout.data_parallel_size > 1:
+        raise ConfigError(f"{where} is planned by `verl plan`, but a run starts its servers with 1; set it to 1")
+    if plan.runtime == "ray" and (settings.enable_resource_pool or plan.reward_servers is not None):
+        raise ConfigError(
+            f"{key}.enable_resource_pool or {key}.rollout.name with Ray is planned by `verl plan`, but there this "
+            f"version has reward models on the actor's ranks alone; drop them, or use trainer.runtime=processes"
+        )
 
 
 def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from verl.config import RunConfig
 from verl.config.check import check_batch_divides, uses_critic, uses_reference
 from verl.config.distillation import role_name, teachers
+from verl.config.reward import reward_model_place
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.registry import Weights, find_rollout_engine
@@ -90,6 +91,11 @@ class Plan:
         return next(pool for pool in self.pools if pool.name == self.rollout.pool)
 
     @property
+    def reward_servers(self) -> Replicas | None:
+        """The servers of a reward model or a judge, if there are any."""
+        return next((made for made in self.replicas if made.role == "reward_model"), None)
+
+    @property
     def rollout_places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The machine of each rollout replica, of several its first, and the indices of its devices there.
 
@@ -119,10 +125,8 @@ def plan_placement(config: RunConfig, machine: Machine, runtime: str = "auto") -
     pools, notes = _place_pools(config, machine, runtime), list[str]()
     holder = {role: pool for pool in pools for role in pool.roles}
     replicas = [_rollout_replicas(config, holder["rollout"], machine, runtime, notes)]
-    if "reward_model" in holder:
-        pool, served = holder["reward_model"], config.reward.reward_model.rollout
-        asked = Replicas("reward_model", pool.name, 0, served.tensor_model_parallel_size, served.data_parallel_size)
-        replicas.append(_fitted(asked, pool, None, f"{REWARD_MODEL}.rollout"))
+    if "reward_model" in holder and reward_model_place(config.reward) != "ranks":
+        replicas.append(_reward_replicas(config, holder["reward_model"], machine))
     share = config.ray_kwargs.devices_per_rank if runtime == "ray" else 1.0
     plan = Plan(machine, runtime, tuple(pools), tuple(replicas), tuple(notes), share)
     if plan.num_nodes > 1 and runtime in ("inline", "processes"):
@@ -305,6 +309,15 @@ def _rollout_replicas(
             f"version starts one, on the driver's machine; {ROLLOUT}.num_replicas=1 plans that one"
         )
     return made
+
+
+def _reward_replicas(config: RunConfig, pool: PlannedPool, machine: Machine) -> Replicas:
+    """The servers of the reward model; on CPUs nobody counts their devices."""
+    served = config.reward.reward_model.rollout
+    tensor, data, number = served.tensor_model_parallel_size, served.data_parallel_size, served.num_replicas
+    if machine.kind == "cpu":
+        return Replicas("reward_model", pool.name, number or 1, on_devices=False)
+    return _fitted(Replicas("reward_model", pool.name, 0, tensor, data), pool, number, f"{REWARD_MODEL}.rollout")
 
 
 def _check_ranks_of_the_transport(replicas: Replicas, pool: PlannedPool, backend: str) -> None:

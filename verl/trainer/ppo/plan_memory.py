@@ -130,13 +130,15 @@ class _PoolEstimate:
         engines |= {
             role: arr.ref.engine for role in self.pool.roles if role == "reference" or role.startswith("teacher_")
         }
+        engines["reward_model"] = self.config.reward.reward_model.engine
         optimizers = {"actor": arr.actor.optim.optimizer, "critic": critic.optim.optimizer}
         shared = has_adapters(arr.model) and "actor" in self.pool.roles  # the actor without its adapters
         holdings: list[Holding] = []
         for role in self.pool.roles:
-            if role in engines and not (role == "reference" and shared):
+            is_served = role == "reward_model" and self.plan.reward_servers is not None
+            if role in engines and not is_served and not (role == "reference" and shared):
                 holdings += self._of_engine(role, engines[role], optimizers.get(role))
-        if "reward_model" in self.pool.roles:
+        if "reward_model" in self.pool.roles and self.plan.reward_servers is not None:
             served = self.config.reward.reward_model.rollout
             weights = 2.0 * self.counts["reward_model"].all / served.tensor_model_parallel_size
             tensor = served.tensor_model_parallel_size

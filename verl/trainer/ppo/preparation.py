@@ -14,9 +14,13 @@ from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
 from verl.config.check import check_can_start, trained_actor, uses_critic
+from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
+from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
+from verl.rewards.model_reward import ModelReward
+from verl.rewards.model_setup import build_model_reward, is_shared
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
 from verl.runtime.pools import describe_pools
@@ -58,6 +62,7 @@ class Preparation:
     prompts: PromptDataset
     validation: PromptDataset | None
     reward: Reward
+    model_reward: ModelReward | None = None  # the part of `reward` that a reward model gives, without its backend
     teacher_of_row: dict[int, str] | None = None  # names of teachers; None: no teacher, or one for all rows
 
     @property
@@ -83,7 +88,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     files = _files_there(config, found)
     if tokenizer is None:
         return None
-    reward = found.run("reward", lambda: build_reward(config, tokenizer), lambda _: config.reward.reward_manager.name)
+    model_reward, reward = _find_reward(config, tokenizer, found)
     runner = found.run("agent loops", lambda: AgentRunner(config, tokenizer), lambda r: r.loop_name(None))
     if runner is None:
         return None
@@ -96,7 +101,25 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     _check_disk_room(config, found)
     if found.errors or reward is None or prompts is None:
         return None
-    return Preparation(runner, prompts, validation, reward, teacher_of_row)
+    return Preparation(runner, prompts, validation, reward, model_reward, teacher_of_row)
+
+
+def _find_reward(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings
+) -> tuple[ModelReward | None, Reward | None]:
+    """The reward model, if there is one, and the whole reward."""
+    model = None
+    if reward_model_place(config.reward) in ("ranks", "servers"):
+        shares = is_shared(config, get_platform().device_name != "cpu")
+        model = found.run(
+            "reward.reward_model",
+            lambda: build_model_reward(config, tokenizer, shares),
+            lambda m: f"{config.reward.reward_model.model_path}{', conversations rendered anew' * bool(m.reader.own)}",
+        )
+        if model is None:
+            return None, None
+    name = config.reward.reward_manager.name
+    return model, found.run("reward", lambda: build_reward(config, tokenizer, model), lambda _: name)
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:
@@ -165,7 +188,7 @@ def _read_rows(
     if "data.val_files" in files:
         validation = found.run("validation rows", lambda: validation_prompts(data, runner.tokenizer, count), _rows_text)
     for rows in (prompts, validation):
-        if rows is not None and config.reward.custom_reward_function.path is None:
+        if rows is not None and uses_built_in_scorers(config.reward):
             _check_scorers(config, runner, rows, found)
     return prompts, validation
 

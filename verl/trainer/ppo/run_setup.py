@@ -19,6 +19,7 @@ from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
+from verl.trainer.ppo.reward_model_setup import start_scoring
 from verl.trainer.ppo.rollout_setup import (
     build_rollout_engine,
     build_weight_sync,
@@ -88,10 +89,12 @@ def assemble_run(
     arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
     engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
+    free_cache, reward_model = rollout_of_run(config).free_cache_engine, prepared.model_reward
+    if reward_model is not None:
+        reward_model.backend = start_scoring(config, pools, started)
     canary = canary_of(config.reward, prepared.reward)
-    collector = RolloutCollector(
-        engine, canary or prepared.reward, tokenizer, prepared.agent_runner, rollout_of_run(config).free_cache_engine
-    )
+    reward = canary or prepared.reward
+    collector = RolloutCollector(engine, reward, tokenizer, prepared.agent_runner, free_cache, reward_model)
     reference, critic = None, None
     if uses_reference(config):
         reference = Reference(config, pools.for_role("reference"))

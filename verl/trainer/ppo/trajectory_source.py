@@ -15,6 +15,7 @@ from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.process_state import one_batch
+from verl.trainer.ppo.device_turns import SAMPLE, SCORE, DeviceTurns
 from verl.trainer.ppo.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
@@ -58,8 +59,23 @@ class CollectCounts:
         return f"{self.answered:,} of {self.total:,} answers" + (f", {self.tokens:,} tokens" if self.tokens else "")
 
 
+class RewardModelServing(Protocol):
+    """A reward model, as far as the rollout has to know of it."""
+
+    shares_devices: bool  # with the rollout: it wakes when nothing is sampled, and sleeps before anything is
+
+    async def wake(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        """What it has done since the last call."""
+        ...
+
+
 class RolloutCollector:
-    """Samples and scores answers of many prompts concurrently; each is scored as soon as it is complete."""
+    """Samples and scores answers of many prompts concurrently; each is scored as soon as it is complete, or, where the
+    reward model computes on the rollout's devices, when all that are being sampled are."""
 
     def __init__(
         self,
@@ -68,7 +84,9 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         agent_runner: AgentRunner,
         free_cache: bool = False,
+        reward_model: RewardModelServing | None = None,
     ):
+        self.reward_model = reward_model
         self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
         self.free_cache = free_cache
         self.on_answers: Callable[[CollectCounts], None] = lambda counts: None
@@ -121,12 +139,17 @@ class _Collection:
         self.groups: dict[int, Group] = {}  # that are scored
         self.generating: dict[int, asyncio.Task[None]] = {}
         self.any_aborted = False
+        shared = collector.reward_model is not None and collector.reward_model.shares_devices
+        self.model = collector.reward_model if shared else None  # it takes turns with the rollout
+        self.turns = DeviceTurns({SAMPLE: self._begin_sampling, SCORE: self._begin_scoring})
+        self.before_update, self.stats_before = False, list[EngineStats]()
 
     async def run(self, before_update: bool) -> RolloutBatch:
         """Wake the engine, answer and score what the plan asks for; with `free_cache` let the engine sleep again."""
         engine, first = self.collector.engine, self._next_prompts()
+        self.before_update = before_update
         await engine.wake()
-        stats_before = await engine.stats()
+        self.stats_before = stats_before = await engine.stats()
         watcher = asyncio.create_task(self._watch_tokens(stats_before))
         try:
             with one_batch():
@@ -140,10 +163,34 @@ class _Collection:
                 await watcher
         if self.any_aborted:
             await engine.abort()  # returns when none of them runs on: the engine may sleep or get new weights
+        if self.model is not None and self.turns.now == SCORE:  # the rollout sleeps already, where it has to
+            await self.model.sleep()
+            return self._result()
         self.out.engine_stats = metrics_between(stats_before, await engine.stats())
         if self.collector.free_cache:
-            await (engine.sleep_until_update() if before_update else engine.sleep())
+            await self._let_rollout_sleep(last=True)
         return self._result()
+
+    async def _let_rollout_sleep(self, last: bool) -> None:
+        """Where it is the `last` time before weights are published, an engine may drop them."""
+        engine = self.collector.engine
+        await (engine.sleep_until_update() if self.before_update and last else engine.sleep())
+
+    async def _begin_scoring(self) -> None:
+        """All answers are there that were to be sampled: the reward model has the devices."""
+        self.out.engine_stats = metrics_between(self.stats_before, await self.collector.engine.stats())
+        if self.collector.free_cache:
+            await self._let_rollout_sleep(last=isinstance(self.plan, FixedPrompts))
+        assert self.model is not None
+        await self.model.wake()
+
+    async def _begin_sampling(self) -> None:
+        assert self.model is not None
+        await self.model.sleep()
+        await self.collector.engine.wake()
+
+    def _turn(self, turn: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self.model is None else self.turns.take(turn)
 
     def _next_prompts(self) -> Sequence[tuple[PromptRow, int]]:
         """The prompts to send now, which are counted."""
@@ -167,7 +214,7 @@ class _Collection:
             self.generating.pop(number, None)  # an answer that is there is scored, needed or not
             self.counts.answered += self.sampling.n
             self.collector.on_answers(self.counts)
-            answers = await self.collector.scored(row, trajectories)
+            answers = await self._score(row, trajectories)
             self.counts.scored += self.sampling.n
             self.collector.on_answers(self.counts)
         if baseline is not None:
@@ -180,13 +227,18 @@ class _Collection:
             self._send(self._next_prompts())
 
     async def _answers(self, row: PromptRow, request_id: int, sampling: SamplingParams) -> list[Trajectory]:
-        trajectories = await self.collector.agent_runner.answer(row, request_id, sampling, self.collector.engine)
+        async with self._turn(SAMPLE):
+            trajectories = await self.collector.agent_runner.answer(row, request_id, sampling, self.collector.engine)
         self.out.generate_s = time.perf_counter() - self.start
         return trajectories
 
+    async def _score(self, row: PromptRow, trajectories: list[Trajectory]) -> Group:
+        async with self._turn(SCORE):
+            return await self.collector.scored(row, trajectories)
+
     async def _greedy_score(self, row: PromptRow, request_id: int) -> Score:  # its ids are below 0
         trajectories = await self._answers(row, request_id, greedy(self.sampling))
-        return mean_score([score for _, score in await self.collector.scored(row, trajectories)])
+        return mean_score([score for _, score in await self._score(row, trajectories)])
 
     def _abort_surplus(self) -> None:
         surplus, self.generating = self.generating, {}
@@ -212,6 +264,8 @@ class _Collection:
         out.num_reward_retries = sum(score.retries for score in found)
         out.num_reward_processes_lost = sum(score.processes_lost for score in found)
         out.rows, out.metrics = [self.rows[number] for number in plan.picked], plan.metrics()
+        if self.collector.reward_model is not None:
+            out.metrics |= self.collector.reward_model.metrics()
         out.reward_s = time.perf_counter() - self.start - out.generate_s
         return out
 

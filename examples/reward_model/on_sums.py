@@ -1,0 +1,129 @@
+"""Train a tiny reward model from pairs of answers, then a tiny policy by GRPO on its score; on a CPU, in minutes.
+
+    python3 examples/reward_model/on_sums.py                 # --steps, --pairs, --seed, --out, key=value ...
+
+The task is the quickstart's: two-digit sums with their working. Of a pair, the chosen answer is right, and in the
+rejected one a digit is wrong. The policy is trained on the score of the reward model alone; the share of right results,
+which the function of the task logs, says whether the reward model can be trusted. Writes result.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+RUNS = ("reward_model_run", "grpo")
+
+
+def wrong(answer: str, draw: random.Random) -> str:
+    """The answer with another digit at one place."""
+    places = [i for i, character in enumerate(answer) if character.isdigit()]
+    place = draw.choice(places)
+    return answer[:place] + draw.choice([d for d in "0123456789" if d != answer[place]]) + answer[place + 1 :]
+
+
+def write_pairs(out: Path, count: int, seed: int) -> None:
+    """pairs.jsonl of training problems, and 200 of held-out ones in test_pairs.jsonl."""
+    from verl.commands.quickstart.addition_task import make_split, write_rows
+    from verl.commands.quickstart.stages import NUM_HELD_OUT
+
+    split, draw = make_split(seed, NUM_HELD_OUT, num_worked=0), random.Random(seed)
+    for name, problems, number in (("pairs", split.train, count), ("test_pairs", split.held_out, NUM_HELD_OUT)):
+        chosen = [problems[i % len(problems)] for i in range(number)]
+        rows = [{"prompt": p.prompt, "chosen": p.worked, "rejected": wrong(p.worked, draw)} for p in chosen]
+        write_rows(out / "data" / f"{name}.jsonl", rows)
+
+
+def remove(out: Path, run: str) -> None:
+    """What an earlier program left of the run."""
+    from verl.observe.tracking import metrics_path
+
+    shutil.rmtree(out / run, ignore_errors=True)
+    metrics_path("reward_model", run).unlink(missing_ok=True)
+
+
+def train_reward_model(out: Path, seed: int, pairs: int = 24000, announce=print) -> dict[str, float]:
+    """Trains out/reward_model from the model in out/warm; returns its validation."""
+    from verl.commands.quickstart.stages import newest_checkpoint
+    from verl.config import load_config
+    from verl.trainer.sft_trainer import run_sft
+
+    write_pairs(out, pairs, seed)
+    remove(out, RUNS[0])
+    folder = out / RUNS[0]
+    overrides = [
+        f"model.path={out / 'warm'}",
+        "model.enable_gradient_checkpointing=False",
+        f"data.train_files={out / 'data' / 'pairs.jsonl'}",
+        f"data.val_files={out / 'data' / 'test_pairs.jsonl'}",
+        f"data.train_batch_size={min(64, pairs)}",
+        "data.max_length=64",
+        "engine.dtype=float32",
+        "optim.lr=1e-3",
+        "optim.lr_warmup_steps=10",
+        "optim.lr_scheduler_type=cosine",
+        "trainer.total_epochs=1",
+        "trainer.logger=[file]",
+        "trainer.project_name=reward_model",
+        f"trainer.experiment_name={RUNS[0]}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.resume_mode=disable",
+        f"trainer.seed={seed}",
+    ]
+    found = run_sft(load_config(overrides, config_name="reward_trainer"), announce=announce)
+    shutil.copytree(newest_checkpoint(folder) / "huggingface", out / "reward_model", dirs_exist_ok=True)
+    return found
+
+
+def train_policy(out: Path, seed: int, steps: int, extra: list[str]) -> list[dict]:
+    """GRPO from out/warm on the score of out/reward_model; returns the metrics of every step."""
+    from verl.commands.quickstart.stages import grpo_overrides
+    from verl.config import load_config
+    from verl.observe.tracking import metrics_path
+    from verl.trainer.main_ppo import run_ppo
+
+    remove(out, RUNS[1])
+    overrides = [
+        *grpo_overrides(out, out / "warm", seed, steps),
+        "reward.reward_model.enable=True",
+        f"reward.reward_model.model_path={out / 'reward_model'}",
+        "reward.weights.rm=1.0",  # the function of the task is logged and counts nothing
+        "trainer.project_name=reward_model",
+        *extra,
+    ]
+    run_ppo(load_config(overrides))
+    return [json.loads(line) for line in metrics_path("reward_model", RUNS[1]).read_text().splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("reward_model_out"), help="folder for everything written")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=24000)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("overrides", nargs="*", help="key=value of GRPO")
+    options = parser.parse_intermixed_args()
+    out = options.out.resolve()
+    os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+    from run import prepare  # the model that knows the format only
+
+    prepare(out, options.seed)
+    judge = train_reward_model(out, options.seed, options.pairs)
+    records = train_policy(out, options.seed, options.steps, options.overrides)
+    rows = [record["data"] for record in records if "critic/score/mean" in record["data"]]
+    part = max(len(rows) // 10, 1)
+    result = {"pairs right": judge.get("val/rewards/accuracies")}
+    for name, metric in (("reward", "reward/rm/mean"), ("right", "reward/acc/mean")):
+        values = [row[metric] for row in rows]
+        result[f"{name} first"], result[f"{name} last"] = sum(values[:part]) / part, sum(values[-part:]) / part
+    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

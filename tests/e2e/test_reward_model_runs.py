@@ -1,0 +1,51 @@
+"""GRPO on the score of a reward model: in one rank, on several, and on ranks of its own it is the same score."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.e2e import jobs
+from tests.reward_models import save_reward_model
+
+KEY = "reward.reward_model"
+PLACES = {
+    "shared": [],
+    "two": ["trainer.n_gpus_per_node=2", f"{KEY}.forward_micro_batch_size_per_gpu=1"],
+    "own": [f"{KEY}.enable_resource_pool=True", f"{KEY}.nnodes=1", f"{KEY}.n_gpus_per_node=1"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    save_reward_model(tmp_path / "rm", AutoConfig.from_pretrained(tmp_path / "model"), tmp_path / "model")
+    return tmp_path
+
+
+def train(folder: Path, run: str, *keys: str) -> dict:
+    model = [f"{KEY}.enable=True", f"{KEY}.model_path={folder / 'rm'}", "reward.weights.rm=2.0", "trainer.device=cpu"]
+    jobs.train(folder, run, *model, "trainer.total_training_steps=2", "trainer.save_freq=-1", *keys)
+    return jobs.metrics(folder, run)
+
+
+def test_the_score_is_the_same_wherever_the_reward_model_is(folder: Path, capsys: pytest.CaptureFixture[str]):
+    rows = {place: train(folder, place, *keys) for place, keys in PLACES.items()}
+    shared = rows["shared"]
+    for step in (0, 1):
+        name = "val-aux/quickstart/addition/rm/mean@1" if step == 0 else "reward/rm/mean"
+        for place in PLACES:
+            assert rows[place][step][name] == pytest.approx(shared[step][name], abs=1e-5)
+    first = shared[1]
+    assert first["critic/score/mean"] == pytest.approx(2 * first["reward/rm/mean"])  # the function counts nothing
+    assert first["reward/rm/max"] > first["reward/rm/min"] and "reward/acc/mean" in first
+    assert (first["reward_model/sequences"], first["reward_model/passes"]) == (16, 1)  # all at once
+    said = capsys.readouterr().out
+    assert "reward model Qwen3ForSequenceClassification" in said and "in the trainer's ranks on devices of its" in said
+
+
+def test_groups_whose_scores_are_known_only_later_are_replaced_and_baselines_scored(folder: Path):
+    filtering = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward"]
+    assert train(folder, "filter", *filtering)[2]["reward/std"] > 0
+    assert "reward_model/tokens_per_s" in train(folder, "remax", "algorithm.adv_estimator=remax")[2]
