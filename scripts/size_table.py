@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 3986,
+    "config": 4085,
     "plugin": 1350,
-    "data": 2792,
+    "data": 2804,
     "algorithms": 2300,
     "runtime": 3314,
     "observe": 2285,
-    "models": 5959,
+    "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 4699,
-    "workers": 1100,  # the driver-side handles
+    "workers": 1134,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 2593,
-    "trainer": 7252,
-    "commands": 5814,
+    "rewards": 2873,
+    "trainer": 7487,
+    "commands": 5819,
     "utils": 1677,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19308, 51948, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19654, 52641, 400
 
 
 def package_of(path: Path) -> str:
