@@ -64,6 +64,11 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "none",
     ),
     ("models/performance.py", "_cdata"): ("the identity of a storage", "data_ptr: freed memory is given out again"),
+    ("rewards/sandbox/inside/program.py", "_shutdown"): (
+        "wait for the threads of a program at its end, as the interpreter does",
+        "sys.exit: ends the whole interpreter, which takes longer than the program",
+    ),
+    ("rewards/sandbox/inside/program.py", "_run_exitfuncs"): ("the same for atexit", "none"),
     ("models/export.py", "_weight_conversions"): ("conversions that only rank 0 has", "none in transformers"),
     ("models/load.py", "_model_mapping"): (
         "whether a family has a model class",

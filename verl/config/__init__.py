@@ -13,7 +13,7 @@ from verl.config.model import FusedKernelConfig, HFModelConfig
 from verl.config.optim import FSDPOptimizerConfig
 from verl.config.preference import DPOConfig, PreferenceConfig, PreferenceLossConfig, RewardModelConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
-from verl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig
+from verl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig, SandboxFusionConfig
 from verl.config.rollout import (
     AgentLoopConfig,
     CheckpointEngineConfig,
@@ -72,6 +72,7 @@ __all__ = [
     "SFTDataConfig",
     "SFTTrainerConfig",
     "SamplingConfig",
+    "SandboxFusionConfig",
     "Section",
     "ServerConfig",
     "TrainerConfig",

@@ -93,6 +93,15 @@ class ScoringModelConfig(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxFusionConfig(Section):
+    """Where the built-in scorer runs programs: in the sandbox of this machine, or on a SandboxFusion server."""
+
+    url: str | None = key(None, "Address of the server's run_code call; null is the sandbox of this machine.")
+    max_concurrent: int = key(64, "Programs at once on the server.", minimum=1)
+    memory_limit_mb: int = key(1024, "Memory of one program in MB, on either.", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig(Section):
     """Scoring of answers."""
 
@@ -136,6 +145,7 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_model: ScoringModelConfig = section(ScoringModelConfig)
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
 
 
 def reward_model_place(config: RewardConfig) -> str | None:

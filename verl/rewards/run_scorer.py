@@ -12,6 +12,7 @@ from verl.rewards.managers import PENALTY_KEYS
 from verl.rewards.model_reward import MixedReward, ModelReward
 from verl.rewards.process_state import ProcessGuard
 from verl.rewards.scorer_lookup import score_row
+from verl.rewards.scorers.sandbox_fusion import sandbox_arguments
 from verl.utils.errors import ConfigError
 from verl.utils.external_code import load_object
 
@@ -89,8 +90,9 @@ def load_custom(config: RewardConfig) -> tuple[Callable[..., Any], str, dict[str
 
 
 def built_in_kwargs(config: RewardConfig) -> dict[str, Any]:
-    """What built-in scorers get of reward.reward_kwargs, such as `method`."""
-    return {key: value for key, value in config.reward_kwargs.items() if key not in PENALTY_KEYS}
+    """What built-in scorers get of reward.reward_kwargs, such as `method`, and those of programs of their sandbox."""
+    own = {key: value for key, value in config.reward_kwargs.items() if key not in PENALTY_KEYS}
+    return {**sandbox_arguments(config.sandbox_fusion), **own}
 
 
 def rules_of(config: RewardConfig) -> CallRules:

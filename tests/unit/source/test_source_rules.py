@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted((ROOT / "verl").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "os.execv"}
+PROGRAMS_RUN_IN = "verl/rewards/sandbox/inside/program.py"  # of a child without rights: its task is exec()
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"misc", "helper", "helpers", "common", "manager", "util"}
 
@@ -59,7 +60,8 @@ def unsafe(text: str) -> list[str]:
 
 def test_nothing_runs_text_as_code_or_unpickles_bytes():
     found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in unsafe(path.read_text())]
-    assert not found, "\n" + "\n".join(found)
+    outside = [line for line in found if not line.startswith(PROGRAMS_RUN_IN)]
+    assert len(found) == len(outside) + 3 and not outside, "\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,16 @@
 
 from verl.rewards.scorer_lookup import default_compute_score
 from verl.utils.import_paths import refuse_missing_names
-from verl.utils.reward_score import geo3k, gsm8k, math_dapo, math_reward, prime_math, search_r1_like_qa_em
+from verl.utils.reward_score import (
+    geo3k,
+    gsm8k,
+    math_dapo,
+    math_reward,
+    prime_code,
+    prime_math,
+    sandbox_fusion,
+    search_r1_like_qa_em,
+)
 
 __all__ = [
     "default_compute_score",
@@ -10,7 +19,9 @@ __all__ = [
     "gsm8k",
     "math_dapo",
     "math_reward",
+    "prime_code",
     "prime_math",
+    "sandbox_fusion",
     "search_r1_like_qa_em",
 ]
 __getattr__ = refuse_missing_names(__name__)

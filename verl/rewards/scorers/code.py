@@ -1,0 +1,70 @@
+"""Programs and functions in Python, run on the tests of the ground truth: the share of them that pass.
+
+Every test is a run of its own in the sandbox, or on a SandboxFusion server, with one input; the verdict is taken here.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from verl.rewards.sandbox import Limits, shared_sandbox
+from verl.rewards.scorers.code_tests import read_tests
+from verl.rewards.scorers.sandbox_fusion import run_on_server
+
+ANSWER_S = 60.0  # processor seconds (waiting, where a test waited until its limit) of all tests of one answer
+# A fenced block; a last one that is never closed reaches to the end.
+_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "py", "python3", "")
+
+
+def extract_code(solution_str: str) -> str:
+    """The last fenced block of Python (or of no named language); without one the whole text."""
+    blocks = [code for language, code in _BLOCK.findall(solution_str) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else solution_str
+
+
+def score_answer(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    memory_limit_mb: int | None = None,
+    continuous: bool = True,
+    limit_s: int = 10,
+) -> dict[str, Any]:
+    """{score, acc, pred, tests, passed, not_run}: the share of tests passed, without `continuous` 1 for all, else 0.
+
+    `limit_s` are processor seconds of one test (three times that on the clock). SandboxError where no program could be
+    run, ValueError where the ground truth has no tests that can be judged.
+    """
+    del extra_info
+    code, tests = extract_code(solution_str), read_tests(ground_truth)
+    given = Limits(cpu_s=limit_s, wall_s=3.0 * limit_s, memory_mb=memory_limit_mb or Limits.memory_mb)
+    passed, num_run, used_s = 0, 0, 0.0
+    for test in tests:
+        if used_s >= ANSWER_S:
+            break
+        limits = dataclasses.replace(given, output_bytes=test.output_bytes)
+        request = {"source": code} if test.call is None else {"source": code, "call": test.call}
+        if sandbox_fusion_url:
+            with concurrent_semaphore or contextlib.nullcontext():
+                result = run_on_server(sandbox_fusion_url, request, test.stdin, limits)
+        else:
+            result = shared_sandbox().run(request, test.stdin, limits)
+        passed += result.is_success and test.accepts(result.stdout)
+        num_run, used_s = num_run + 1, used_s + (limits.wall_s if result.ending == "wall" else result.cpu_s)
+    is_right = passed == len(tests)
+    score = passed / len(tests) if continuous else float(is_right)
+    return {
+        "score": score, "acc": float(is_right), "pred": code.strip(), "tests": len(tests), "passed": int(passed),
+        "not_run": len(tests) - num_run,
+    }  # fmt: skip
+
+
+def compute_score(solution_str: str, ground_truth: Any, **kwargs: Any) -> float:
+    """The share of tests passed; the arguments are those of `score_answer`."""
+    return score_answer(solution_str, ground_truth, **kwargs)["score"]
