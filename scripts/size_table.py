@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4085,
+    "config": 4096,
     "plugin": 1350,
     "data": 2804,
     "algorithms": 2300,
@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 2873,
+    "rewards": 4149,
     "trainer": 7487,
     "commands": 5819,
-    "utils": 1677,
+    "utils": 1688,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19654, 52641, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19665, 53939, 400
 
 
 def package_of(path: Path) -> str:
