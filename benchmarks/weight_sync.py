@@ -37,6 +37,7 @@ from verl.runtime.inline import InlineGroup
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.weight_transfer import WeightTransfer
 from verl.workers.engine_worker import EngineWorker
+from verl.workers.rollout.base import ReadBack
 from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.vllm_engine import VLLMEngine
 
@@ -139,11 +140,15 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
     in_process = CopySync(lambda: weights, engine, None, 0)
     seconds: dict[str, list[float]] = {"in process": [], "reload": [], "fingerprints": []}
 
-    async def reload() -> None:
+    async def reload() -> None:  # without the receipt: neither fingerprints nor reading back
         await engine.begin_update()
-        with patch("verl.workers.rollout.vllm_worker.fingerprint", lambda tensor: ""):
+        read_nothing = {"record": lambda *of: None, "compare_and_reset": lambda reader: ReadBack(0)}
+        with (
+            patch("verl.workers.rollout.vllm_worker.fingerprint", lambda tensor: ""),
+            patch.multiple("verl.workers.rollout.vllm_layout.WeightReader", **read_nothing),
+        ):
             await engine.load_bucket(weights)
-        await engine.finish_update(0)
+            await engine.finish_update(0)
 
     for number in range(rounds + 1):
         run = {

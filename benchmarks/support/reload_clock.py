@@ -1,4 +1,4 @@
-"""Seconds of a server engine's own reload, without the fingerprints of the receipt.
+"""Seconds of a server engine's own reload, without the receipt: neither fingerprints nor reading back.
 
 Every endpoint of a benchmark's transport imports this module (`custom_backend_module`). The server writes the seconds
 of each update to the file that VERL_BENCHMARK_RELOADS names.
@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.workers.rollout import vllm_worker
 from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm_layout import WeightReader
 from verl.workers.rollout.vllm_worker import WeightReceiver
 
 VARIABLE = "VERL_BENCHMARK_RELOADS"
@@ -42,5 +43,7 @@ if VARIABLE in os.environ:
     flush = VLLMEngine.flush_cache
     VLLMEngine.flush_cache = flush_cache  # type: ignore[assignment,method-assign]
     vllm_worker.fingerprint = timed("receipt", vllm_worker.fingerprint)
+    for name in ("record", "compare_and_reset"):
+        setattr(WeightReader, name, timed("receipt", getattr(WeightReader, name)))
     for name in ("verl_begin", "verl_load", "verl_finish"):
         setattr(WeightReceiver, name, timed("engine", getattr(WeightReceiver, name)))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from verl.workers.rollout.vllm_engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 SMALL = replace(CONFIG, enforce_eager=True, kv_cache_bytes=1 << 24, prompt_length=1000)
+SHARES = 16  # publishes in which all columns of a packed matrix are read
 Fault = Callable[[str, Tensor, dict[str, Tensor]], Tensor]  # name, what arrived, what the last version had
 
 
@@ -108,6 +110,13 @@ def transposed_keys_for_queries(name: str, arrived: Tensor, old: dict[str, Tenso
     return old[name.replace("q_proj", "k_proj")].to(arrived)
 
 
+def one_weight_off(name: str, arrived: Tensor, old: dict[str, Tensor]) -> Tensor:
+    """In column 20, which the fourth share of 96 columns has."""
+    wrong = arrived.clone()
+    wrong[3, 20] += 1e-6
+    return wrong
+
+
 FAULTS: list[Fault] = [stale, through_float16, scaled]
 
 
@@ -120,7 +129,10 @@ def opened() -> Iterator[list[VLLMEngine]]:
 
 
 def check_every_fault(model: PreTrainedModel, engine: VLLMEngine, whose: str, faults: list[Fault]) -> int:
-    """Publishes with each fault of each tensor; all are named. Returns how many changed a tensor at all."""
+    """Publishes with each fault of each tensor; all are named. Returns how many changed a tensor at all.
+
+    A fault in every column is named at its publish, another one once its column is read.
+    """
     dtype, caught = engine.dtype, 0
     sync = CopySync(lambda: model.named_parameters(), engine)
     receipt = asyncio.run(sync.publish(0))
@@ -130,11 +142,14 @@ def check_every_fault(model: PreTrainedModel, engine: VLLMEngine, whose: str, fa
         step(model)
         for name, tensor in named(model, dtype).items():
             engine.llm.collective_rpc(inject, args=(fault, name, old))
-            if torch.equal(fault(name, tensor, old), tensor):  # rounds to the same value
+            wrong = fault(name, tensor, old) != tensor
+            if not wrong.any():  # rounds to the same value
                 asyncio.run(sync.publish(version))
                 continue
+            publishes = 1 if wrong.dim() == 1 or wrong.flatten(0, -2).any(0).all() else SHARES
             with pytest.raises(StaleWeightsError, match=f"{whose}.* another {name} than version {version} has"):
-                asyncio.run(sync.publish(version))
+                for _ in range(publishes):
+                    asyncio.run(sync.publish(version))
             caught += 1
         engine.llm.collective_rpc(inject, args=(None, "", {}))
         asyncio.run(sync.publish(version))
@@ -150,6 +165,40 @@ def test_every_fault_of_every_tensor_is_caught_at_its_publish_and_named(
     opened.append(engine := VLLMEngine(replace(SMALL, dtype=dtype), tmp_path))
     caught, tensors = check_every_fault(model, engine, "replica 0", FAULTS), len(list(model.parameters()))
     assert caught == 3 * tensors if dtype == "float32" else caught > tensors  # norms of bfloat16 fit into float16
+
+
+def test_one_wrong_weight_is_caught_as_soon_as_its_share_of_the_columns_is_read(
+    tmp_path: Path, opened: list[VLLMEngine]
+):
+    model = small_model(tied=False)
+    model.save_pretrained(tmp_path)
+    opened.append(engine := VLLMEngine(SMALL, tmp_path))
+    sync, name = CopySync(lambda: model.named_parameters(), engine), "model.layers.1.mlp.down_proj.weight"
+    asyncio.run(sync.publish(0))  # all of its 96 columns; then 6 at each publish
+    engine.llm.collective_rpc(inject, args=(one_weight_off, name, {}))
+    for version in (1, 2, 3):
+        asyncio.run(sync.publish(version))
+    with pytest.raises(StaleWeightsError, match=f"another {name} than version 4 has"):
+        asyncio.run(sync.publish(4))
+    opened.append(restarted := VLLMEngine(SMALL, tmp_path))
+    restarted.llm.collective_rpc(inject, args=(one_weight_off, name, {}))
+    with pytest.raises(StaleWeightsError, match=f"another {name} than version 0 has"):
+        asyncio.run(CopySync(lambda: model.named_parameters(), restarted).publish(0))
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 100])
+def test_every_column_of_a_packed_matrix_is_read_within_sixteen_publishes(columns: int):
+    from verl.workers.rollout.vllm_layout import SHARES as shares
+    from verl.workers.rollout.vllm_layout import WeightReader
+
+    reader, layer = WeightReader(torch.nn.Module()), SimpleNamespace(embedding_dim=columns)
+    assert reader.columns_to_read(layer) == slice(0, columns)
+    read: set[int] = set()
+    for reader.num_updates in range(5, 5 + SHARES):
+        share = reader.columns_to_read(layer)
+        assert 0 < share.stop - share.start <= -(-columns // SHARES)
+        read.update(range(columns)[share])
+    assert read == set(range(columns))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,7 +2,8 @@
 
 The layout is derived from what a layer computes (the order and sizes of fused projections, the rows or columns of a
 tensor-parallel rank), not from vLLM's weight loaders, which could be wrong. A matrix that a kernel keeps in its own
-packed form is multiplied by unit vectors: every output is then one weight plus zeros, so it is exact in any dtype.
+packed form is multiplied by unit vectors: every output is then one weight plus zeros, so it is exact in any dtype. That
+takes longer than the update itself, so later updates read a sixteenth of such a matrix, each another one.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from verl.workers.rollout.vllm_experts import Index, Place, find_expert, packed_
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 UNIT_VECTORS = 512  # at a time: bounds the memory of their outputs
+SHARES = 16  # of the columns of a packed matrix: one at each update after the first, in turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +41,10 @@ class WeightPart:
     local: Index
     packed: bool  # only the kernel's own form is left: read it by multiplication
 
-    def expected(self, tensor: Tensor) -> str:
-        """Fingerprint that the layer holds once `tensor` is loaded."""
-        return self._fingerprint(tensor[self.sent].to(self.dtype))
+    def expected(self, tensor: Tensor, columns: slice) -> str:
+        """Fingerprint that the layer holds once `tensor` is loaded; of a packed matrix, that of these columns."""
+        sent = tensor[self.sent]
+        return self._fingerprint((sent[:, columns] if self.packed else sent).to(self.dtype))
 
     def found(self, parameter: Tensor) -> str:
         """Fingerprint of this part of `parameter` as read back."""
@@ -65,6 +68,7 @@ class WeightReader:
     model: nn.Module
     parts: dict[str, list[WeightPart]] = field(default_factory=dict)  # by name of the checkpoint's tensor
     expected: dict[tuple[str, WeightPart], str] = field(default_factory=dict)
+    num_updates: int = 0  # that were read back
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
@@ -91,7 +95,17 @@ class WeightReader:
             self.parts[name] = self.locate(name)
         for part in self.parts[name]:
             same = part.is_plain and part.dtype == tensor.dtype
-            self.expected[name, part] = arrived if same else part.expected(tensor)
+            columns = self.columns_to_read(self.modules[part.path]) if part.packed else slice(None)
+            self.expected[name, part] = arrived if same else part.expected(tensor, columns)
+
+    def columns_to_read(self, module: Any) -> slice:
+        """Those of a packed matrix that this update is read back in: all in the first one, then a share of them."""
+        count = num_columns(module)
+        if self.num_updates == 0:
+            return slice(0, count)
+        size = -(-count // SHARES)
+        start = (self.num_updates - 1) * size % (size * -(-count // size))
+        return slice(start, min(start + size, count))
 
     @torch.no_grad()
     def compare_and_reset(self) -> ReadBack:
@@ -104,8 +118,10 @@ class WeightReader:
             module = self.modules[path]
             if packed_experts(module):
                 value = unpacked(module, parameter)
+            elif packed:
+                value = columns_from_kernel(module, self.columns_to_read(module))
             else:
-                value = matrix_from_kernel(module) if packed else getattr(module, parameter).detach()
+                value = getattr(module, parameter).detach()
             missing += missing_rows(f"{path}.{parameter}", module, [part for _, part in parts], value)
             for name, part in parts:
                 found, wanted = part.found(value), self.expected[name, part]
@@ -115,7 +131,7 @@ class WeightReader:
         names = {name for name, _ in self.expected}
         aliases = {f"{other}.weight" for path in self.tied if f"{path}.weight" in read for other in self.tied[path]}
         unread = [f"{path}.{n}" for path, n, _ in self._parameters() if f"{path}.{n}" not in read | aliases]
-        self.expected = {}
+        self.expected, self.num_updates = {}, self.num_updates + 1
         return ReadBack(len(names), tuple(wrong), tuple(missing), tuple(unread))
 
     def locate(self, name: str) -> list[WeightPart]:
@@ -236,18 +252,19 @@ def missing_rows(name: str, module: nn.Module, parts: list[WeightPart], value: T
     return [] if covered == num_rows else [f"{num_rows - covered} of {num_rows} rows of {name}"]
 
 
-def matrix_from_kernel(module: Any) -> Tensor:
-    """(rows, columns): the matrix that the layer multiplies with, from its own kernel."""
-    columns = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
-    columns = columns or module.embedding_dim
-    weight, matrix = module.weight, None
-    for start in range(0, columns, UNIT_VECTORS):
-        count = min(UNIT_VECTORS, columns - start)
-        vectors = torch.zeros(count, columns, dtype=weight.dtype, device=weight.device)
+def num_columns(module: Any) -> int:
+    """Inputs of a linear layer or head, on this rank."""
+    return int(
+        getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or module.embedding_dim
+    )
+
+
+def columns_from_kernel(module: Any, columns: slice) -> Tensor:
+    """(rows, columns): these columns of the matrix that the layer multiplies with, from its own kernel."""
+    weight, found = module.weight, []
+    for start in range(columns.start, columns.stop, UNIT_VECTORS):
+        count = min(UNIT_VECTORS, columns.stop - start)
+        vectors = torch.zeros(count, num_columns(module), dtype=weight.dtype, device=weight.device)
         vectors[:, start : start + count].fill_diagonal_(1)
-        outputs = module.quant_method.apply(module, vectors)
-        if matrix is None:
-            matrix = torch.empty(outputs.shape[1], columns, dtype=outputs.dtype, device=outputs.device)
-        matrix[:, start : start + count] = outputs.T
-    assert matrix is not None, "a layer has at least one column"
-    return matrix
+        found.append(module.quant_method.apply(module, vectors).T)
+    return torch.cat(found, dim=1)
