@@ -19,7 +19,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 2285,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 4699,
+    "workers/rollout": 4716,
     "workers": 1134,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1688,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19665, 53939, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19665, 53956, 400
 
 
 def package_of(path: Path) -> str:
