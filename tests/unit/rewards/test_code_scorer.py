@@ -162,15 +162,15 @@ def test_a_right_output_counts_only_of_a_program_that_ended_by_itself(monkeypatc
         assert score_row("apps", "code", truth)["passed"] == passed
 
 
-def test_an_answer_has_a_minute_for_all_its_tests(monkeypatch):
+def test_an_answer_has_half_a_minute_for_all_its_tests(monkeypatch):
     truth = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
     sandbox = Recorder(ending="wall", exit_code=-9)
     monkeypatch.setattr(code, "shared_sandbox", lambda: sandbox)
     row = score_row("apps", "code", truth, memory_limit_mb=77)
-    assert (row["not_run"], len(sandbox.seen), row["score"]) == (18, 2, 0.0)
+    assert (row["not_run"], len(sandbox.seen), row["score"]) == (19, 1, 0.0)
     sandbox.result = ProgramResult(b"1", b"", "exit", 0, 7.0)
     row = score_row("apps", "code", truth, limit_s=8)
-    assert (row["passed"], row["not_run"], row["acc"]) == (9, 11, 0.0)
+    assert (row["passed"], row["not_run"], row["acc"]) == (5, 15, 0.0)
     assert sandbox.limits[0].memory_mb == 77 and sandbox.limits[-1].wall_s == 24.0 and sandbox.limits[-1].cpu_s == 8
     assert sandbox.limits[0].output_bytes < Limits.output_bytes
 

@@ -26,11 +26,12 @@ def test_no_hostile_program_escapes_passes_hangs_or_leaves_anything(mode):
     assert attack_all(mode) >= 60
 
 
-def test_the_set_holds_for_a_user_without_rights():
+@pytest.mark.parametrize("mode", MODES)
+def test_the_set_holds_for_a_user_without_rights(mode):
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if os.geteuid() or not shutil.which("setpriv") or python is None:
         skip_or_fail("not root, or no setpriv or system python that another user may run")
-    script = f"from scripts.soak.sandbox import attack_all\nprint(attack_all('namespaces', {sorted(QUICK)}))"
+    script = f"from scripts.soak.sandbox import attack_all\nprint(attack_all({mode!r}, {sorted(QUICK)}))"
     command = ["setpriv", "--reuid=65533", "--regid=65533", "--clear-groups", python, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin"})
     assert done.stdout == f"{len(QUICK)}\n", done.stderr

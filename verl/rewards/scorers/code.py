@@ -14,7 +14,7 @@ from verl.rewards.sandbox import Limits, shared_sandbox
 from verl.rewards.scorers.code_tests import read_tests
 from verl.rewards.scorers.sandbox_fusion import run_on_server
 
-ANSWER_S = 60.0  # processor seconds (waiting, where a test waited until its limit) of all tests of one answer
+ANSWER_S = 30.0  # processor seconds (waiting, where a test waited until its limit) of all tests of one answer
 # A fenced block; a last one that is never closed reaches to the end.
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "")
