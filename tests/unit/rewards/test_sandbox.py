@@ -173,6 +173,31 @@ def test_a_kernel_without_namespaces_is_named_and_the_fallback_runs():
     assert done.stderr.count("programs run in the weaker sandbox") == 1 and "unshare: No space left" in done.stderr
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_limits_of_the_user_that_are_lower_stay(mode):
+    script = (
+        "from scripts.soak.sandbox import *\nimport resource\n"
+        "for name, value in ('STACK', 8 << 20), ('NOFILE', 50), ('NPROC', 60):\n"
+        "    resource.setrlimit(getattr(resource, 'RLIMIT_' + name), (value, value))\n"
+        f"s = Sandbox(1, {mode!r})\n"
+        "source = 'import resource\\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))'\n"
+        "print(s.run({'source': source}, b'', PATIENT).stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "b'50 50\\n'\n", done.stderr
+
+
+def test_a_request_that_is_no_json_is_the_callers_error_and_leaves_nothing():
+    sandbox = Sandbox(1)
+    sandbox.run({"source": ""}, b"", PATIENT)
+    before = left_behind()[0]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        sandbox.run({"source": {1}}, b"", PATIENT)
+    assert left_behind()[0] < before  # the worker's socket
+    assert sandbox.run({"source": HONEST}, b"1\n", dataclasses.replace(PATIENT, cpu_s=0.5)).stdout == b"2\n"
+    sandbox.close()
+
+
 def test_a_mode_that_is_asked_for_is_not_replaced(monkeypatch):
     monkeypatch.setattr("verl.rewards.sandbox.pool._view", lambda: {"paths": ["/no/such/file"], "packages": {}})
     with pytest.raises(SandboxError, match=r"mode='namespaces'.*No such file"):

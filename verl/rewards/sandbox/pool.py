@@ -10,6 +10,7 @@ import fcntl
 import importlib.util
 import json
 import logging
+import math
 import os
 import queue
 import select
@@ -49,7 +50,7 @@ class _WorkerGoneError(Exception):
 class Limits:
     """What one program may use; whatever passes a limit is killed."""
 
-    cpu_s: int = 10  # of all its threads
+    cpu_s: float = 10.0  # of all its threads, rounded up
     wall_s: float = 30.0
     memory_mb: int = 1024  # address space beyond that of the empty interpreter
     output_bytes: int = 16 << 20  # of stdout and stderr together
@@ -167,24 +168,23 @@ class _Worker:
 
     def run(self, request: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResult:
         body = {
-            **request, "memory_bytes": limits.memory_mb << 20, "cpu_s": limits.cpu_s,
+            **request, "memory_bytes": limits.memory_mb << 20, "cpu_s": max(1, math.ceil(limits.cpu_s)),
             "scratch_bytes": limits.scratch_mb << 20,
         }  # fmt: skip
-        with contextlib.ExitStack() as open_files:
-            files = [_memory_file(json.dumps(body).encode()), _memory_file(stdin)]
-            readers = []
-            for _ in ("stdout", "stderr"):
-                reader, writer = os.pipe()
-                open_files.callback(os.close, reader)
-                readers.append(reader)
-                files.append(writer)
-            try:
-                socket.send_fds(self._control, [b"run"], files)
-            except OSError as error:
-                raise _WorkerGoneError(str(error)) from error
-            finally:
-                for number in files:
-                    os.close(number)
+        with contextlib.ExitStack() as ours:
+            with contextlib.ExitStack() as theirs:
+                files = [_memory_file(content, theirs) for content in (json.dumps(body).encode(), stdin)]
+                readers = []
+                for _ in ("stdout", "stderr"):
+                    reader, writer = os.pipe()
+                    ours.callback(os.close, reader)
+                    theirs.callback(os.close, writer)
+                    readers.append(reader)
+                    files.append(writer)
+                try:
+                    socket.send_fds(self._control, [b"run"], files)
+                except OSError as error:
+                    raise _WorkerGoneError(str(error)) from error
             return self._follow(readers, limits)
 
     def _follow(self, readers: list[int], limits: Limits) -> ProgramResult:
@@ -248,9 +248,10 @@ class _Worker:
             self._process.wait()
 
 
-def _memory_file(content: bytes) -> int:
-    """A descriptor of a file in memory that nobody can change, at its beginning."""
+def _memory_file(content: bytes, stack: contextlib.ExitStack) -> int:
+    """A descriptor of a file in memory that nobody can change, at its beginning; the stack closes it."""
     number = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, number)
     view = memoryview(content)
     while view:
         view = view[os.write(number, view) :]

@@ -144,7 +144,8 @@ def pass_on(status: int) -> None:
     """End as a child ended."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code & 255)
 
@@ -162,12 +163,12 @@ def limit(memory_bytes: int, processor_s: int, file_bytes: int) -> None:
         resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: processor_s, resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NPROC: THREADS, resource.RLIMIT_NOFILE: DESCRIPTORS, resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_SIGPENDING: 64,
+        resource.RLIMIT_STACK: STACK_BYTES,
     }  # fmt: skip
     for name, value in limits.items():
-        resource.setrlimit(name, (value, value))
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+        most = resource.getrlimit(name)[1]
+        allowed = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(name, (allowed, allowed))
     _set_capabilities(0)
 
 

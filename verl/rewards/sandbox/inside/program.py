@@ -2,6 +2,7 @@
 
 import atexit
 import builtins
+import contextlib
 import importlib
 import json
 import os
@@ -37,7 +38,8 @@ def preload(packages: dict[str, str]) -> None:
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as the module site does
     for name, folder in packages.items():
         sys.path.append(folder)
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def address_space_bytes() -> int:

@@ -21,6 +21,7 @@ import isolation
 import program
 
 del sys.path[0]
+EMPTY = {"memory_bytes": 1 << 28, "cpu_s": 1, "scratch_bytes": 1 << 20}  # request of the first program
 
 
 def main() -> None:
@@ -32,8 +33,8 @@ def main() -> None:
     try:
         worker = Worker(control, mode, view["paths"])
         reply = worker.run_and_wait(None)  # an empty program: it shows that the kernel allows everything
-    except OSError as error:
-        reply = {"error": str(error)}
+    except Exception as error:
+        reply = {"error": f"{type(error).__name__}: {error}"}
     control.send(json.dumps({"mode": mode, **reply}).encode())
     if "error" not in reply:
         gc.collect()
@@ -112,16 +113,14 @@ class Worker:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self._has_namespaces:
                 isolation.enter_program(self._proc)
-            request = program.read_request(descriptors[0]) if descriptors else {"memory_bytes": 1 << 28, "cpu_s": 1}
+            request = program.read_request(descriptors[0]) if descriptors else EMPTY
             if self._has_namespaces:
-                isolation.mount_scratch(request.get("scratch_bytes", 1 << 20))
+                isolation.mount_scratch(request["scratch_bytes"])
             for target, descriptor in enumerate(descriptors[1:] if descriptors else []):
                 os.dup2(descriptor, target)
             os.dup2(told, 3)
             os.closerange(4, 256)
-            isolation.limit(
-                self._size_bytes + request["memory_bytes"], request["cpu_s"], request.get("scratch_bytes", 1 << 20)
-            )
+            isolation.limit(self._size_bytes + request["memory_bytes"], request["cpu_s"], request["scratch_bytes"])
             isolation.refuse_system_calls(with_files=self._has_namespaces)
         except BaseException as error:
             os.write(told, f"{type(error).__name__}: {error}".encode())
