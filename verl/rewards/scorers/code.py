@@ -63,8 +63,3 @@ def score_answer(
         "score": score, "acc": float(is_right), "pred": code.strip(), "tests": len(tests), "passed": int(passed),
         "not_run": len(tests) - num_run,
     }  # fmt: skip
-
-
-def compute_score(solution_str: str, ground_truth: Any, **kwargs: Any) -> float:
-    """The share of tests passed; the arguments are those of `score_answer`."""
-    return score_answer(solution_str, ground_truth, **kwargs)["score"]
