@@ -2,9 +2,9 @@
 
     python3 examples/reward_model/on_sums.py                 # --steps, --pairs, --seed, --out, key=value ...
 
-The task is the quickstart's: two-digit sums with their working. Of a pair, the chosen answer is right, and in the
-rejected one a digit is wrong. The policy is trained on the score of the reward model alone; the share of right results,
-which the function of the task logs, says whether the reward model can be trusted. Writes result.json.
+The task is the quickstart's: two-digit sums with their working. Of a pair, the chosen answer is right, and the
+rejected one wrong, cut off or nonsense. The policy is trained on the score of the reward model alone; the share of
+right results, which the function of the task logs, says whether the reward model can be trusted. Writes result.json.
 """
 
 import argparse
@@ -18,11 +18,22 @@ from pathlib import Path
 RUNS = ("reward_model_run", "grpo")
 
 
-def wrong(answer: str, draw: random.Random) -> str:
-    """The answer with another digit at one place."""
-    places = [i for i, character in enumerate(answer) if character.isdigit()]
-    place = draw.choice(places)
-    return answer[:place] + draw.choice([d for d in "0123456789" if d != answer[place]]) + answer[place + 1 :]
+def wrong(answer: str, other: str, draw: random.Random) -> str:
+    """A rejected answer: some digits are others, or it is cut off, of another problem, or any characters.
+
+    A policy finds what a reward model was never shown: with wrong digits alone it learns nonsense of a high score.
+    """
+    kind = draw.random()
+    if kind < 0.2:
+        return answer[: draw.randrange(1, len(answer))]
+    if kind < 0.4:
+        return other
+    if kind < 0.6:
+        return "".join(draw.choice("0123456789+=,;") for _ in range(draw.randrange(1, 24)))
+    changed, digits = list(answer), [i for i, character in enumerate(answer) if character.isdigit()]
+    for place in draw.sample(digits, draw.choice((1, 1, 2, 4))):
+        changed[place] = draw.choice([d for d in "0123456789" if d != answer[place]])
+    return "".join(changed)
 
 
 def write_pairs(out: Path, count: int, seed: int) -> None:
@@ -33,7 +44,12 @@ def write_pairs(out: Path, count: int, seed: int) -> None:
     split, draw = make_split(seed, NUM_HELD_OUT, num_worked=0), random.Random(seed)
     for name, problems, number in (("pairs", split.train, count), ("test_pairs", split.held_out, NUM_HELD_OUT)):
         chosen = [problems[i % len(problems)] for i in range(number)]
-        rows = [{"prompt": p.prompt, "chosen": p.worked, "rejected": wrong(p.worked, draw)} for p in chosen]
+        others = [draw.choice(problems).worked for _ in chosen]
+        rows = [
+            {"prompt": p.prompt, "chosen": p.worked, "rejected": wrong(p.worked, other, draw)}
+            for p, other in zip(chosen, others, strict=True)
+            if other != p.worked
+        ]
         write_rows(out / "data" / f"{name}.jsonl", rows)
 
 
@@ -91,6 +107,8 @@ def train_policy(out: Path, seed: int, steps: int, extra: list[str]) -> list[dic
         "reward.reward_model.enable=True",
         f"reward.reward_model.model_path={out / 'reward_model'}",
         "reward.weights.rm=1.0",  # the function of the task is logged and counts nothing
+        "actor_rollout_ref.actor.use_kl_loss=True",  # what is far from the policy at first, the reward model never saw
+        "actor_rollout_ref.actor.kl_loss_coef=0.05",
         "trainer.project_name=reward_model",
         *extra,
     ]
@@ -103,7 +121,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reward_model_out"), help="folder for everything written")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=24000)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("overrides", nargs="*", help="key=value of GRPO")
     options = parser.parse_intermixed_args()
     out = options.out.resolve()

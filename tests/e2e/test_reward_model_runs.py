@@ -25,7 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(folder: Path, run: str, *keys: str) -> dict:
-    model = [f"{KEY}.enable=True", f"{KEY}.model_path={folder / 'rm'}", "reward.weights.rm=2.0", "trainer.device=cpu"]
+    model = [f"{KEY}.enable=True", f"{KEY}.model_path={folder / 'rm'}", "trainer.device=cpu"]
+    model += ["reward.weights.rm=2.0"] if run != "judge" else []
     jobs.train(folder, run, *model, "trainer.total_training_steps=2", "trainer.save_freq=-1", *keys)
     return jobs.metrics(folder, run)
 
@@ -49,3 +50,22 @@ def test_groups_whose_scores_are_known_only_later_are_replaced_and_baselines_sco
     filtering = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward"]
     assert train(folder, "filter", *filtering)[2]["reward/std"] > 0
     assert "reward_model/tokens_per_s" in train(folder, "remax", "algorithm.adv_estimator=remax")[2]
+
+
+def test_a_function_asks_a_judge_that_the_run_serves(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "reward.py").write_text(
+        "import asyncio, json, urllib.request\n"
+        "async def compute_score(*, solution_str, reward_router_address, reward_model_tokenizer, **more):\n"
+        "    question = reward_model_tokenizer.decode(reward_model_tokenizer.encode('1+1='))\n"
+        "    body = {'messages': [{'role': 'user', 'content': question}], 'max_tokens': 3, 'temperature': 0}\n"
+        "    request = urllib.request.Request(f'http://{reward_router_address}/v1/chat/completions',\n"
+        "        json.dumps(body).encode(), {'Content-Type': 'application/json'})\n"
+        "    answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request, timeout=60)))\n"
+        "    said = answer['choices'][0]['message']['content']\n"
+        "    return {'score': len(solution_str) / 8, 'said': float(len(said))}\n"
+    )
+    judge = [f"{KEY}.model_path={folder / 'model'}"]
+    judge += [f"{KEY}.rollout.prompt_length=16", f"{KEY}.rollout.response_length=8"]
+    rows = train(folder, "judge", *judge)
+    assert rows[1]["reward/said/mean"] > 0 and rows[1]["reward/errors"] == 0
+    assert "judge        Qwen3ForCausalLM" in capsys.readouterr().out

@@ -185,6 +185,8 @@ def check_reward_model(config: RewardConfig) -> None:
             f"{key}.rollout.name=native serves a judge, which a function of reward.custom_reward_function.path asks; "
             "drop it to score in the trainer's ranks, or use vllm or sglang"
         )
+    if (settings.rollout.name or "native") == "native" and (settings.rollout.num_replicas or 1) > 1:
+        raise ConfigError(f"{key}.rollout.num_replicas={settings.rollout.num_replicas} needs {key}.rollout.name=vllm")
     if place == "judge" and settings.rollout.name == "sglang":
         raise ConfigError(f"{key}.rollout.name=sglang serves no judge; use vllm or native")
     if place != "judge" and config.canary_size:

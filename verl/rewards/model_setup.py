@@ -1,17 +1,22 @@
-"""Builds the reward of `reward.reward_model`; what cannot score answers is refused before anything starts."""
+"""Builds what `reward.reward_model` asks for; what cannot score answers is refused before anything starts."""
 
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from verl.config import HFModelConfig, RunConfig
-from verl.config.reward import RM, reward_model_place
+from verl.config import HFModelConfig, RewardConfig, RunConfig
+from verl.config.reward import RM, ScoringModelConfig, reward_model_place
 from verl.models.load import load_tokenizer, read_config
 from verl.models.model_place import reward_model_folder
+from verl.plugin.installed import has_module
 from verl.rewards.conversation_tokens import ConversationTokens, other_tokenizer
 from verl.rewards.model_reward import ModelReward
 from verl.utils.errors import ConfigError
+from verl.workers.rollout.http_server import HOST
 
 KEY = "reward.reward_model.model_path"
 
@@ -19,6 +24,7 @@ KEY = "reward.reward_model.model_path"
 def build_model_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shares_devices: bool) -> ModelReward:
     """The reward of the configured reward model, without a backend yet; ConfigError where it cannot score answers."""
     reward = config.reward.reward_model
+    check_server_is_installed(reward)
     folder, where = classifier_folder(reward.model_path), f"{KEY}={reward.model_path}"
     own = load_tokenizer(HFModelConfig(path=str(folder)))
     other = other_tokenizer(tokenizer, own, reward.input_tokenizer is not None, where)
@@ -56,8 +62,38 @@ def _tensor_names(folder: Path) -> set[str]:
     return names
 
 
-def is_shared(config: RunConfig, on_devices: bool) -> bool:
-    """Whether the reward model and the rollout take turns: on one device, or where the trainer's ranks score."""
-    place = reward_model_place(config.reward)
-    own_pool = config.reward.reward_model.enable_resource_pool
-    return not own_pool and (place == "ranks" or (on_devices and config.reward.reward_model.rollout.free_cache_engine))
+def judge_keywords(settings: ScoringModelConfig, port: int) -> dict[str, Any]:
+    """What a function that asks a judge is called with; ConfigError where the judge cannot be served."""
+    check_server_is_installed(settings)
+    if settings.model_path is None:
+        raise ConfigError(f"reward.reward_model.enable=True needs {KEY}=DIR, the folder of the judge")
+    folder = reward_model_folder(settings.model_path)
+    if any(kind.endswith("ForSequenceClassification") for kind in read_config(folder).architectures or []):
+        raise ConfigError(
+            f"{KEY}={settings.model_path} is a reward model, which answers no questions; add reward.weights.{RM}=1.0 "
+            "so that it scores beside the function, or drop reward.custom_reward_function.path"
+        )
+    tokenizer = load_tokenizer(HFModelConfig(path=str(folder)))
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{KEY}={settings.model_path}: its tokenizer has no chat template, which a judge needs")
+    return {"reward_router_address": f"{HOST}:{port}", "reward_model_tokenizer": tokenizer}
+
+
+def check_server_is_installed(settings: ScoringModelConfig) -> None:
+    """ConfigError where the program of the servers is not on this machine."""
+    name, python, where = settings.rollout.name, settings.rollout.server.python, "reward.reward_model.rollout"
+    if python is not None and shutil.which(os.path.expanduser(python)) is None:
+        raise ConfigError(f"{where}.server.python={python} is no program here; give the Python that has {name}")
+    if python is None and name in ("vllm", "sglang") and not has_module(name):
+        raise ConfigError(
+            f"{where}.name={name} needs {name}, which is not installed here; {where}.server.python names its Python "
+            "where that is another environment"
+        )
+
+
+def takes_turns(config: RewardConfig, on_devices: bool) -> bool:
+    """Whether the model and the rollout take turns on the devices; servers on CPUs do not."""
+    settings = config.reward_model
+    if settings.enable_resource_pool:
+        return False
+    return reward_model_place(config) == "ranks" or (on_devices and settings.rollout.free_cache_engine)

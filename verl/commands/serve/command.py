@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         "--client-timeout", type=float, default=30.0,
         help="seconds a client may take to send a request, or to read what is sent (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-sleep", action="store_true", help="answer POST /sleep and /wake_up, which free and fill the devices"
+    )
     parser.add_argument("overrides", nargs="*", help=f"model=DIR ({MODEL_PATH_KEY}) and rollout.* keys")
     return parser
 
@@ -157,7 +160,9 @@ def build_server(config: RunConfig, options: argparse.Namespace) -> "OpenAIServe
     max_length = rollout.max_model_len or _max_length(rollout.prompt_length + rollout.response_length, path)
     _check_model(config, tokenizer, max_length)
     api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
-    limits = ServerLimits(api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout)
+    limits = ServerLimits(
+        api_key, options.max_concurrent, options.max_body_mb << 20, options.client_timeout, options.allow_sleep
+    )
     server = OpenAIServer(
         build_standalone_engine(config, tokenizer),
         tokenizer,

@@ -46,6 +46,7 @@ class ServerLimits:
     max_concurrent: int = 256
     max_body_bytes: int = 16 << 20
     client_timeout_s: float = 30.0
+    allow_sleep: bool = False  # POST /sleep and /wake_up
 
 
 class OpenAIServer:
@@ -89,6 +90,8 @@ class OpenAIServer:
         app = web.Application(middlewares=[self._guard], client_max_size=self.limits.max_body_bytes)
         app.on_startup.append(wake)
         app.on_cleanup.append(close)
+        if self.limits.allow_sleep:
+            app.add_routes([web.post("/sleep", self._sleep), web.post("/wake_up", self._wake)])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -106,6 +109,14 @@ class OpenAIServer:
         status = "lost" if self.engine.lost else "degraded" if lost else "ok"
         more = {"lost_replicas": list(lost)} if lost else {}
         return web.json_response({"status": status, **more}, status=503 if self.engine.lost else 200)
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        await self.engine.sleep()
+        return web.json_response({})
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        await self.engine.wake()
+        return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._entry()]})

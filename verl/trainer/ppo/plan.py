@@ -97,11 +97,15 @@ class Plan:
 
     @property
     def rollout_places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The machine of each rollout replica, of several its first, and the indices of its devices there.
+        """Of the rollout: `places`."""
+        return self.places(self.rollout)
+
+    def places(self, made: Replicas) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The machine of each replica, of several its first, and the indices of its devices there.
 
         Where none are counted, replicas are divided evenly over the pool's machines.
         """
-        made, pool = self.rollout, self.rollout_pool
+        pool = next(pool for pool in self.pools if pool.name == made.pool)
         if not made.on_devices:
             return tuple((pool.first_node + number * pool.nodes // made.count, ()) for number in range(made.count))
         each, per_replica = max(pool.per_node // made.size, 1), max(made.size // pool.per_node, 1)
@@ -317,6 +321,8 @@ def _reward_replicas(config: RunConfig, pool: PlannedPool, machine: Machine) -> 
     tensor, data, number = served.tensor_model_parallel_size, served.data_parallel_size, served.num_replicas
     if machine.kind == "cpu":
         return Replicas("reward_model", pool.name, number or 1, on_devices=False)
+    if (served.name or "native") == "native":
+        return Replicas("reward_model", pool.name, 1)
     return _fitted(Replicas("reward_model", pool.name, 0, tensor, data), pool, number, f"{REWARD_MODEL}.rollout")
 
 

@@ -20,7 +20,7 @@ from verl.models.load import load_tokenizer
 from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.model_reward import ModelReward
-from verl.rewards.model_setup import build_model_reward, is_shared
+from verl.rewards.model_setup import KEY, build_model_reward, judge_keywords, takes_turns
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.scorer_lookup import find_scorer
 from verl.runtime.pools import describe_pools
@@ -49,6 +49,7 @@ from verl.utils.external_code import import_external
 from verl.utils.paths import make_writable_folder
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.rng import seed_generators
+from verl.workers.rollout.http_server import free_port
 from verl.workers.rollout.registry import Weights, find_rollout_engine
 
 LENGTH_KEYS = "data.max_prompt_length + data.max_response_length"
@@ -63,6 +64,7 @@ class Preparation:
     validation: PromptDataset | None
     reward: Reward
     model_reward: ModelReward | None = None  # the part of `reward` that a reward model gives, without its backend
+    judge_port: int = 0  # where the reward function asks the judge; 0: there is none
     teacher_of_row: dict[int, str] | None = None  # names of teachers; None: no teacher, or one for all rows
 
     @property
@@ -88,7 +90,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     files = _files_there(config, found)
     if tokenizer is None:
         return None
-    model_reward, reward = _find_reward(config, tokenizer, found)
+    model_reward, judge_port, reward = _find_reward(config, tokenizer, found)
     runner = found.run("agent loops", lambda: AgentRunner(config, tokenizer), lambda r: r.loop_name(None))
     if runner is None:
         return None
@@ -101,25 +103,26 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     _check_disk_room(config, found)
     if found.errors or reward is None or prompts is None:
         return None
-    return Preparation(runner, prompts, validation, reward, model_reward, teacher_of_row)
+    return Preparation(runner, prompts, validation, reward, model_reward, judge_port, teacher_of_row)
 
 
 def _find_reward(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings
-) -> tuple[ModelReward | None, Reward | None]:
-    """The reward model, if there is one, and the whole reward."""
-    model = None
-    if reward_model_place(config.reward) in ("ranks", "servers"):
-        shares = is_shared(config, get_platform().device_name != "cpu")
+) -> tuple[ModelReward | None, int, Reward | None]:
+    """The reward model, if there is one, the port of a judge, and the whole reward."""
+    model, port, keywords, settings = None, 0, dict[str, Any](), config.reward.reward_model
+    if (place := reward_model_place(config.reward)) == "judge":
+        port = free_port()
+        keywords = found.run(KEY, lambda: judge_keywords(settings, port), lambda _: str(settings.model_path)) or {}
+    elif place is not None:
+        shares = takes_turns(config.reward, get_platform().device_name != "cpu")
         model = found.run(
-            "reward.reward_model",
-            lambda: build_model_reward(config, tokenizer, shares),
-            lambda m: f"{config.reward.reward_model.model_path}{', conversations rendered anew' * bool(m.reader.own)}",
+            KEY, lambda: build_model_reward(config, tokenizer, shares), lambda _: str(settings.model_path)
         )
         if model is None:
-            return None, None
+            return None, port, None
     name = config.reward.reward_manager.name
-    return model, found.run("reward", lambda: build_reward(config, tokenizer, model), lambda _: name)
+    return model, port, found.run("reward", lambda: build_reward(config, tokenizer, model, keywords), lambda _: name)
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:

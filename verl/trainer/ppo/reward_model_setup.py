@@ -5,8 +5,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from verl.config import RunConfig
-from verl.rewards.model_reward import ScoringBackend
+from verl.config.reward import reward_model_place
+from verl.plugin.platform import get_platform
+from verl.rewards.model_setup import takes_turns
+from verl.rewards.reward_servers import start_servers
 from verl.runtime.pools import WorkerPools
+from verl.trainer.ppo.placement import plan_run
+from verl.trainer.ppo.preparation import Preparation
+from verl.trainer.ppo.trajectory_source import RewardModelServing
 from verl.workers.reward_model import RewardModel
 
 
@@ -28,6 +34,22 @@ class ScoringRanks:
         """Nothing, as above."""
 
 
-def start_scoring(config: RunConfig, pools: WorkerPools, started: ExitStack) -> ScoringBackend:
-    """Where the reward model of the run computes; `started` closes what starts here."""
-    return ScoringRanks(RewardModel(config, pools.for_role("reward_model")))
+def start_reward_model(
+    config: RunConfig, prepared: Preparation, pools: WorkerPools, started: ExitStack
+) -> RewardModelServing | None:
+    """The reward model or the judge of a run, which can be asked from now on; `started` closes what starts here."""
+    model = prepared.model_reward
+    if (place := reward_model_place(config.reward)) is None:
+        return None
+    if place == "ranks":
+        assert model is not None
+        model.backend = ScoringRanks(RewardModel(config, pools.for_role("reward_model")))
+        return model
+    plan, sleeps = plan_run(config), takes_turns(config.reward, get_platform().device_name != "cpu")
+    assert plan.reward_servers is not None
+    devices = [devices for _, devices in plan.places(plan.reward_servers)]
+    servers = start_servers(config.reward, devices, prepared.judge_port, sleeps, started)
+    if model is None:
+        return servers
+    model.backend = servers
+    return model

@@ -19,7 +19,7 @@ from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
-from verl.trainer.ppo.reward_model_setup import start_scoring
+from verl.trainer.ppo.reward_model_setup import start_reward_model
 from verl.trainer.ppo.rollout_setup import (
     build_rollout_engine,
     build_weight_sync,
@@ -88,10 +88,9 @@ def assemble_run(
     """The driver's side of a run, on ranks that have started; `started` closes, the newest first, what starts here."""
     arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
+    reward_model = start_reward_model(config, prepared, pools, started)  # on devices where the rollout is not yet
     engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
-    free_cache, reward_model = rollout_of_run(config).free_cache_engine, prepared.model_reward
-    if reward_model is not None:
-        reward_model.backend = start_scoring(config, pools, started)
+    free_cache = rollout_of_run(config).free_cache_engine
     canary = canary_of(config.reward, prepared.reward)
     reward = canary or prepared.reward
     collector = RolloutCollector(engine, reward, tokenizer, prepared.agent_runner, free_cache, reward_model)

@@ -1,0 +1,117 @@
+"""A program that serves HTTP for a run: started on loopback, waited for, and ended with whoever started it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from verl.utils.errors import TransportError
+
+HOST = "127.0.0.1"
+_POLL_S, _EXIT_S = 0.2, 10.0
+_OPENER = build_opener(ProxyHandler({}))  # loopback is never reached by a proxy
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as trial:
+        trial.bind((HOST, 0))
+        return int(trial.getsockname()[1])
+
+
+class HTTPServerProcess:
+    """`command`, which listens on HOST:`port`; `name` is what messages call it."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
+        self.name, self.port, self.url = name, port, f"http://{HOST}:{port}"
+        descriptor, log = tempfile.mkstemp(prefix="verl-served-", suffix=".log")
+        self.log = Path(log)
+        watched = [sys.executable, "-m", "verl.workers.rollout.http_server", *command]
+        with os.fdopen(descriptor, "wb") as output:
+            self.process = subprocess.Popen(
+                watched, env=dict(environment), stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0
+            )
+
+    def wait_until_ready(self, limit_s: float, key: str) -> None:
+        """Return when GET /health answers 200. TransportError where it ends before, or takes more than `limit_s`."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                raise TransportError(f"{self.name} did not start: {self.how_it_ended()}")
+            with contextlib.suppress(OSError), _OPENER.open(f"{self.url}/health", timeout=_EXIT_S):
+                return
+            time.sleep(_POLL_S)
+        raise TransportError(f"{self.name} was not ready after {key}={limit_s:g} s: {self.how_it_ended()}")
+
+    async def ask(self, path: str, body: Any, limit_s: float) -> Any:
+        """The JSON that POST `path` answers; TransportError, which says how the process ended if it has."""
+        return await asyncio.to_thread(self._ask, path, body, limit_s)
+
+    def _ask(self, path: str, body: Any, limit_s: float) -> Any:
+        request = Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with _OPENER.open(request, timeout=limit_s) as answer:
+                data = answer.read()
+            return json.loads(data) if data.strip() else None
+        except HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
+            raise TransportError(f"{self.name} refused {path}: {error.code} {said}") from error
+        except (URLError, OSError, ValueError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5 * _POLL_S)
+            ended = f"; {self.how_it_ended()}" if self.process.poll() is not None else ""
+            raise TransportError(
+                f"{self.name} gave no answer to {path} (limit {limit_s:g} s): {error}{ended}"
+            ) from error
+
+    def how_it_ended(self) -> str:
+        """Its exit code, if it has one, and its last lines."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-12:] if self.log.exists() else []
+        code = self.process.poll()
+        how = "it runs" if code is None else f"it ended with exit code {code}"
+        return f"{how}; its last lines:\n  " + "\n  ".join(lines or ["(none)"])
+
+    def close(self) -> None:
+        """End it and all that it has started."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_EXIT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.unlink(missing_ok=True)
+
+
+def run_until_left(command: Sequence[str]) -> int:
+    """Run `command` until it ends, or until standard input does, as when who has started this process is gone."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    os.set_blocking(0, False)
+    while child.poll() is None:
+        try:
+            left = os.read(0, 1) == b""
+        except BlockingIOError:
+            left = False
+        if left:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_EXIT_S / 2)
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return child.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run_until_left(sys.argv[1:]))
