@@ -77,28 +77,28 @@ def start_servers(
 
     `started` closes them. TransportError where one does not start.
     """
-    settings, servers = config.reward_model, []
+    settings = config.reward_model
     if reward_model_place(config) == "judge":
         command = judge_command(settings, port, max(len(devices), 1), sleeps)
-        servers.append(_start("the judge", command, [one for replica in devices for one in replica], port, started))
+        planned = [("the judge", command, [one for replica in devices for one in replica], port)]
     else:
+        planned = []
         for replica, own in enumerate(devices):
             free = free_port()
-            command = classifier_command(settings, free, sleeps)
-            servers.append(_start(f"server {replica} of the reward model", command, own, free, started))
+            name, command = f"server {replica} of the reward model", classifier_command(settings, free, sleeps)
+            planned.append((name, command, list(own), free))
+    servers = []
+    for name, command, own_devices, at in planned:
+        servers.append(HTTPServerProcess(name, command, _environment(own_devices, sleeps), at))
+        started.callback(servers[-1].close)
     return RewardServers(servers, settings, sleeps)
 
 
-def _start(name: str, command: list[str], devices: Sequence[int], port: int, started: ExitStack) -> HTTPServerProcess:
-    environment = get_platform().rollout_environment(devices)
-    for variable, value in (("VLLM_NO_USAGE_STATS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
-        environment.setdefault(variable, value)
-    environment["VLLM_SERVER_DEV_MODE"] = "1"  # `/sleep` and `/wake_up`; the server is on loopback
-    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    server = HTTPServerProcess(name, command, environment, port)
-    started.callback(server.close)
-    return server
+def _environment(devices: Sequence[int], sleeps: bool) -> dict[str, str]:
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    asks = {"VLLM_SERVER_DEV_MODE": "1"} if sleeps else {}  # vLLM answers `/sleep` and `/wake_up`
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return {**defaults, **get_platform().rollout_environment(devices), **asks, "PYTHONPATH": paths}
 
 
 def classifier_command(settings: ScoringModelConfig, port: int, sleeps: bool) -> list[str]:
