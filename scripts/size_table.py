@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4096,
+    "config": 4098,
     "plugin": 1350,
     "data": 2804,
     "algorithms": 2300,
@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 2285,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 4716,
+    "workers/rollout": 4833,
     "workers": 1134,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 4147,
-    "trainer": 7487,
-    "commands": 5819,
+    "rewards": 4345,
+    "trainer": 7517,
+    "commands": 5835,
     "utils": 1688,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19665, 53954, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19697, 54317, 400
 
 
 def package_of(path: Path) -> str:
