@@ -33,6 +33,14 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "name device memory for another process",
         "torch.multiprocessing: pickles, and needs a parent process",
     ),
+    ("observe/profiling/tools.py", "_C"): ("the way to these settings", "none"),
+    ("observe/profiling/tools.py", "_profiler"): ("the way to these settings", "none"),
+    ("observe/profiling/tools.py", "_ExperimentalConfig"): (
+        "record the operators of all threads, also those that a rollout or autograd starts",
+        "torch.profiler.profile: the thread that starts it",
+    ),
+    ("observe/profiling/tools.py", "_record_memory_history"): ("record allocations with their stacks", "none"),
+    ("observe/profiling/tools.py", "_dump_snapshot"): ("write what was recorded", "none"),
     ("models/attention/prefix_sharing.py", "_flash_attention_forward"): (
         "flash attention that also returns the log-sum-exp",
         "scaled_dot_product_attention returns none",

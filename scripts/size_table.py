@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4098,
+    "config": 4236,
     "plugin": 1350,
     "data": 2804,
     "algorithms": 2300,
     "runtime": 3314,
-    "observe": 2285,
+    "observe": 2820,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 4833,
-    "workers": 1134,  # the driver-side handles
+    "workers": 1140,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4345,
-    "trainer": 7517,
+    "trainer": 7575,
     "commands": 5835,
     "utils": 1688,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19697, 54317, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19893, 55054, 400
 
 
 def package_of(path: Path) -> str:

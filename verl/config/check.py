@@ -356,6 +356,9 @@ def _check_run(config: RunConfig) -> None:
         raise ConfigError(f"data.custom_cls needs both path and name; found path={custom.path}, name={custom.name}")
     if config.trainer.val_only and not config.data.val_files:
         raise ConfigError("trainer.val_only=True needs data.val_files")
+    arr = config.actor_rollout_ref
+    for path, role in (("actor", arr.actor), ("ref", arr.ref), ("rollout", arr.rollout), ("critic", config.critic)):
+        role.profiler.check(f"{'' if path == 'critic' else 'actor_rollout_ref.'}{path}.profiler")
 
 
 def _check_resume(mode: str, path: str | None) -> None:
@@ -385,3 +388,4 @@ def _check_sft(config: SFTConfig) -> None:
     engine.check(config.model)
     if len(config.trainer.profile_interval) != 2:
         raise ConfigError(f"trainer.profile_interval={config.trainer.profile_interval} must be [first, last]")
+    config.profiler.check("profiler")

@@ -42,6 +42,11 @@ class RunConfig(Section):
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 
 
+_PROFILER_OF_RUN = (
+    "tool", "save_path", "relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks",
+)  # fmt: skip
+
+
 def _follows() -> dict[str, str]:
     arr = "actor_rollout_ref"
     table = {
@@ -90,9 +95,13 @@ def _follows() -> dict[str, str]:
     for name in ("attn_implementation", "moe_implementation"):
         table[f"{arr}.ref.veomni.{name}"] = f"{arr}.actor.veomni.{name}"
     for role in (f"{arr}.actor", f"{arr}.ref", f"{arr}.rollout", "critic"):
-        for name in ("tool", "save_path"):
+        for name in _PROFILER_OF_RUN:
             table[f"{role}.profiler.{name}"] = f"global_profiler.{name}"
-    for name in ("enable", "all_ranks", "ranks"):
+        for name in ("nsys.discrete", "torch_memory.trace_alloc_max_entries", "torch_memory.stack_depth"):
+            table[f"{role}.profiler.tool_config.{name}"] = f"global_profiler.global_tool_config.{name}"
+    torch, npu = (f"tool_config.{tool}" for tool in ("torch", "npu"))
+    contents = (f"{torch}.contents", f"{torch}.discrete", f"{npu}.contents", f"{npu}.level", f"{npu}.discrete")
+    for name in ("enable", "all_ranks", "ranks", f"{npu}.analysis", *contents):
         table[f"{arr}.rollout.profiler.{name}"] = f"{arr}.actor.profiler.{name}"
     return table
 

@@ -3,6 +3,17 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+
+class StageRecorder(Protocol):
+    """What a `StageTimer` tells of its stages, besides measuring them."""
+
+    def enter(self, stage: str) -> None: ...
+
+    def exit(self) -> None: ...
+
+    def add(self, stage: str, seconds: float) -> None: ...
 
 
 class StageTimer:
@@ -25,6 +36,7 @@ class StageTimer:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.seconds: dict[str, float] = {}
+        self.recorder: StageRecorder | None = None  # of a profiled step
         self._synchronize = synchronize
         self._on_enter = on_enter
         self._clock = clock
@@ -33,14 +45,30 @@ class StageTimer:
     def __call__(self, stage: str) -> Iterator[None]:
         if self._on_enter is not None:
             self._on_enter(stage)
-        start = self._now()
-        try:
+        with self.slice(stage):
+            start = self._now()
+            try:
+                yield
+            finally:
+                self._count(stage, self._now() - start)
+
+    @contextlib.contextmanager
+    def slice(self, name: str) -> Iterator[None]:
+        """A named part of a profiled step, which is not measured here."""
+        if self.recorder is None:
             yield
-        finally:
-            self.add(stage, self._now() - start)
+            return
+        self.recorder.enter(name)
+        yield
+        self.recorder.exit()
 
     def add(self, stage: str, seconds: float) -> None:
-        """Add `seconds` to `stage`."""
+        """Add `seconds`, measured elsewhere, to `stage`."""
+        self._count(stage, seconds)
+        if self.recorder is not None:
+            self.recorder.add(stage, seconds)
+
+    def _count(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:

@@ -22,6 +22,8 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.fastest import keep_choices_in
+from verl.observe.profiling.rank_profiler import RankProfiler
+from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
 from verl.observe.run_summary import RunSummary
@@ -79,6 +81,10 @@ class SFTTrainer:
         self.save_freq, self.test_freq = settings.save_freq, settings.test_freq
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, folder_of_copies(settings))
         self.progress, self.summary = Progress.silent(), RunSummary()
+        first, last = settings.profile_interval
+        rank_profiler = RankProfiler(config.profiler, "sft", self.collectives.rank)
+        steps = list(range(first, last + 1)) if first > 0 and config.profiler.enable else []
+        self.profiler = StepProfiler(steps, True, rank_profiler.call, note)
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
 
     @property
@@ -99,6 +105,7 @@ class SFTTrainer:
         with Interrupt(self), report_when_ended(self.collectives.rank):
             while self.global_step < self.total_steps and not self.stop_agreed:
                 metrics = self.one_step(self.progress)
+            self.profiler.finish()
             self.checkpoints.finish_all()
         if self.stop_agreed and self.global_step < self.total_steps:
             folder = step_folder(self.root, self.global_step)
@@ -108,7 +115,7 @@ class SFTTrainer:
     def one_step(self, progress: Progress) -> dict[str, float]:
         """One optimiser step, with validation and a checkpoint when they are due."""
         timer = StageTimer(get_platform().synchronize, on_enter=progress.stage)
-        with timer("step"):
+        with self.profiler.recorded(self.global_step + 1, timer), timer("step"):
             batch = self.next_batch()
             with timer("update"):
                 metrics = self.update(batch).values()

@@ -18,6 +18,7 @@ from verl.data.micro_batches import MicroBatching, group_indices
 from verl.models.flops import Speed
 from verl.models.performance import has_dropout
 from verl.observe.memory_metrics import memory_metrics
+from verl.observe.profiling.rank_profiler import mini_batch_done
 from verl.plugin.platform import get_platform
 from verl.runtime.group import RankPlace
 from verl.utils.seeds import derive_seed
@@ -62,7 +63,9 @@ class EngineWorker:
         get_platform().reset_peak_memory()
         with self.engine.train_mode():
             result = self.engine.forward_backward(shard, self.loss, micro, temperature)
-            return add_memory_metrics(result.metrics.merge(self.engine.optim_step())), result.outputs
+            metrics = add_memory_metrics(result.metrics.merge(self.engine.optim_step()))
+        mini_batch_done()
+        return metrics, result.outputs
 
     def speed(self) -> Speed | None:
         """FLOP counts of the model, and the peak FLOP/s; None if the engine counts no FLOPs."""

@@ -8,6 +8,8 @@ from verl.config.base import record_reads, recorded_reads
 from verl.config.distillation import role_name, teachers
 from verl.config.reward import reward_model_place
 from verl.models.fastest import keep_choices_in
+from verl.observe.profiling.rank_profiler import RankProfiler
+from verl.runtime.rank import RankInfo
 from verl.workers.actor import build_actor_worker
 from verl.workers.critic import build_critic_worker
 from verl.workers.engine.rng import seed_generators
@@ -34,6 +36,7 @@ class RankWorkers:
     def __init__(self, config: RunConfig, total_steps: int, roles: Sequence[str]):
         keep_choices_in(Path(config.trainer.default_local_dir))
         seed_generators(config.actor_rollout_ref.actor.engine.seed)
+        self.profiler = RankProfiler.of(config, roles, RankInfo.from_environment().rank)
         arr = config.actor_rollout_ref
         if "actor" in roles:
             self.actor = build_actor_worker(config, total_steps)

@@ -109,7 +109,7 @@ def test_unused_parts_are_not_held_against_a_run():
     [
         (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
         ("model_engine=megatron", "the Megatron-LM engine"),
-        ("global_profiler.tool=nsys", "profiling"),
+        ("global_profiler.tool=nsys", "profiling by this tool"),
         ("trainer.logger=[console,swanlab]", "this tracker"),
         ("reward.reward_manager.name=prime", "the prime reward manager"),
     ],
@@ -154,3 +154,18 @@ def test_a_run_needs_a_model():
 def test_the_plain_defaults_pass_every_check_but_the_micro_batches():
     config = load_config()
     assert type(config) is RunConfig
+
+
+def test_a_profiler_that_would_record_nothing_or_nonsense_is_refused():
+    profiler = f"{ACTOR}.profiler"
+    on = ["global_profiler.tool=torch", f"{profiler}.enable=True"]
+    for words, said in (
+        ([], r"profiles no rank; set .*\.all_ranks=True"),
+        ([f"{profiler}.all_ranks=True", f"{profiler}.tool_config.torch.contents=[shape]"], "did you mean 'shapes'"),
+        ([f"{profiler}.all_ranks=True", "global_profiler.finish_hook_cmd='a \"b'"], "is no command: No closing"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config([*on, *words])
+    load_config([*on, f"{profiler}.ranks=[0]"])
+    with pytest.raises(ConfigError, match=r"tool=precision_debugger is refused: msprobe .*verl certify"):
+        check_can_start(load_config(["global_profiler.tool=precision_debugger", "actor_rollout_ref.model.path=/m"]))

@@ -13,6 +13,8 @@ EXEMPT = ("verl/plugin/", "verl/workers/rollout/vllm_engine.py", "verl/workers/r
 ALLOWED = {
     "verl/checkpoint_engine/shared_memory.py": (1, "torch has handles of device memory for this device only"),
     "verl/config/explain.py": (1, "a table of other defaults, as text"),
+    "verl/config/profiler.py": (1, "a word of published configurations, for what any device records"),
+    "verl/observe/profiling/tools.py": (1, "the same word"),
     "verl/utils/device.py": (1, "the shim's constant is_cuda_available"),
     "verl/workers/engine/base.py": (3, "the published default and lookup order of the engine registry"),
     "verl/workers/engine/fsdp_engine.py": (1, "the devices the engine registers for"),

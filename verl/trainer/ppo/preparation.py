@@ -34,6 +34,7 @@ from verl.trainer.ppo.needs import (
     forced_loss_notice,
 )
 from verl.trainer.ppo.placement import place_roles, plan_run
+from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
 from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
 from verl.trainer.preflight import (
     Findings,
@@ -133,6 +134,9 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
         pools = found.run("trainer.n_gpus_per_node", lambda: place_roles(config), describe_pools)
         for note in plan_run(config).notes if pools else ():
             found.warn("placement", note)
+        if pools and found.check("profiler", lambda: check_profiling(config, pools)):
+            for warning in idle_profilers(config, pools):
+                found.warn("profiler", warning)
     for name, folder in (("rollout", settings.rollout_data_dir), ("validation", settings.validation_data_dir)):
         if folder:
             key = f"trainer.{name}_data_dir"

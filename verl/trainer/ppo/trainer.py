@@ -110,9 +110,10 @@ class PPOTrainer:
     def collect(self, timer: StageTimer) -> RolloutBatch:
         """Scored trajectories of the next prompts."""
         take = partial(self.source.take, self.config.data.train_batch_size)
-        rollouts = self.wait_for(self.canary.beside(take, self.global_step + 1) if self.canary else take())
-        timer.add("gen", rollouts.generate_s)
-        timer.add("reward", rollouts.reward_s)
+        with timer.slice("collect"):
+            rollouts = self.wait_for(self.canary.beside(take, self.global_step + 1) if self.canary else take())
+            timer.add("gen", rollouts.generate_s)
+            timer.add("reward", rollouts.reward_s)
         if all(t.reward is None for t in rollouts.trajectories):
             errors = sorted({s.error for s in rollouts.scores if s.error})
             raise RewardError(

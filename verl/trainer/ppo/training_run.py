@@ -29,6 +29,7 @@ from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, 
 from verl.trainer.interrupt import Interrupt, interrupted
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, published_memory_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
+from verl.trainer.ppo.profiled_steps import step_profiler
 from verl.trainer.ppo.trainer import PPOTrainer, StepRecord
 from verl.trainer.ppo.trajectory_source import CollectCounts, RolloutBatch, RolloutCollector
 from verl.trainer.restarts import restart_line
@@ -113,6 +114,7 @@ class TrainingRun:
         self.stop_requested = self.saved_step = 0  # the number of a signal; the last step that is saved
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
+        self.profiler = step_profiler(config, trainer.pools, note)
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
@@ -151,6 +153,7 @@ class TrainingRun:
         with Interrupt(self):
             while self.trainer.global_step < self.total_steps and not self.stop_requested:
                 self.one_step(self.progress)
+            self.profiler.finish()
             step = self.trainer.global_step
             if self.stop_requested and self.trainer.first_step <= step != self.saved_step:
                 self.save()  # the signal came after the step had passed its own save
@@ -164,7 +167,7 @@ class TrainingRun:
         """One training step with its records, validation, checkpoint and metrics."""
         is_local = self.trainer.actor.group.local_worker is not None
         timer = StageTimer(get_platform().synchronize if is_local else None, on_enter=progress.stage)
-        with timer("step"):
+        with self.profiler.recorded(self.trainer.global_step + 1, timer), timer("step"):
             record = self.trainer.step(timer)
             self.write_records(record, timer)
             metrics = record.metrics

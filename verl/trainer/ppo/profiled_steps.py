@@ -1,0 +1,43 @@
+"""Which steps of a run are profiled, from its configuration."""
+
+from collections.abc import Callable
+
+from verl.config import RunConfig
+from verl.observe.profiling.rank_profiler import settings_of
+from verl.observe.profiling.step_profiler import StepProfiler
+from verl.observe.profiling.tools import build_tool
+from verl.runtime.pools import Pool, WorkerPools
+from verl.utils.errors import ConfigError
+
+
+def step_profiler(config: RunConfig, pools: WorkerPools, note: Callable[[str], None]) -> StepProfiler:
+    """The profiler of the run's steps; one of no steps where nothing is to be profiled."""
+    settings, profiled = config.global_profiler, any(settings_of(config, pool.roles) for pool in pools.groups)
+    steps = list(settings.steps or []) if profiled else []
+    return StepProfiler(steps, settings.profile_continuous_steps, pools.broadcast, note)
+
+
+def check_profiling(config: RunConfig, pools: tuple[Pool, ...]) -> None:
+    """ConfigError for a profiler that cannot run here, or for a rank that there is not."""
+    for pool in pools:
+        role, found = settings_of(config, pool.roles) or ("", None)
+        if found is None:
+            continue
+        beyond = [rank for rank in found.ranks if not 0 <= rank < pool.num_ranks]
+        if beyond:
+            there_are = f"there are ranks 0 to {pool.num_ranks - 1}"
+            raise ConfigError(f"profiler.ranks of {role} has {beyond[0]}, but {there_are}")
+        build_tool(str(found.tool), found.tool_config, None)
+
+
+def idle_profilers(config: RunConfig, pools: tuple[Pool, ...]) -> list[str]:
+    """A warning for settings that record nothing."""
+    settings, enabled = config.global_profiler, any(settings_of(config, pool.roles) for pool in pools)
+    if settings.tool is not None and settings.steps and not enabled:
+        return [
+            f"global_profiler.tool={settings.tool} records nothing: no role that runs is enabled; set "
+            "actor_rollout_ref.actor.profiler.enable=True actor_rollout_ref.actor.profiler.all_ranks=True"
+        ]
+    if enabled and not settings.steps:
+        return ["a profiler is enabled, but global_profiler.steps names no step: nothing is recorded"]
+    return []
