@@ -93,6 +93,7 @@ def test_a_rank_that_is_not_selected_does_nothing(monkeypatch, tmp_path):
 def test_the_command_at_the_end_gets_words_and_variables_and_no_shell(monkeypatch, tmp_path):
     code = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(sys.argv[1], 'w'))"
     command = f"""{sys.executable} -c "{code}" {tmp_path}/out "a  b" $(touch\\ {tmp_path}/shell) ; | > x"""
+    monkeypatch.setattr(rank_profiler, "RAY_NSIGHT", tmp_path / "none")
     rank, _ = profiler(monkeypatch, tmp_path, finish_hook_cmd=command)
     run(rank, [1, 2, 3], profiled=[1, 2])
     words, variables = json.loads((tmp_path / "out").read_text())
