@@ -16,7 +16,7 @@ from typing import Any
 # Loaded once before the forks; in a fallback, where no file can be opened, these and what they import are all there is.
 MODULES = """abc array ast asyncio base64 binascii bisect calendar cmath collections concurrent.futures contextlib copy
 ctypes dataclasses datetime decimal enum fractions functools gc hashlib heapq inspect io itertools json locale math
-numbers operator os pprint queue random re secrets statistics string struct sys textwrap threading time traceback
+mmap numbers operator os pprint queue random re secrets statistics string struct sys textwrap threading time traceback
 types typing unicodedata uuid warnings zlib"""
 # What function tests find defined, as the sites do from which they come.
 PRELUDE = """import sys, math, random, re, string, itertools, functools, collections, heapq, bisect, operator, copy

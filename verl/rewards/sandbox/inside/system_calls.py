@@ -30,7 +30,8 @@ epoll_wait 232 -, epoll_ctl 233 21, waitid 247 95, pselect6 270 72, poll 7 -, pp
 get_robust_list 274 100, epoll_pwait 281 22, timerfd_create 283 85, timerfd_settime 286 86, timerfd_gettime 287 87,
 eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59, preadv 295 69, pwritev 296 70, getcpu 309 168,
 getrandom 318 278, membarrier 324 283, rseq 334 293, sched_getparam 143 121, sched_getscheduler 145 120,
-sched_get_priority_max 146 125, sched_get_priority_min 147 126, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291
+sched_get_priority_max 146 125, sched_get_priority_min 147 126, close_range 436 436, stat 4 -, lstat 6 -,
+newfstatat 262 79, statx 332 291
 """
 FILES = """
 open 2 -, access 21 -, flock 73 32, truncate 76 45, ftruncate 77 46, getdents 78 -, getcwd 79 17,
@@ -65,10 +66,7 @@ def program(own_pid: int, with_files: bool) -> bytes:
     column, architecture = _MACHINES[platform.machine()]
     rows = [row.split() for row in (PLAIN + "," + FILES * with_files).split(",") if row.split()]
     plain = [row[column] for row in rows if row[column] != "-"]
-    code = [
-        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, NEW_CALLS), (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
-    ]  # fmt: skip
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for number in plain:
         code += [(_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, _ALLOW)]
     for name, (argument, values) in CHECKED.items():
@@ -78,6 +76,7 @@ def program(own_pid: int, with_files: bool) -> bytes:
             body += [test, (_RETURN, 0, 0, _ALLOW)]
         body += [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
         code += [(_EQUAL, 0, len(body), int(name.split()[column])), *body]
+    code += [(_AT_LEAST, 0, 1, NEW_CALLS), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     code += [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
