@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
@@ -152,6 +154,13 @@ def test_the_keys_of_the_config_take_effect(server):
     assert {request["memory_limit_MB"] for request in server.requests} == {321}
     with pytest.raises(ConfigError, match=r"reward.sandbox_fusion.url='localhost:80'; expected http"):
         score(RewardConfig(sandbox_fusion=SandboxFusionConfig(url="localhost:80")), 1)
+
+
+def test_the_arguments_travel_to_the_processes_of_a_remote_manager():
+    fusion = SandboxFusionConfig(url="http://127.0.0.1:9/run_code", max_concurrent=3)
+    sent = pickle.loads(ForkingPickler.dumps(sandbox_fusion.sandbox_arguments(fusion)))
+    limit = sent["concurrent_semaphore"]
+    assert [limit.acquire(blocking=False) for _ in range(4)] == [True, True, True, False]
 
 
 def test_the_memory_limit_holds_in_the_sandbox_of_this_machine_too():

@@ -22,6 +22,17 @@ WAITS_S = (1.0, 2.0, 4.0)  # before each further attempt
 _BUSY = (429, 502, 503, 504)
 
 
+class ServerLimit(threading.Semaphore):
+    """At most `most` programs of this process at once on the server; a copy in another process counts anew."""
+
+    def __init__(self, most: int):
+        super().__init__(most)
+        self._most = most
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ServerLimit, (self._most,)
+
+
 def sandbox_arguments(config: SandboxFusionConfig) -> dict[str, Any]:
     """The arguments of `default_compute_score` that `reward.sandbox_fusion` describes; ConfigError for its address."""
     if config.url is None:
@@ -29,7 +40,7 @@ def sandbox_arguments(config: SandboxFusionConfig) -> dict[str, Any]:
     check_address(config.url)
     return {
         "sandbox_fusion_url": config.url, "memory_limit_mb": config.memory_limit_mb,
-        "concurrent_semaphore": threading.Semaphore(config.max_concurrent),
+        "concurrent_semaphore": ServerLimit(config.max_concurrent),
     }  # fmt: skip
 
 
