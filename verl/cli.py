@@ -30,6 +30,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "verl.commands.parsers:data_main",
         "check the rows of a run: duplicates, leaks, lengths, gold answers",
     ),
+    "check-reward": (
+        "verl.commands.parsers:reward_main",
+        "check the reward of a run: gold and bad answers, threads, processes, time",
+    ),
     "certify": ("verl.commands.certify:main", "check that gradients do not depend on how a batch is split"),
 }
 SPEAKS_FIRST = (

@@ -21,6 +21,17 @@ Exit code: 0 nothing that cannot be right (there may be warnings), 1 something i
 docs/check_data.md has the rules."""
 
 
+REWARD_HELP = """Check the reward of a run before a policy learns from it: the arguments are those of the run.
+
+Answers to some of its rows are scored: gold answers, which must score high, and empty, random and truncated ones and
+the gold answers of other rows, which must score low. The same answers are scored again, from threads, and in other
+processes, where they must get the same scores. Time and memory of the calls are measured."""
+REWARD_EPILOG = """  verl check-reward data.train_files=train.parquet reward.custom_reward_function.path=my_reward.py
+
+Exit code: 0 nothing that cannot be right (there may be warnings), 1 something is wrong, 2 the check cannot run.
+A row costs about 25 calls, and a plain function 1,000 more for memory. docs/check_reward.md has the rules."""
+
+
 def merge_main(argv: Sequence[str] | None = None) -> int:
     """`verl merge`, whose arguments are read first."""
     merge_options(argv)
@@ -41,6 +52,14 @@ def data_main(argv: Sequence[str] | None = None) -> int:
     """`verl check-data`, whose arguments are read first."""
     data_options(argv)
     from verl.commands.check_data.command import main
+
+    return main(argv)
+
+
+def reward_main(argv: Sequence[str] | None = None) -> int:
+    """`verl check-reward`, whose arguments are read first."""
+    reward_options(argv)
+    from verl.commands.check_reward.command import main
 
     return main(argv)
 
@@ -87,4 +106,19 @@ def data_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[s
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", default="check_data.html", help="the page to write (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=3, help="examples of a check to print (default: %(default)s)")
+    return parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+
+
+def reward_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments of `verl check-reward`, and the overrides among them."""
+    parser = argparse.ArgumentParser(
+        "verl check-reward", description=REWARD_HELP, epilog=REWARD_EPILOG, allow_abbrev=False
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--rows", type=int, help="rows to take by chance (default: 64, or 8 where a call may cost money)")
+    add("--seed", type=int, help="seed of that choice (default: by chance; it is printed)")
+    add("--gold-key", metavar="KEY", help="where a row has its gold answer as text, such as extra_info.solution")
+    add("--html", default="check_reward.html", metavar="PATH", help="the page to write (default: %(default)s)")
+    add("--examples", type=int, default=3, help="examples of a check to print (default: %(default)s)")
     return parser.parse_known_args(sys.argv[1:] if argv is None else argv)

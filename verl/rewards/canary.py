@@ -81,6 +81,8 @@ class Canary:
     async def _begin(self, step: int) -> None:
         """Fix the answers: half of them gold answers, where these are known, and the others sampled in this step."""
         golds = [gold for item in self._candidates if (gold := gold_answer(item))][: self._size // 2]
+        if self._config.on_error == "count":  # those that fail would be counted as answers of the policy
+            golds = []
         try:
             pairs = await self._score_twice(golds + self._candidates[: self._size - len(golds)])
         except RewardError:  # of a function that cannot read our gold answers

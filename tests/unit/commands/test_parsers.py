@@ -16,7 +16,13 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("verb", "option"), [("merge", "{merge,test}"), ("check-template", "--conversations"), ("check-data", "--examples")]
+    ("verb", "option"),
+    [
+        ("merge", "{merge,test}"),
+        ("check-template", "--conversations"),
+        ("check-data", "--examples"),
+        ("check-reward", "--gold-key"),
+    ],
 )
 def test_help_loads_no_slow_library(verb: str, option: str):
     done = subprocess.run([sys.executable, "-c", SCRIPT, verb, "--help"], capture_output=True, text=True, check=False)
