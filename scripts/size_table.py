@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 4357,
-    "trainer": 7575,
+    "rewards": 4362,
+    "trainer": 7580,
     "commands": 6378,
     "utils": 1688,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19893, 55613, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19898, 55623, 400
 
 
 def package_of(path: Path) -> str:

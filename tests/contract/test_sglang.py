@@ -22,6 +22,7 @@ from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, nativ
 from tests.standins import SGLANG_PATHS, SGLANG_QUESTIONS, FakeSGLangServer
 from verl.config import load_config
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
+from verl.rewards.reward_servers import classifier_command
 from verl.utils.errors import ConfigError, WorkerError
 from verl.weight_sync.copy_sync import CopySync
 from verl.weight_sync.logprob_probe import LogprobProbe, probe_sequences
@@ -65,12 +66,25 @@ def full_config() -> RolloutConfig:
     return replace(CONFIG, cudagraph_capture_sizes=[1, 2], engine_kwargs=EngineKwargsConfig(sglang=extra))
 
 
+def argument_sources(sources: zipfile.ZipFile) -> str:
+    """The files that declare the server's arguments."""
+    files = [n for n in sources.namelist() if n.startswith("sglang/srt/server_args") or "/arg_groups/" in n]
+    return " ".join(sources.read(n).decode() for n in files)
+
+
+def test_a_reward_model_is_started_with_arguments_and_asked_by_a_path_that_the_package_has(sources: zipfile.ZipFile):
+    model = ["enable=True", "model_path=m", "rollout.name=sglang", "rollout.max_model_len=9", "rollout.dtype=float16"]
+    config = load_config([f"reward.reward_model.{key}" for key in model])
+    names = argument_sources(sources)
+    flags = [word for word in classifier_command(config.reward.reward_model, 1, True) if word.startswith("--")]
+    assert len(flags) > 10
+    for flag in flags:
+        assert f"{flag.removeprefix('--').replace('-', '_')}:" in names or f'"{flag}"' in names, flag
+    assert '"/v1/embeddings"' in sources.read("sglang/srt/entrypoints/http_server.py").decode()
+
+
 def test_every_argument_is_one_of_the_packages(sources: zipfile.ZipFile):
-    names = " ".join(
-        sources.read(n).decode()
-        for n in sources.namelist()
-        if n.startswith("sglang/srt/server_args") or "/arg_groups/" in n
-    )
+    names = argument_sources(sources)
     for name in sglang_arguments(full_config(), "x"):
         assert f"{name}:" in names or f'"--{name.replace("_", "-")}"' in names, name
 

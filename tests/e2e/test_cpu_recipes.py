@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from transformers import AutoConfig
 
 from tests.conftest import ROOT
 from tests.e2e import jobs
 from tests.launched_scripts import LaunchedScripts
+from tests.reward_models import save_reward_model
 from verl.config import load_config
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.external_code import load_module
@@ -15,6 +17,7 @@ cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "test")
 STEPS = 20
 FAMILIES = {  # family: recipe
     "a critic": "ppo",
+    "a reward model": "reward_model",
     "a critic on normalised returns": "ppo critic.normalize_values=True",
     "group advantages": "dr_grpo",
     "parts of the reward": "gdpo",
@@ -34,6 +37,9 @@ def test_twenty_steps_of_a_recipe_raise_the_score(name, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)
     (tmp_path / "warm").symlink_to(tmp_path / "model")
+    if name == cpu.REWARD_MODEL:
+        model = AutoConfig.from_pretrained(tmp_path / "model")
+        save_reward_model(tmp_path / "reward_model", model, tmp_path / "model")
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    digits = sum(c.isdigit() for c in solution_str) / 8\n"

@@ -22,6 +22,10 @@ class ScoringBackend(Protocol):
         """The output of the head at the last token of each sequence of token ids; RewardError where there is none."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What it says of its last pass."""
+        ...
+
     async def wake(self) -> None:
         """Prepare to score."""
 
@@ -100,7 +104,8 @@ class ModelReward:
         if not counts["passes"]:
             return {}
         speed = counts["tokens"] / max(counts["seconds"], 1e-9)
-        return {f"reward_model/{name}": value for name, value in counts.items()} | {"reward_model/tokens_per_s": speed}
+        own = {f"reward_model/{name}": value for name, value in counts.items()}
+        return {**own, "reward_model/tokens_per_s": speed, **self.backend.metrics()}
 
 
 class MixedReward:

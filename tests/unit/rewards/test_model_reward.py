@@ -32,6 +32,9 @@ class Lengths:
     def __init__(self, seconds: float = 0.0, scale: float = 1.0):
         self.seconds, self.scale, self.passes = seconds, scale, []
 
+    def metrics(self):
+        return {"reward_model/perf/x": 1.0}
+
     async def scores(self, sequences):
         self.passes.append([list(ids) for ids in sequences])
         await asyncio.sleep(self.seconds)
@@ -83,7 +86,7 @@ def test_all_that_waits_is_scored_in_one_pass_and_what_comes_meanwhile_in_the_ne
     metrics = model.metrics()
     assert (metrics["reward_model/sequences"], metrics["reward_model/tokens"]) == (13, 24)
     assert metrics["reward_model/passes"] == 2 and metrics["reward_model/tokens_per_s"] > 0
-    assert model.metrics() == {}
+    assert metrics["reward_model/perf/x"] == 1.0 and model.metrics() == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

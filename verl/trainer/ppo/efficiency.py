@@ -13,6 +13,7 @@ from verl.trainer.ppo.trainer import PPOTrainer
 
 STAGES = {  # phase of a plan -> where its metrics are, and the role whose devices they are of
     "collect": ("gen", "rollout"),
+    "reward": ("reward_model", "reward_model"),
     "log-probs": ("old_log_prob", "actor"),
     "reference": ("ref", "reference"),
     "values": ("values", "critic"),

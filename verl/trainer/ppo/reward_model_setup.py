@@ -27,6 +27,10 @@ class ScoringRanks:
             return self.model.scores(sequences)
         return await asyncio.to_thread(self.model.scores, sequences)
 
+    def metrics(self) -> dict[str, float]:
+        """reward_model/perf/*memory*_gb of the last pass, the maximum over ranks."""
+        return self.model.dispatcher.forward_memory.with_prefix("reward_model/").values()
+
     async def wake(self) -> None:
         """Nothing: `fsdp_config.param_offload` loads the weights for a pass."""
 
