@@ -173,6 +173,16 @@ def test_a_kernel_without_namespaces_is_named_and_the_fallback_runs():
     assert done.stderr.count("programs run in the weaker sandbox") == 1 and "unshare: No space left" in done.stderr
 
 
+def test_numpy_starts_no_thread_in_a_worker_for_then_user_namespaces_are_refused():
+    command, script = [], "from scripts.soak.sandbox import *\ns = Sandbox(1)\ncheck_honest(s, 'it')"
+    if os.geteuid() == 0:  # whose namespaces need no new user
+        if not shutil.which("setpriv"):
+            skip_or_fail("no setpriv, with which root gives up its rights")
+        command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all"]
+    done = subprocess.run([*command, sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "Invalid argument" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_limits_of_the_user_that_are_lower_stay(mode):
     script = (

@@ -28,8 +28,8 @@ def main() -> None:
     number, mode, view = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     control = socket.socket(fileno=number)
     sys.argv = ["main.py"]
-    os.environ.clear()
     program.preload(view["packages"])
+    os.environ.clear()  # libraries have read how many threads they may start: none, or user namespaces are refused
     try:
         worker = Worker(control, mode, view["paths"])
         reply = worker.run_and_wait(None)  # an empty program: it shows that the kernel allows everything
