@@ -40,6 +40,7 @@ SHIMS = {
     "verl.utils.fs",
     "verl.utils.hdfs_io",
     "verl.utils.net_utils",
+    "verl.utils.profiler",
     "verl.utils.reward_score",
     "verl.utils.rollout_trace",
     "verl.utils.tensordict_utils",

@@ -15,8 +15,8 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2804,
     "algorithms": 2300,
-    "runtime": 3314,
-    "observe": 2820,
+    "runtime": 3339,
+    "observe": 2926,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 4833,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4362,
-    "trainer": 7580,
+    "trainer": 7607,
     "commands": 6378,
-    "utils": 1688,
+    "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19898, 55623, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19950, 55905, 400
 
 
 def package_of(path: Path) -> str:

@@ -115,7 +115,7 @@ class ProfilerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalNsysConfig(NsysToolConfig):
-    """NVIDIA Nsight Systems: options of `nsys profile`, each `--name=value`; null drops a default."""
+    """NVIDIA Nsight Systems: options of `nsys profile`, each `--name=value`; null keeps a default."""
 
     controller_nsight_options: dict[str, Any] = key({}, "Options for the driver, beside the defaults.")
     worker_nsight_options: dict[str, Any] = key({}, "Options for the ranks, beside the defaults.")

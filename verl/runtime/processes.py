@@ -8,13 +8,15 @@ driver's; when a rank dies, the error quotes the last part of its stderr. Anothe
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.spawn
 import os
+import shlex
 import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ class ProcessGroup(RemoteGroup):
     its processes have ended.
 
     Its ranks use the devices from `first_device` on, and a share of the cores of `ranks_on_machine` (default: its own);
-    `name` distinguishes its messages from those of other groups.
+    `name` distinguishes its messages from those of other groups. `launcher(rank)` gives the words of a program that
+    starts the rank's Python, such as a profiler, whose process is then watched in place of the rank's.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class ProcessGroup(RemoteGroup):
         first_device: int = 0,
         ranks_on_machine: int | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        launcher: Callable[[int], list[str]] = lambda rank: [],
     ):
         super().__init__(layout, name)
+        self.launcher = launcher
         self._reports = tempfile.TemporaryDirectory(prefix="verl-ranks-", ignore_cleanup_errors=True)
         self.first_device, self.ranks_on_machine = first_device, ranks_on_machine or layout.world_size
         self._connections: list[connection.Connection] = []
@@ -94,7 +99,8 @@ class ProcessGroup(RemoteGroup):
             reports = RankReports(Path(self._reports.name), rank)
             args = (info, port, loopback_interface(), rank_end, stderr_writer, reports, factory)
             process = context.Process(target=rank_server.serve, args=args, daemon=True, name=self._label(rank))
-            process.start()
+            with started_by(self.launcher(rank), Path(self._reports.name) / f"start_{rank}"):
+                process.start()
             rank_end.close()  # so that the driver reads end-of-file once the process has ended
             stderr_writer.close()
             self._connections.append(driver_end)
@@ -183,6 +189,22 @@ class ProcessGroup(RemoteGroup):
                 process.kill()
                 process.join()
         self._reports.cleanup()
+
+
+@contextlib.contextmanager
+def started_by(words: list[str], script: Path) -> Iterator[None]:
+    """Processes that are spawned inside have `words` before their command, by `script`; for none, nothing changes."""
+    if not words:
+        yield
+        return
+    python = multiprocessing.spawn.get_executable()
+    script.write_text(f'#!/bin/sh\nexec {shlex.join([*words, os.fsdecode(python)])} "$@"\n')
+    script.chmod(0o700)
+    multiprocessing.spawn.set_executable(str(script))
+    try:
+        yield
+    finally:
+        multiprocessing.spawn.set_executable(python)
 
 
 def describe_exit(code: int | None) -> str:

@@ -39,7 +39,8 @@ class RayGroup(RemoteGroup):
 
     Ray must be joined (`join_cluster`), and this package must be importable on every node. Raises ConfigError where the
     cluster has not enough devices, and WorkerError when a rank fails, dies or stalls (inside a call, `stall_timeout_s`
-    without CPU time or bytes; 0: never); after a death or a stall the group is unusable.
+    without CPU time or bytes; 0: never); after a death or a stall the group is unusable. With `nsight`, Ray starts the
+    actors under `nsys profile` with these options.
     """
 
     actor_class: type = RankActor
@@ -53,8 +54,10 @@ class RayGroup(RemoteGroup):
         ranks_on_machine: int | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         reserved: Any = None,
+        nsight: dict[str, str] | None = None,
     ):
         super().__init__(layout, name)
+        self.nsight = nsight
         self.devices = devices
         self._reports = f"verl-ranks-{uuid.uuid4().hex}"  # a folder of each node's own for temporary files
         self._ranks: RanksOnRay | None = None
@@ -91,7 +94,7 @@ class RayGroup(RemoteGroup):
             options = {
                 **self.devices.actor_options(),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
-                "runtime_env": {"env_vars": environment},
+                "runtime_env": {"env_vars": environment, **({"nsight": self.nsight} if self.nsight else {})},
                 "max_restarts": 0,
             }
             self._actors.append(actor_class.options(**options).remote(self._label(rank)))

@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> None:
     with BeforeFirstStep():
-        run_ppo(load_config(words))
+        config = load_config(words)
+        if config.global_profiler.tool == "nsys":
+            from verl.trainer.ppo.profiled_steps import start_under_nsys
+
+            start_under_nsys(config)
+        run_ppo(config)
 
 
 def run_ppo(config: RunConfig, announce: Callable[[str], None] = say) -> dict[str, float]:

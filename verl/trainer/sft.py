@@ -22,6 +22,7 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.fastest import keep_choices_in
+from verl.observe.profiling.nsys import check_nsys
 from verl.observe.profiling.rank_profiler import RankProfiler
 from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.progress import Progress
@@ -82,6 +83,8 @@ class SFTTrainer:
         self.checkpoints = Checkpoints(self.root, {".": settings.max_ckpt_to_keep}, note, folder_of_copies(settings))
         self.progress, self.summary = Progress.silent(), RunSummary()
         first, last = settings.profile_interval
+        if first > 0 and config.profiler.enable and config.profiler.tool == "nsys":
+            check_nsys(is_rank=True)
         rank_profiler = RankProfiler(config.profiler, "sft", self.collectives.rank)
         steps = list(range(first, last + 1)) if first > 0 and config.profiler.enable else []
         self.profiler = StepProfiler(steps, True, rank_profiler.call, note)

@@ -64,7 +64,6 @@ REPLACEMENTS = {
     "verl.utils.megatron": _MEGATRON,
     "verl.utils.megatron_utils": _MEGATRON,
     "verl.utils.model": "verl.models.load loads models and tokenizers of a folder",
-    "verl.utils.profiler": "verl.observe.timers measures stages; profiles of chosen steps are still to come",
     "verl.utils.reward_score": _SCORER,
     "verl.utils.reward_score.rlla": "no scorer of RLLA's tool calls is built in; " + _REWARD,
     "verl.utils.seqlen_balancing": "verl.data.balance shares sequences among ranks and micro-batches",

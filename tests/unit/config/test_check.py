@@ -109,7 +109,6 @@ def test_unused_parts_are_not_held_against_a_run():
     [
         (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
         ("model_engine=megatron", "the Megatron-LM engine"),
-        ("global_profiler.tool=nsys", "profiling by this tool"),
         ("trainer.logger=[console,swanlab]", "this tracker"),
         ("reward.reward_manager.name=prime", "the prime reward manager"),
     ],

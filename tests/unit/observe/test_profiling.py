@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.profiler import ProfilerConfig, ToolConfig, TorchToolConfig
+from verl.config.profiler import NPUToolConfig, ProfilerConfig, ToolConfig, TorchToolConfig
 from verl.observe.profiling import rank_profiler, tools
 from verl.observe.profiling.rank_profiler import RankProfiler
 from verl.observe.profiling.step_profiler import StepProfiler
@@ -158,3 +158,69 @@ def test_memory_snapshots_of_a_device(monkeypatch, tmp_path):
     started, written, ended = Device.memory.calls
     assert started == {"context": "all", "stacks": "all", "max_entries": 100000}
     assert written == str(tmp_path / "actor_rank0.pickle") and ended == {"enabled": None}
+
+
+class TorchNPU:
+    """Stands in for torch_npu: its profiler keeps what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+        self.profiler = self
+
+    class ProfilerActivity:
+        CPU, NPU = "cpu", "npu"
+
+    class ProfilerLevel:
+        Level_none, Level0, Level1, Level2 = range(-1, 3)
+
+    def tensorboard_trace_handler(self, folder, analyse_flag):
+        return folder, analyse_flag
+
+    def _ExperimentalConfig(self, profiler_level):
+        return profiler_level
+
+    def profile(self, **settings):
+        self.calls.append(settings)
+        return self
+
+    def start(self):
+        self.calls.append("start")
+
+    def stop(self):
+        self.calls.append("stop")
+
+
+def test_an_npu_is_recorded_by_its_own_profiler(monkeypatch, tmp_path):
+    library = TorchNPU()
+    monkeypatch.setitem(sys.modules, "torch_npu", library)
+    monkeypatch.setattr(tools, "has_module", lambda name: name == "torch_npu")
+    tool = tools.build_tool("npu", ToolConfig(npu=NPUToolConfig(contents=["npu", "stack"], level="level_none")), None)
+    tool.start(tmp_path / "actor_rank0")
+    assert tool.stop([]) == [tmp_path / "actor_rank0"]
+    settings, *calls = library.calls
+    assert calls == ["start", "stop"] and settings["activities"] == ["npu"] and settings["with_stack"]
+    assert settings["on_trace_ready"] == (str(tmp_path / "actor_rank0"), True)
+    assert settings["experimental_config"] == TorchNPU.ProfilerLevel.Level_none and not settings["record_shapes"]
+
+
+def test_published_workers_find_their_profiler(monkeypatch, tmp_path, capsys):
+    from verl.utils.profiler import DistProfiler, GPUMemoryLogger, marked_timer, simple_timer
+
+    diary = Diary()
+    monkeypatch.setattr(rank_profiler, "build_tool", lambda *_: diary)
+    settings = ProfilerConfig(tool="torch", enable=True, ranks=[0], save_path=str(tmp_path))
+    mine = DistProfiler(0, settings)
+
+    @DistProfiler.annotate("update", color="red")
+    @GPUMemoryLogger("actor")
+    def update(batch):
+        return batch + 1
+
+    seconds = {"gen": 1.0}
+    mine.start(role="e2e")
+    with marked_timer("gen", seconds, color="blue"), simple_timer("inner", seconds):
+        assert update(1) == 2
+    assert mine.stop() == ["written"] and DistProfiler(1, settings).stop() == []
+    assert diary.lines == ["start worker_rank0", "> gen", "> update", "< update", "< gen", "stop []"]
+    assert seconds["gen"] > 1.0 and seconds["inner"] > 0.0
+    assert "before actor update, peak memory" in capsys.readouterr().out

@@ -16,6 +16,7 @@ PUBLISHED = (
         29,
     ),
     ("from verl.utils.reward_score.math_dapo import compute_score", 30),
+    ("from verl.utils.profiler import DistProfiler, ProfilerConfig, GPUMemoryLogger, marked_timer", 50),
     ("from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op", 30),
     ("from verl.utils.fs import copy_to_local, is_non_local, local_mkdir_safe", 30),
     ("from verl.utils import tensordict_utils as tu; tu.get_non_tensor_data, tu.assign_non_tensor", 35),

@@ -1,11 +1,12 @@
 """The profiler of one rank: it records the chosen steps, its stages as slices, and runs the command at the end."""
 
+import contextlib
 import os
 import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
@@ -20,13 +21,18 @@ WHOLE_STEP = "step"  # the stage around all others
 RAY_NSIGHT = Path("/tmp/ray/session_latest/logs/nsight")
 HOOK_LIMIT_S = 600.0  # after which the command is ended
 _SECTIONS = ("actor", "critic", "reference", "rollout")  # of several roles on a rank, the first that is enabled decides
-_mini_batch_listeners: list[Callable[[], None]] = []
+_tools: list[ProfilerTool] = []  # the one of this process, if it has one
 
 
 def mini_batch_done() -> None:
     """Tell the profiler of this process that an update has ended; without one it costs nothing."""
-    for listener in _mini_batch_listeners:
-        listener()
+    for tool in _tools:
+        tool.mini_batch_done()
+
+
+def slice_of_process(name: str) -> AbstractContextManager[Any]:
+    """A slice in the profile of this process; without a profiler, nothing."""
+    return _tools[0].stage(name) if _tools else contextlib.nullcontext()
 
 
 def settings_of(config: RunConfig, roles: Sequence[str]) -> tuple[str, ProfilerConfig] | None:
@@ -76,7 +82,7 @@ class RankProfiler:
             self.root = Path(self.settings.save_path or "outputs/profile").absolute()
             self.hook = self._hook(self.settings)
             self.relocates = name == "nsys" and self.settings.relocate_results
-            _mini_batch_listeners[:] = [self.tool.mini_batch_done]
+            _tools[:] = [self.tool]
 
     @classmethod
     def of(cls, config: RunConfig, roles: Sequence[str], rank: int) -> "RankProfiler":

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config import RunConfig
 from verl.config.check import check_values_can_start
+from verl.observe.profiling.nsys import command_of_rank, uses_nsys, worker_options
 from verl.plugin.platform import get_platform
 from verl.runtime import ray_cluster
 from verl.runtime.group import Layout, WorkerGroup
@@ -157,11 +158,14 @@ def start_pools(
     def start(pool: Pool) -> WorkerGroup:
         name, layout = pool.name if len(pools) > 1 else "", Layout.data_parallel(pool.num_ranks)
         factory = partial(build_rank_workers, config, total_steps, pool.roles)
+        launcher = partial(command_of_rank, config, pool.roles)
         if runtime == "ray":
-            return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s, reserved)
+            nsight = worker_options(config) if any(map(launcher, range(pool.num_ranks))) else None
+            return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s, reserved, nsight)
         if pool.num_ranks == 1 and "actor" in pool.roles and runtime != "processes":
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
-        return ProcessGroup(factory, layout, name, pool.first_device, num_ranks, stall_timeout_s)
+        limit_s = 0.0 if uses_nsys(config) else stall_timeout_s  # the process that is watched would be that of nsys
+        return ProcessGroup(factory, layout, name, pool.first_device, num_ranks, limit_s, launcher)
 
     with ExitStack() as ending:
         if runtime == "ray":

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 
 from verl.config import RunConfig
+from verl.observe.profiling.nsys import check_nsys, start_driver_again
 from verl.observe.profiling.rank_profiler import settings_of
 from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.profiling.tools import build_tool
 from verl.runtime.pools import Pool, WorkerPools
+from verl.trainer.ppo.placement import place_roles
+from verl.trainer.preflight import chosen_runtime
 from verl.utils.errors import ConfigError
 
 
@@ -15,6 +18,16 @@ def step_profiler(config: RunConfig, pools: WorkerPools, note: Callable[[str], N
     settings, profiled = config.global_profiler, any(settings_of(config, pool.roles) for pool in pools.groups)
     steps = list(settings.steps or []) if profiled else []
     return StepProfiler(steps, settings.profile_continuous_steps, pools.broadcast, note)
+
+
+def runs_in_driver(config: RunConfig, pool: Pool) -> bool:
+    """Whether the ranks of `pool` are the driver's own process."""
+    return chosen_runtime(config.trainer) in ("auto", "inline") and pool.num_ranks == 1 and "actor" in pool.roles
+
+
+def start_under_nsys(config: RunConfig) -> None:
+    """Start the command that runs under nsys, if the driver's steps are to be recorded by it."""
+    start_driver_again(config, any(runs_in_driver(config, pool) for pool in place_roles(config)))
 
 
 def check_profiling(config: RunConfig, pools: tuple[Pool, ...]) -> None:
@@ -28,6 +41,8 @@ def check_profiling(config: RunConfig, pools: tuple[Pool, ...]) -> None:
             there_are = f"there are ranks 0 to {pool.num_ranks - 1}"
             raise ConfigError(f"profiler.ranks of {role} has {beyond[0]}, but {there_are}")
         build_tool(str(found.tool), found.tool_config, None)
+        if found.tool == "nsys" and config.global_profiler.steps:
+            check_nsys(is_rank=runs_in_driver(config, pool))
 
 
 def idle_profilers(config: RunConfig, pools: tuple[Pool, ...]) -> list[str]:
