@@ -12,7 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from verl.config import RewardConfig, RunConfig, SandboxFusionConfig
+from verl.config import ConfigWarning, RewardConfig, RunConfig, SandboxFusionConfig, load_config
 from verl.rewards.base import RewardInput
 from verl.rewards.reward_setup import build_reward
 from verl.rewards.sandbox import Limits, SandboxError
@@ -154,6 +154,14 @@ def test_the_keys_of_the_config_take_effect(server):
     assert {request["memory_limit_MB"] for request in server.requests} == {321}
     with pytest.raises(ConfigError, match=r"reward.sandbox_fusion.url='localhost:80'; expected http"):
         score(RewardConfig(sandbox_fusion=SandboxFusionConfig(url="localhost:80")), 1)
+
+
+def test_old_spellings_of_the_keys_are_read():
+    overrides = ["sandbox_fusion.url=http://h/run_code", "reward_model.sandbox_fusion.max_concurrent=3"]
+    with pytest.warns(ConfigWarning, match="old spelling"):
+        config = load_config([*overrides, "reward.sandbox_fusion.memory_limit_mb=5"])
+    expected = SandboxFusionConfig(url="http://h/run_code", max_concurrent=3, memory_limit_mb=5)
+    assert config.reward.sandbox_fusion == expected
 
 
 def test_the_arguments_travel_to_the_processes_of_a_remote_manager():
