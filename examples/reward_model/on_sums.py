@@ -3,8 +3,9 @@
     python3 examples/reward_model/on_sums.py                 # --steps, --pairs, --seed, --out, key=value ...
 
 The task is the quickstart's: two-digit sums with their working. Of a pair, the chosen answer is right, and the
-rejected one wrong, cut off or nonsense. The policy is trained on the score of the reward model alone; the share of
-right results, which the function of the task logs, says whether the reward model can be trusted. Writes result.json.
+rejected one is sampled from the policy, has wrong digits, or is nonsense. The policy is trained on the score of the
+reward model alone; the share of right results, which the function of the task logs, says whether that model can be
+trusted. Writes result.json.
 """
 
 import argparse
@@ -21,14 +22,14 @@ RUNS = ("reward_model_run", "grpo")
 def wrong(answer: str, other: str, draw: random.Random) -> str:
     """A rejected answer: some digits are others, or it is cut off, of another problem, or any characters.
 
-    A policy finds what a reward model was never shown: with wrong digits alone it learns nonsense of a high score.
+    A policy finds what a reward model was never shown: with one wrong digit alone it learnt nonsense of a high score.
     """
     kind = draw.random()
-    if kind < 0.2:
+    if kind < 0.1:
         return answer[: draw.randrange(1, len(answer))]
-    if kind < 0.4:
+    if kind < 0.2:
         return other
-    if kind < 0.6:
+    if kind < 0.3:
         return "".join(draw.choice("0123456789+=,;") for _ in range(draw.randrange(1, 24)))
     changed, digits = list(answer), [i for i, character in enumerate(answer) if character.isdigit()]
     for place in draw.sample(digits, draw.choice((1, 1, 2, 4))):
@@ -36,20 +37,35 @@ def wrong(answer: str, other: str, draw: random.Random) -> str:
     return "".join(changed)
 
 
+def sampled_answers(out: Path, seed: int) -> dict[str, str]:
+    """By prompt, an answer that the policy samples before it is trained."""
+    from verl.commands.generate_answers import generate
+    from verl.config import load_config
+
+    file = out / "data" / "sampled.jsonl"
+    file.unlink(missing_ok=True)
+    sampling = ["actor_rollout_ref.rollout.dtype=float32", f"actor_rollout_ref.rollout.seed={seed}"]
+    lengths = ["data.max_prompt_length=8", "data.max_response_length=24"]
+    files = [f"data.train_files={out / 'data' / 'train.jsonl'}", f"data.output_path={file}"]
+    generate(load_config([f"actor_rollout_ref.model.path={out / 'warm'}", *files, *lengths, *sampling]))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["prompt"][0]["content"]: row["responses"][0] for row in rows}
+
+
 def write_pairs(out: Path, count: int, seed: int) -> None:
     """pairs.jsonl of training problems, and 200 of held-out ones in test_pairs.jsonl."""
-    from verl.commands.quickstart.addition_task import make_split, write_rows
+    from verl.commands.quickstart.addition_task import compute_score, make_split, write_rows
     from verl.commands.quickstart.stages import NUM_HELD_OUT
 
-    split, draw = make_split(seed, NUM_HELD_OUT, num_worked=0), random.Random(seed)
+    split, draw, sampled = make_split(seed, NUM_HELD_OUT, num_worked=0), random.Random(seed), sampled_answers(out, seed)
     for name, problems, number in (("pairs", split.train, count), ("test_pairs", split.held_out, NUM_HELD_OUT)):
-        chosen = [problems[i % len(problems)] for i in range(number)]
-        others = [draw.choice(problems).worked for _ in chosen]
-        rows = [
-            {"prompt": p.prompt, "chosen": p.worked, "rejected": wrong(p.worked, other, draw)}
-            for p, other in zip(chosen, others, strict=True)
-            if other != p.worked
-        ]
+        rows = []
+        for i in range(number):
+            problem, rejected = problems[i % len(problems)], sampled.get(problems[i % len(problems)].prompt, "")
+            if draw.random() < 0.5 or not rejected or compute_score("", rejected, problem.result)["acc"]:
+                rejected = wrong(problem.worked, draw.choice(problems).worked, draw)
+            if rejected != problem.worked:
+                rows.append({"prompt": problem.prompt, "chosen": problem.worked, "rejected": rejected})
         write_rows(out / "data" / f"{name}.jsonl", rows)
 
 
@@ -81,7 +97,7 @@ def train_reward_model(out: Path, seed: int, pairs: int = 24000, announce=print)
         "optim.lr=1e-3",
         "optim.lr_warmup_steps=10",
         "optim.lr_scheduler_type=cosine",
-        "trainer.total_epochs=1",
+        "trainer.total_epochs=2",
         "trainer.logger=[file]",
         "trainer.project_name=reward_model",
         f"trainer.experiment_name={RUNS[0]}",

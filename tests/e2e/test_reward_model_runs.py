@@ -19,6 +19,7 @@ KEY = "reward.reward_model"
 PLACES = {
     "shared": [],
     "two": ["trainer.n_gpus_per_node=2", f"{KEY}.forward_micro_batch_size_per_gpu=1"],
+    "split": ["trainer.n_gpus_per_node=2", f"{KEY}.ulysses_sequence_parallel_size=2"],
     "own": [f"{KEY}.enable_resource_pool=True", f"{KEY}.nnodes=1", f"{KEY}.n_gpus_per_node=1"],
 }
 
