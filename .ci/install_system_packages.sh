@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Install the Debian packages that the tests use: slurm and munge (the SLURM recipe), shellcheck (scripts), and
+# Install the Debian packages that the tests use: slurm and munge (the SLURM recipe), shellcheck (scripts), prometheus, and
 # chromium with its driver (pages). Installs only what is missing; prints nothing when nothing is.
 set -euo pipefail
 
-packages=(slurm-wlm munge shellcheck chromium chromium-driver)
+packages=(slurm-wlm munge shellcheck chromium chromium-driver prometheus)
 
 missing=()
 for package in "${packages[@]}"; do

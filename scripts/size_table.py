@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4236,
+    "config": 4258,
     "plugin": 1350,
     "data": 2804,
     "algorithms": 2300,
     "runtime": 3339,
-    "observe": 2926,
+    "observe": 3137,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 4833,
+    "workers/rollout": 4842,
     "workers": 1140,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4362,
-    "trainer": 7607,
+    "trainer": 7671,
     "commands": 6378,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 19950, 55905, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20036, 56211, 400
 
 
 def package_of(path: Path) -> str:

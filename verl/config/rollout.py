@@ -27,6 +27,23 @@ class EngineKwargsConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrometheusConfig(Section):
+    """A Prometheus server that learns where the run and its rollout servers export metrics."""
+
+    enable: bool = key(False, "Write the targets of this run into `file`, and let the server read it again.")
+    port: int = key(
+        9090, "Port of the server, which was started with --web.enable-lifecycle.", minimum=1, maximum=65535
+    )
+    file: str = key(
+        "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
+        "The server's configuration; jobs of others stay in it.",
+    )
+    served_model_name: str | None = key(
+        None, "Label of the rollout servers; null is the last part of the model's path."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
     """Rollout engines in their own processes."""
 
@@ -151,4 +168,5 @@ class RolloutConfig(Section):
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     server: ServerConfig = section(ServerConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
+    prometheus: PrometheusConfig = section(PrometheusConfig)
     custom: dict[str, Any] | None = key(None, "Settings for rollout engines of your own.")

@@ -60,6 +60,10 @@ class TrainerConfig(Section):
     project_name: str = key("verl_examples", "Name of the project in trackers and paths.")
     experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is <algorithm>-<date>-<counter>.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
+    prometheus_port: int | None = key(
+        None, "Port where the driver exports metrics for Prometheus; 0 is any, null is off.", minimum=0, maximum=65535
+    )
+    prometheus_address: str = key("127.0.0.1", "Address it listens at; 0.0.0.0 lets every machine read the metrics.")
     log_val_generations: int = key(
         0, "Validation answers that are printed, and sent as a table to tensorboard, wandb and mlflow.", minimum=0
     )

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from verl.observe import trackers
+from verl.observe.exporter import NAME, Exporter
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.suggest import did_you_mean
 
@@ -78,6 +79,12 @@ class Tracking:
         """Send answers as a table, val/generations, to every backend that has tables; without samples do nothing."""
         if samples:
             self._call_backends("log samples", list(self.backends), lambda target: target.log_samples(samples, step))
+
+    def gauge(self, family: str, value: float) -> None:
+        """Set one value of the exporter, where the run has one."""
+        exporter = self.backends.get(NAME)
+        if isinstance(exporter, Exporter):
+            exporter.gauge(family, value)
 
     def rewind(self, step: int) -> None:
         """Delete what was logged for later steps, if the tracker can, for a run that resumes after `step`."""

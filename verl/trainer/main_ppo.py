@@ -69,6 +69,8 @@ def _train(
 
             run = build_run(config, progress, said)
             run.on_begin = restarts.began
+            if restarts.count:
+                run.tracking.gauge("verl_restarts_total", restarts.count)
             for line in run.header_lines():
                 announce(line)
             stack.enter_context(run.tracking)

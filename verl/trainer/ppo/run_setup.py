@@ -16,6 +16,7 @@ from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
 from verl.trainer.ppo.efficiency import planned_memory_metrics
 from verl.trainer.ppo.group_filter import GroupRules
+from verl.trainer.ppo.monitoring import export_metrics
 from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
@@ -115,6 +116,7 @@ def assemble_run(
     tracking = build_tracking(config)
     started.callback(tracking.finish, 1)
     run = TrainingRun(config, trainer, build_validation(config, prepared, collector), total_steps, tracking)
+    export_metrics(config, run, engine)
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
     dispatchers = [role.dispatcher for role in (actor, reference, critic) if role is not None]
     for dispatcher in (*dispatchers, *(teachers.dispatchers if teachers else ())):

@@ -119,6 +119,8 @@ class TrainingRun:
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
         self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
+        self.on_counts: Callable[[CollectCounts], None] = lambda counts: None  # of what is being collected
+        self.after_step: Callable[[], None] = lambda: None
         self.num_devices = trainer.pools.num_ranks  # and those of a rollout apart, once the plan is known
         self.planned_memory: dict[str, float] = {}  # metrics of the plan, of every step
 
@@ -189,6 +191,7 @@ class TrainingRun:
         metrics.update(mfu_metrics(self.trainer, record.batch, record.trained, timer.seconds))
         metrics.update(forward_memory_metrics(self.trainer, timer.seconds))
         metrics.update(memory_metrics())
+        self.after_step()
         self.checkpoints.log_and_finish_pending(partial(self.tracking.log, metrics, record.step))
         if ends_soon:
             self.checkpoints.finish_all()
@@ -245,6 +248,7 @@ class TrainingRun:
         if not counts.answered and not counts.tokens and not self.is_validating:
             self.progress.stage("gen")
         self.progress.count(counts.text())
+        self.on_counts(counts)
 
     def count_sequences(self, done: int, of: int) -> None:
         """Show how far a pass of a model over the batch is."""

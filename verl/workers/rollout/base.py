@@ -155,6 +155,7 @@ class RolloutEngine(ABC):
 
     response_formats: Collection[str] = ()  # values of response_format.type that answers can be held to
     lost: str | None = None  # how its process ended, or the last of its replicas; None: it works
+    metrics_addresses: Sequence[str] = ()  # host:port of servers that answer Prometheus themselves
     lost_replicas: Sequence[int] = ()  # those that others stand in for, and that nothing replaces
 
     @abstractmethod

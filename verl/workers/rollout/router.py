@@ -70,6 +70,10 @@ class Router(CopyingEngine):
         return sorted(self.left_out)
 
     @property
+    def metrics_addresses(self) -> Sequence[str]:  # type: ignore[override]
+        return [address for engine in self.replicas for address in engine.metrics_addresses]
+
+    @property
     def lost(self) -> str | None:  # type: ignore[override]
         return str(self.left_out[0]) if len(self.left_out) == len(self.engines) else None
 

@@ -142,6 +142,10 @@ class SGLangEngine(CopyingEngine):
                 time.sleep(self.config.server.retry_delay)
 
     @property
+    def metrics_addresses(self) -> Sequence[str]:  # type: ignore[override]
+        return [] if self.config.disable_log_stats else [self.client.url.rpartition("/")[2]]
+
+    @property
     def response_formats(self) -> Sequence[str]:  # type: ignore[override]
         return () if self.config.skip_tokenizer_init and not self.config.stop else JSON_FORMATS  # needs its tokenizer
 
