@@ -70,7 +70,7 @@ def test_targets_replace_those_of_an_earlier_run_and_leave_the_rest(tmp_path):
 @pytest.mark.parametrize("text", ["[1, 2]", "scrape_configs: 3", "a: [", "scrape_configs: [3]"])
 def test_a_file_that_is_no_configuration_of_prometheus_is_left_alone(tmp_path, text):
     (tmp_path / "p.yml").write_text(text)
-    with pytest.raises(ConfigError, match="p.yml"):
+    with pytest.raises(ConfigError, match=r"p\.yml"):
         write_targets(tmp_path / "p.yml", {"verl": (["127.0.0.1:1"], {})})
     assert (tmp_path / "p.yml").read_text() == text
 
