@@ -26,11 +26,11 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2040,
     "rewards": 4362,
     "trainer": 7671,
-    "commands": 6378,
+    "commands": 6379,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20036, 56211, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20036, 56212, 400
 
 
 def package_of(path: Path) -> str:

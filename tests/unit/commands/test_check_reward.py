@@ -143,6 +143,17 @@ def test_a_process_that_cannot_score_is_named(check, monkeypatch: pytest.MonkeyP
     assert (done.code, done.bad()) == (1, {PROCESSES: "wrong"}) and "exit code 7" in done.texts[PROCESSES]
 
 
+def test_a_function_that_compares_the_answers_of_a_batch_gets_them_one_by_one_from_threads_too(check, tmp_path: Path):
+    mine = tmp_path / "batched.py"
+    mine.write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    rows = zip(solution_strs, ground_truths)\n"
+        "    return [(s.rpartition('####')[2].strip() == t) / len(solution_strs) for s, t in rows]\n"
+    )
+    done = check(None, f"reward.custom_reward_function.path={mine}", "reward.reward_manager.name=batch")
+    assert done.code == 0 and done.bad() == {} and done.levels[THREADS] == "good"
+
+
 def test_after_three_calls_that_hang_the_others_are_left_out(check):
     done = check("time.sleep(5)", "reward.timeout_s=0.1")
     assert done.code == 1 and done.levels[AGAIN] == "not checked" and done.texts["time of a call"].startswith("3 calls")
