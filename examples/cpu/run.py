@@ -143,7 +143,7 @@ def prepare_reward_model(out: Path, seed: int) -> Path:
     """The folder of `REWARD_MODEL`'s model, which tells right worked answers from wrong ones."""
     from verl.utils.external_code import load_module
 
-    prepare(out, seed)
+    prepare_teacher(out, seed)
     if not (out / REWARD_MODEL / "config.json").is_file():
         load_module(str(EXAMPLES / "reward_model" / "on_sums.py"), "the example").train_reward_model(out, seed)
     return out / REWARD_MODEL

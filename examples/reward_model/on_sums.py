@@ -3,9 +3,10 @@
     python3 examples/reward_model/on_sums.py                 # --steps, --pairs, --seed, --out, key=value ...
 
 The task is the quickstart's: two-digit sums with their working. Of a pair, the chosen answer is right, and the
-rejected one is sampled from the policy, has wrong digits, or is nonsense. The policy is trained on the score of the
-reward model alone; the share of right results, which the function of the task logs, says whether that model can be
-trusted. Writes result.json.
+rejected one is sampled from the policy, has wrong digits, or is nonsense. The reward model starts from a model that was
+fine-tuned to add, the policy from one that knows the format only. It is trained on the score of the reward model alone;
+the share of right results, which the function of the task logs, falls, since the policy finds the errors of so small a
+reward model. Writes result.json.
 """
 
 import argparse
@@ -15,26 +16,41 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 RUNS = ("reward_model_run", "grpo")
 
 
-def wrong(answer: str, other: str, draw: random.Random) -> str:
-    """A rejected answer: some digits are others, or it is cut off, of another problem, or any characters.
+def wrong(problem: Any, other: str, draw: random.Random) -> str:
+    """A rejected answer: a sum in it is wrong, or digits are, or it is cut off, of another problem, or any characters.
 
-    A policy finds what a reward model was never shown: with one wrong digit alone it learnt nonsense of a high score.
+    A policy finds what a reward model was never shown. Without wrong sums whose results are carried on correctly it
+    learnt those, and with one wrong digit alone it learnt nonsense; both had a high score.
     """
-    kind = draw.random()
-    if kind < 0.1:
+    kind, answer = draw.random(), problem.worked
+    if kind < 0.6:
+        return miscalculated(problem, draw)
+    if kind < 0.7:
         return answer[: draw.randrange(1, len(answer))]
-    if kind < 0.2:
+    if kind < 0.8:
         return other
-    if kind < 0.3:
+    if kind < 0.9:
         return "".join(draw.choice("0123456789+=,;") for _ in range(draw.randrange(1, 24)))
     changed, digits = list(answer), [i for i, character in enumerate(answer) if character.isdigit()]
-    for place in draw.sample(digits, draw.choice((1, 1, 2, 4))):
+    for place in draw.sample(digits, draw.choice((1, 2, 4))):
         changed[place] = draw.choice([d for d in "0123456789" if d != answer[place]])
     return "".join(changed)
+
+
+def miscalculated(problem: Any, draw: random.Random) -> str:
+    """The working of `problem` with a wrong sum of units or tens, and what follows from it."""
+    (tens_a, units_a), (tens_b, units_b) = divmod(problem.a, 10), divmod(problem.b, 10)
+    errors = [draw.choice((-4, -3, -2, -1, 1, 2, 3, 4)), 0]
+    draw.shuffle(errors)
+    units = abs(units_a + units_b + errors[0])
+    carry = units // 10
+    tens = tens_a + tens_b + carry + errors[1]
+    return f"{units_a}+{units_b}={units},{tens_a}+{tens_b}+{carry}={tens};{10 * tens + units % 10}"
 
 
 def sampled_answers(out: Path, seed: int) -> dict[str, str]:
@@ -62,8 +78,8 @@ def write_pairs(out: Path, count: int, seed: int) -> None:
         rows = []
         for i in range(number):
             problem, rejected = problems[i % len(problems)], sampled.get(problems[i % len(problems)].prompt, "")
-            if draw.random() < 0.5 or not rejected or compute_score("", rejected, problem.result)["acc"]:
-                rejected = wrong(problem.worked, draw.choice(problems).worked, draw)
+            if draw.random() < 0.7 or not rejected or compute_score("", rejected, problem.result)["acc"]:
+                rejected = wrong(problem, draw.choice(problems).worked, draw)
             if rejected != problem.worked:
                 rows.append({"prompt": problem.prompt, "chosen": problem.worked, "rejected": rejected})
         write_rows(out / "data" / f"{name}.jsonl", rows)
@@ -77,8 +93,8 @@ def remove(out: Path, run: str) -> None:
     metrics_path("reward_model", run).unlink(missing_ok=True)
 
 
-def train_reward_model(out: Path, seed: int, pairs: int = 24000, announce=print) -> dict[str, float]:
-    """Trains out/reward_model from the model in out/warm; returns its validation."""
+def train_reward_model(out: Path, seed: int, pairs: int = 16000, announce=print) -> dict[str, float]:
+    """Trains out/reward_model from the model in out/teacher; returns its validation."""
     from verl.commands.quickstart.stages import newest_checkpoint
     from verl.config import load_config
     from verl.trainer.sft_trainer import run_sft
@@ -87,7 +103,7 @@ def train_reward_model(out: Path, seed: int, pairs: int = 24000, announce=print)
     remove(out, RUNS[0])
     folder = out / RUNS[0]
     overrides = [
-        f"model.path={out / 'warm'}",
+        f"model.path={out / 'teacher'}",
         "model.enable_gradient_checkpointing=False",
         f"data.train_files={out / 'data' / 'pairs.jsonl'}",
         f"data.val_files={out / 'data' / 'test_pairs.jsonl'}",
@@ -136,16 +152,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("reward_model_out"), help="folder for everything written")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=24000)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=16000)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("overrides", nargs="*", help="key=value of GRPO")
     options = parser.parse_intermixed_args()
     out = options.out.resolve()
     os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(out / "metrics"))
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
-    from run import prepare  # the model that knows the format only
+    from run import prepare_teacher  # and the model that knows the format only
 
-    prepare(out, options.seed)
+    prepare_teacher(out, options.seed)
     judge = train_reward_model(out, options.seed, options.pairs)
     records = train_policy(out, options.seed, options.steps, options.overrides)
     rows = [record["data"] for record in records if "critic/score/mean" in record["data"]]

@@ -1,4 +1,4 @@
-"""GRPO on a reward model that was trained from pairs: the judged reward rises, and right results do not get fewer.
+"""GRPO on a reward model that was trained from pairs: the judged reward rises.
 
 make soak PART=reward_model                  # some minutes a seed on two cores; goes on where it stopped
 """
@@ -17,7 +17,6 @@ from scripts.soak.progress import RESULTS, ROOT, Progress
 SEEDS = (1, 2, 3)
 LEAST_PAIRS = 0.8  # of the held-out pairs, that the reward model orders
 LEAST_RISE = 1.0  # of the judged reward, from the first tenth of the steps to the last
-MOST_LOST = 0.05  # of right results
 
 
 def run(seed: int, extra: list[str]) -> dict[str, Any]:
@@ -39,8 +38,6 @@ def shortfalls(cases: dict[str, dict[str, Any]]) -> list[str]:
             found.append(
                 f"{name}: the judged reward goes from {facts['reward first']:.2f} to {facts['reward last']:.2f}"
             )
-        if facts["right last"] < facts["right first"] - MOST_LOST:
-            found.append(f"{name}: right results go from {facts['right first']:.1%} to {facts['right last']:.1%}")
     return found
 
 

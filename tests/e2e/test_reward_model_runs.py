@@ -82,7 +82,8 @@ def test_a_function_asks_a_judge_that_the_run_serves(folder: Path, capsys: pytes
 def test_the_example_trains_a_reward_model_from_pairs_and_a_policy_on_it(tmp_path: Path):
     """At its smallest, without the warm-up; `make soak PART=reward_model` runs it whole and asks that rewards rise."""
     out = tmp_path / "out"
-    make_model(out / "warm", CHARACTERS, 0, hidden=32, layers=1)
+    for name in ("warm", "teacher"):
+        make_model(out / name, CHARACTERS, 0, hidden=32, layers=1)
     problems = [Problem(a, b) for a in range(10, 18) for b in range(10, 20)]
     write_split(Split(problems[:64], problems[64:], problems[:4]), out / "data")
     command = ["examples/reward_model/on_sums.py", "--out", str(out), "--pairs", "64", "--steps", "2"]

@@ -47,6 +47,7 @@ class ModelReward:
         self.reader, self.on_error, self.weight, self.shares_devices = reader, on_error, weight, shares_devices
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
         self._passes: asyncio.Task[None] | None = None
+        self._reported: set[str] = set()
         self._counts = {"sequences": 0.0, "tokens": 0.0, "passes": 0.0, "seconds": 0.0}
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
@@ -88,7 +89,9 @@ class ModelReward:
                 return Score(self.weight * value, {RM: value})
             value = RewardError(f"the reward model's score is {value}; it must be finite")
         if self.on_error == "count" and isinstance(value, RewardError):
-            logger.warning("%s: %s; the answer is left out and counted in reward/errors", item.where, value)
+            if str(value) not in self._reported and len(self._reported) < 20:
+                self._reported.add(str(value))
+                logger.warning("%s: %s; the answer is left out and counted in reward/errors", item.where, value)
             return Score(None, error=f"reward model: {value}")
         raise value
 
