@@ -54,7 +54,7 @@ test-vllm: export OMP_NUM_THREADS ?= 1
 test-vllm: $(VLLM)/.ready $(DEV)
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) $(wildcard tests/contract/test_vllm*.py)
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_rollout.py
-	$(BIN)/python -m pytest -q -m vllm $(ARGS) tests/e2e/test_ray_nodes.py
+	$(BIN)/python -m pytest -q -m vllm $(ARGS) tests/e2e/test_ray_nodes.py tests/contract/test_reward_servers.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

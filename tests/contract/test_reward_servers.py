@@ -173,6 +173,7 @@ def test_command_lines_have_the_settings():
     assert "rollout.name=native" in judge and "rollout.num_replicas=3" in judge and "--allow-sleep" in judge
 
 
+@pytest.mark.vllm
 def test_a_real_vllm_gives_the_scores_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     python = python_with_vllm()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
