@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4365,
-    "trainer": 7671,
+    "trainer": 7819,
     "commands": 6379,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20036, 56215, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20184, 56363, 400
 
 
 def package_of(path: Path) -> str:

@@ -1,0 +1,148 @@
+"""The two rules of asynchronous training: how many prompts are under way, and how old a group may be when trained.
+
+No input or output and no clock: the same calls give the same answers. Ages are in policy versions.
+"""
+
+import heapq
+import math
+from collections import Counter
+from typing import Any
+
+from verl.utils.errors import ConfigError
+
+WAIT, DROP = "wait", "drop"
+STRATEGIES = (WAIT, DROP)
+
+
+class Admission:
+    """Says when a prompt may be sent, and which finished groups a step takes. Groups are numbered from 0 as admitted.
+
+    Rule 1: a prompt is admitted while in flight + queued + in training < (1 + staleness) x batch groups. A publish
+    frees one batch, so that by Little's law a group waits `staleness` versions in the mean. Its largest age has no
+    bound by this rule: a slow group is overtaken for as long as it is slow.
+
+    Rule 2: a step takes finished groups, the oldest first, and none that is older than `max_lag` versions. With `wait`,
+    it begins only once the groups that it leaves can all be trained in time, `batch` a step; an unfinished group that
+    would be late is waited for. With `drop`, groups that have become too old leave untrained.
+    """
+
+    def __init__(self, batch: int, staleness: float = 0.0, max_lag: int = 8, strategy: str = WAIT):
+        check_rules(staleness, max_lag)
+        self.batch, self.strategy = batch, strategy
+        self.max_lag = max_lag if staleness > 0 else 0
+        self.limit = math.ceil(round((1 + staleness) * batch, 9))  # the first count that is not below the bound
+        self.version = self.admitted = self.num_queued = 0
+        self.in_training: list[int] = []
+        self.versions: dict[int, int] = {}  # group -> version at its admission: in flight or queued, the oldest first
+        self._queued: list[int] = []  # heap: finished, not taken
+        self._left: set[int] = set()  # of those in the heap: evicted or dropped
+        self._outstanding: Counter[int] = Counter()  # by version: in flight or queued
+        self._finished: Counter[int] = Counter()  # by version: queued
+
+    @property
+    def room(self) -> int:
+        """How many prompts may be admitted now."""
+        return max(0, self.limit - len(self.versions) - len(self.in_training))
+
+    @property
+    def queued(self) -> list[int]:
+        """The finished groups that no step has taken, in the order of their admission."""
+        return sorted(set(self._queued) - self._left)
+
+    def admit(self) -> int:
+        """The number of a new group, at the version that is published now."""
+        number, self.admitted = self.admitted, self.admitted + 1
+        self.versions[number] = self.version
+        self._outstanding[self.version] += 1
+        return number
+
+    def finish(self, number: int) -> None:
+        """The answers of a group are complete; one that was dropped before is ignored."""
+        if number in self.versions:
+            heapq.heappush(self._queued, number)
+            self._finished[self.versions[number]] += 1
+            self.num_queued += 1
+
+    def evict(self, number: int) -> None:
+        """A queued group leaves untrained: it cannot be trained on. Its place is free for another prompt."""
+        self._leave(number, was_queued=True)
+        self._left.add(number)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step can begin: enough finished groups, and none left behind that would be late."""
+        if self.num_queued < self.batch:
+            return False
+        if self.strategy == DROP:
+            return True
+        waiting = finished = 0
+        for version in sorted(self._outstanding):
+            waiting += self._outstanding[version]
+            finished += self._finished[version]
+            steps_left = version + self.max_lag - self.version  # after this one
+            if waiting - min(self.batch, finished) > steps_left * self.batch:
+                return False
+        return True
+
+    def take(self) -> list[int]:
+        """The oldest finished groups, which a step trains on until `publish`. Only when `ready`."""
+        taken: list[int] = []
+        while len(taken) < self.batch:
+            number = heapq.heappop(self._queued)
+            if number in self._left:
+                self._left.discard(number)
+                continue
+            self._leave(number, was_queued=True)
+            taken.append(number)
+        self.in_training = taken
+        return taken
+
+    def publish(self, version: int) -> list[int]:
+        """Ends the training of what was taken; returns the groups that are dropped because they are too old now."""
+        self.in_training, self.version = [], version
+        if self.strategy != DROP:
+            return []
+        late = []
+        for number, admitted_at in self.versions.items():  # oldest first
+            if version - admitted_at <= self.max_lag:
+                break
+            late.append(number)
+        queued = set(self.queued) if late else set()
+        for number in late:
+            self._leave(number, number in queued)
+        self._left |= queued & set(late)
+        return late
+
+    def _leave(self, number: int, was_queued: bool) -> None:
+        version = self.versions.pop(number)
+        self.num_queued -= was_queued
+        for counts, left in ((self._outstanding, 1), (self._finished, was_queued)):
+            counts[version] -= left
+            if not counts[version]:
+                del counts[version]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: the groups that are in flight or queued, in the order of their admission."""
+        queued = set(self.queued)
+        groups = [[number, version, number in queued] for number, version in self.versions.items()]
+        return {"version": self.version, "admitted": self.admitted, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after `state`; nothing is in training."""
+        self.version, self.admitted, self.in_training, self.num_queued = state["version"], state["admitted"], [], 0
+        for kept in (self.versions, self._queued, self._left, self._outstanding, self._finished):
+            kept.clear()
+        for number, version, is_queued in state["groups"]:
+            self.versions[number] = version
+            self._outstanding[version] += 1
+            if is_queued:
+                self.finish(number)
+
+
+def check_rules(staleness: float, max_lag: int) -> None:
+    """ConfigError where the largest age leaves no room beside the mean."""
+    if staleness > 0 and max_lag < staleness + 1:
+        raise ConfigError(
+            f"trainer.v1.sampler.max_off_policy_threshold={max_lag} versions must be at least 1 above the mean age "
+            f"staleness={staleness:g}: set it to {math.ceil(staleness + 1)} or more"
+        )
