@@ -24,6 +24,7 @@ async def single_turn(
             group_id=request_id,
             row=row.index,
             policy_version=completion.policy_version,
+            segments=completion.segments,
             stop_reason=completion.stop_reason,
             num_turns=2,
         )

@@ -6,6 +6,12 @@ from typing import Any
 from verl.config.base import LARGEST_SEED, Section, key, section
 from verl.config.profiler import ProfilerConfig
 
+_KV_CACHE = (
+    "native, asynchronous training: what unfinished answers do with keys and values of the weights before a publish. "
+    "recompute: from all tokens anew by the new weights; keep_kv: go on with them, which saves the time and keeps the "
+    "memory."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section):
@@ -130,6 +136,7 @@ class RolloutConfig(Section):
     enforce_eager: bool = key(False, "No CUDA graphs.")
     cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null: automatic.")
     free_cache_engine: bool = key(True, "Free the KV cache while the trainer works.")
+    kv_cache_on_publish: str = key("recompute", _KV_CACHE, choices=("recompute", "keep_kv"))
     enable_sleep_mode: bool = key(True, "vllm: its sleep mode frees memory between rollouts.")
     tensor_model_parallel_size: int = key(1, "Devices that share every tensor of a replica.", minimum=1)
     data_parallel_size: int = key(

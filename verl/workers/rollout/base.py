@@ -116,6 +116,7 @@ class Completion:
     stop_reason: str  # "stop" (EOS or stop condition), "length" or "aborted"
     policy_version: tuple[int, int]  # oldest and newest version that sampled its tokens
     alternatives: list[Alternatives] | None = None
+    segments: tuple[tuple[int, int], ...] = ()  # (version, tokens that it sampled), in order, if there were several
 
 
 JSON_FORMATS = ("json_object", "json_schema")
@@ -157,6 +158,7 @@ class RolloutEngine(ABC):
     lost: str | None = None  # how its process ended, or the last of its replicas; None: it works
     metrics_addresses: Sequence[str] = ()  # host:port of servers that answer Prometheus themselves
     lost_replicas: Sequence[int] = ()  # those that others stand in for, and that nothing replaces
+    can_park = False  # whether `park` and `resume` work: unfinished answers outlive a publish
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -210,6 +212,21 @@ class RolloutEngine(ABC):
         data-parallel ranks returns those of all `sequences` by its first rank, then by the next.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot compute log-probs of given tokens")
+
+    async def park(self) -> None:
+        """Stop sampling between two tokens; the `generate` calls in flight wait. What follows may be `sleep` and a
+        publish, and then `resume`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot keep unfinished answers over a publish")
+
+    async def resume(self) -> None:  # noqa: B027
+        """Go on with what was parked, under the weights that are published now. Without parked answers: nothing."""
+
+    def parked(self) -> list[dict[str, Any]]:
+        """What is parked, as JSON values: per request its unfinished and its finished samples."""
+        return []
+
+    def restore(self, parked: Sequence[dict[str, Any]]) -> None:  # noqa: B027
+        """Let the next `generate` of each request in `parked` go on from there, in another process."""
 
     @property
     @abstractmethod
@@ -373,21 +390,6 @@ def check_request(
         raise DataError(f"stop_token_ids={list(params.stop_token_ids)} must be in 0 to {vocab_size - 1}")
     if params.stop and not has_tokenizer:
         raise DataError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
-
-
-def max_stop_tokens(params: SamplingParams) -> int:
-    """How many of the last tokens can contain a stop string: a character is at most four byte-level tokens."""
-    return 4 * max(map(len, params.stop), default=0) + 8
-
-
-def completes_stop_text(
-    params: SamplingParams, num_tokens: int, tail: list[int], decode: Callable[[list[int]], str] | None
-) -> bool:
-    """Whether the newest of `num_tokens` tokens completed a stop string. `tail`: the last tokens."""
-    if not params.stop or num_tokens < params.min_tokens or decode is None:
-        return False
-    text = decode(tail)
-    return any(stop in text for stop in params.stop)
 
 
 def rollout_dtype(name: str) -> torch.dtype | None:

@@ -103,3 +103,19 @@ class SchedulerStatistics:
             {"engine_steps": self.engine_steps},
             per_step | {"prefix_cache_hit_rate": (self.prefix_hits, self.prefix_queries)},
         )
+
+
+@dataclass
+class Counters:
+    """Sums since the start; they only grow."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    prompts_computed: int = 0
+    requests: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    cache_columns: int = 0
+    model_s: float = 0.0
+    sampling_s: float = 0.0
+    scheduling_s: float = 0.0

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,45 +11,25 @@ from verl.data.random_streams import uniforms
 from verl.models.decoder.lean import CacheTarget, CacheWindow, Decoder
 from verl.models.decoder.prompt_cache import PromptSharing
 from verl.utils.errors import WorkerError
-from verl.workers.rollout.base import Completion, GenerationRequest, check_request, completes_stop_text, max_stop_tokens
+from verl.workers.rollout.base import Completion, GenerationRequest, check_request
+from verl.workers.rollout.cache_limits import CacheLimits
+from verl.workers.rollout.engine_stats import Counters
+from verl.workers.rollout.parking import Parking, saved_requests
 from verl.workers.rollout.sampling import sample
 from verl.workers.rollout.scheduler import (
     CachedPrompt,
+    ParkedSequence,
     PrefillBatch,
     PrefillRequest,
     RequestState,
     RowTable,
     WaitingQueue,
+    prompt_sharing,
 )
+from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
 
 _REFILL_DIVISOR = 16  # if prefill needs its own forward pass, it waits until 1/16 of the rows are free
 _MIN_SHARED_PROMPT_TOKENS = 128  # shorter prompts are copied to each row: cheaper than a second matmul per layer
-
-
-@dataclass(frozen=True)
-class CacheLimits:
-    """Size of the KV cache: rows decoded at once, longest sequence, and columns (more, so that shifts are rare)."""
-
-    rows: int
-    max_model_len: int
-    columns: int
-    prefill_tokens: int
-
-
-@dataclass
-class Counters:
-    """Sums since the start; they only grow."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    prompts_computed: int = 0
-    requests: int = 0
-    decode_steps: int = 0
-    row_steps: int = 0
-    cache_columns: int = 0
-    model_s: float = 0.0
-    sampling_s: float = 0.0
-    scheduling_s: float = 0.0
 
 
 class NativeCore:
@@ -69,6 +49,7 @@ class NativeCore:
         self.counters = Counters()
         self.queue = WaitingQueue()
         self.states: dict[int, RequestState] = {}
+        self.parking = Parking()
         self.column = self.low = 0
         self.ragged = False
         self.table: RowTable | None = None
@@ -78,6 +59,47 @@ class NativeCore:
     @property
     def busy(self) -> bool:
         return bool(self.states)
+
+    @property
+    def is_decoding(self) -> bool:  # sequences are in the KV cache
+        return self.table is not None and self.table.count > 0
+
+    @property
+    def runnable(self) -> bool:  # `step` has something to do
+        return self.is_decoding or bool(self.parking.resuming) or len(self.queue) > 0
+
+    def use_version(self, version: int) -> None:
+        """Sample from weights of `version` from now on; running sequences keep count of it."""
+        for row in self.table.rows if self.table is not None and version != self.version else ():
+            row.note_version(version, self.column + 1 - row.first_column)
+        self.version = version
+
+    @torch.inference_mode()
+    def park(self) -> None:
+        """Take all sequences out of the KV cache and out of the queue, until `resume`."""
+        self.parking.park(self._running(), self.queue.remove(None))
+        if self.is_decoding:
+            self._remove_rows(list(range(self.table.count)))
+
+    def resume(self) -> None:
+        """Let what was parked go on, in the order in which it was parked, by the weights in use."""
+        arrived_since = self.queue.remove(None)
+        self.queue.push(*self.parking.resume(), *arrived_since)
+
+    def saved(self) -> list[dict[str, Any]]:
+        """All requests in flight, with their tokens so far, as JSON values."""
+        waiting = [*self.parking.states, *self.queue.waiting_states()]
+        unfinished = [*self._running(), *self.parking.resuming, *self.parking.sequences]
+        return saved_requests(self.states.values(), waiting, unfinished)
+
+    def take_back(self, state: RequestState, saved: dict[str, Any]) -> None:
+        """Let `state`, which was just submitted, go on from what `saved` said about its request."""
+        self.parking.take_back(state, saved)
+        if not state.waiting:
+            self.queue.remove(state.request.request_id)
+
+    def _running(self) -> list[ParkedSequence]:
+        return [self.table.parked(row, self.column) for row in range(self.table.count)] if self.is_decoding else []
 
     @property
     def allocated_rows(self) -> int:
@@ -127,7 +149,9 @@ class NativeCore:
         rows = self.table.rows if self.table is not None else []
         aborted = [i for i, row in enumerate(rows) if request_id is None or row.state.request.request_id == request_id]
         finished = self._take_completed_requests([(i, "aborted") for i in aborted])
-        for state in removed:
+        parked, waiting = self.parking.abort(request_id)
+        finished += parked
+        for state in (*removed, *waiting):
             version = (state.submitted_version, self.version)
             for number in range(state.started, state.request.sampling.n):
                 state.finish(number, Completion([], [], "aborted", version))
@@ -140,7 +164,11 @@ class NativeCore:
 
     def reset(self) -> None:
         """Drop all requests in flight and free the KV cache."""
-        self.queue, self.states, self.table, self.cached_prompts, self.sharing = WaitingQueue(), {}, None, [], None
+        self.queue, self.states, self.parking = WaitingQueue(), {}, Parking()
+        self.free_cache()
+
+    def free_cache(self) -> None:  # which no running sequence needs
+        self.table, self.cached_prompts, self.sharing = None, [], None
         self.decoder.free_cache()
 
     def _schedule_prefills(self) -> list[PrefillBatch]:
@@ -150,7 +178,9 @@ class NativeCore:
             return []
         rows = self.limits.rows
         min_free = 1 if self.decoder.supports_mixed_batches or not running else -(-rows // _REFILL_DIVISOR)
-        requests = self.queue.take(rows - running, min_free, not self.decoder.supports_padded_prompts)
+        resumed = self.parking.take(rows - running)
+        free = rows - running - len(resumed)
+        requests = resumed + self.queue.take(free, min_free, not self.decoder.supports_padded_prompts)
         if not requests:
             return []
         self._ensure_rows(running + sum(len(r.samples) for r in requests))
@@ -158,10 +188,14 @@ class NativeCore:
         shared: list[PrefillRequest] = []
         unshared: list[PrefillRequest] = []
         for request in requests:
+            if request.parked is not None:
+                unshared.append(request)
+                continue
             request.cached_prompt = self._find_cached(request.prompt)
             is_long = len(request.prompt) >= _MIN_SHARED_PROMPT_TOKENS
             long_group = self.decoder.supports_shared_prompts and request.is_group and is_long
             (cached if request.cached_prompt else shared if long_group else unshared).append(request)
+        unshared.sort(key=lambda request: len(request.prompt))
         self._reserve_columns(max((len(r.prompt) for r in unshared), default=0))
         batches = [PrefillBatch(cached, shares_prompts=True)] if cached else []
         batches += [PrefillBatch(batch, shares_prompts=True) for batch in self._split_prefills(shared)]
@@ -329,20 +363,20 @@ class NativeCore:
         for (row, reason), tokens, logprobs in zip(ended, *columns, strict=True):
             sequence = table.rows[row]
             generated = slice(sequence.first_column - low, None)
-            completion = Completion(
-                tokens[generated], logprobs[generated], reason, (sequence.first_version, self.version),
-                sequence.alternatives,
-            )  # fmt: skip
-            sequence.state.finish(sequence.sample, completion)
+            sequence.finish(tokens[generated], logprobs[generated], reason)
             if sequence.state.done:
                 finished.append(sequence.state)
+        self._remove_rows(rows)
+        return finished
+
+    def _remove_rows(self, rows: list[int]) -> None:
+        table = self.table
         window = CacheWindow(self.column, self.low, table.starts, self.ragged)
         sources, targets = table.compact(rows)
         self.decoder.move_rows(sources, targets, table.count, window)
         if self.cached_prompts:
             self._free_unused_prompts()
         self._update_columns()
-        return finished
 
     def _free_unused_prompts(self) -> None:
         """Free the slots of prompts that no running row and no waiting request uses."""
@@ -363,19 +397,4 @@ class NativeCore:
             own_starts = self.table.own_starts[:count]
             self.low, high = int(own_starts.min()), int(own_starts.max())
             self.ragged = high != self.low
-        self.sharing = self._prompt_sharing() if self.cached_prompts else None
-
-    def _prompt_sharing(self) -> PromptSharing | None:
-        slots = {id(prompt): slot for slot, prompt in enumerate(self.cached_prompts)}
-        counts = [0] * (len(slots) + 1)
-        prompt_places = []
-        for row in self.table.rows:
-            slot = slots.get(id(row.cached_prompt), len(slots))
-            prompt_places.append((slot, counts[slot] if row.cached_prompt else 0))
-            counts[slot] += 1
-        rows_per_slot = max(counts[:-1])
-        if not rows_per_slot:
-            return None
-        return PromptSharing(
-            torch.tensor([slot * rows_per_slot + number for slot, number in prompt_places]), rows_per_slot, len(slots)
-        )
+        self.sharing = prompt_sharing(self.table.rows, self.cached_prompts) if self.cached_prompts else None

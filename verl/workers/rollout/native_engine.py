@@ -14,7 +14,7 @@ from verl.models.decoder.generic import GenericDecoder
 from verl.models.decoder.lean import Decoder, LeanDecoder
 from verl.models.decoder.lean_weights import why_not_lean
 from verl.models.device_moves import keep_freed_memory
-from verl.utils.errors import ConfigError, WorkerError
+from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import (
     Completion,
     GenerationRequest,
@@ -22,12 +22,10 @@ from verl.workers.rollout.base import (
     StaleWeightsError,
     rollout_dtype,
 )
+from verl.workers.rollout.cache_limits import cache_limits
 from verl.workers.rollout.engine_stats import EngineStats
-from verl.workers.rollout.native_core import CacheLimits, NativeCore
+from verl.workers.rollout.native_core import NativeCore
 from verl.workers.rollout.registry import EngineInputs
-
-CPU_CACHE_BYTES = 1 << 30
-CPU_PREFILL_TOKENS = 2048  # a small model's activations for this many fit the processor's caches
 
 
 class NativeEngine(RolloutEngine):
@@ -63,8 +61,13 @@ class NativeEngine(RolloutEngine):
         self.core = NativeCore(self.decoder, self.limits, model.config.vocab_size, decode_text, self.device)
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
         self._driver: asyncio.Task[None] | None = None
-        self._asleep = False
+        self._asleep = self._is_parked = False
+        self._restored: dict[int, dict[str, Any]] = {}  # by request id, until `generate`
         self._published_write_counts = parameter_versions(model)
+
+    @property
+    def can_park(self) -> bool:  # type: ignore[override]
+        return self.decoder.supports_padded_prompts
 
     @property
     def version(self) -> int:
@@ -75,18 +78,18 @@ class NativeEngine(RolloutEngine):
         return self.decoder.copied_bytes
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        if self._asleep:
+        if self._asleep and not self._is_parked:
             raise WorkerError(0, "generate", "the native engine is asleep; call wake() first")
-        if self._driver is None or self._driver.done():
+        if not self._is_parked and (self._driver is None or self._driver.done()):
             self._check_published()
         params = request.sampling
         eos = () if params.ignore_eos else self.eos_token_ids
-        self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
+        state = self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
+        if (saved := self._restored.pop(request.request_id, None)) is not None:
+            self.core.take_back(state, saved)
         future = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-            self._driver.add_done_callback(take_exception)
+        self._start_driver()
         try:
             return await future
         except asyncio.CancelledError:
@@ -103,10 +106,34 @@ class NativeEngine(RolloutEngine):
                 f"carry the wrong version; call update_weights(model, {self.version + 1}) first",
             )  # fmt: skip
 
+    def _start_driver(self) -> None:
+        if not self._is_parked and self.core.runnable and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.create_task(self._drive())
+            self._driver.add_done_callback(take_exception)
+
+    async def park(self) -> None:
+        self._is_parked = True
+        if self.config.kv_cache_on_publish == "recompute":
+            self.core.park()
+
+    async def resume(self) -> None:
+        if self._is_parked:
+            self._is_parked = False
+            self.core.resume()
+            if self.core.runnable:
+                self._check_published()
+            self._start_driver()
+
+    def parked(self) -> list[dict[str, Any]]:
+        return self.core.saved()
+
+    def restore(self, parked: Sequence[dict[str, Any]]) -> None:
+        self._restored = {saved["request_id"]: saved for saved in parked}
+
     async def _drive(self) -> None:
-        """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
+        """Consumes submitted requests; runs while any can go on; unblocked by `generate` and `resume`."""
         try:
-            while self.core.busy:
+            while self.core.runnable and not self._is_parked:
                 self._resolve_futures(self.core.step())
                 self._stream_new_tokens()
                 await asyncio.sleep(0)
@@ -140,7 +167,7 @@ class NativeEngine(RolloutEngine):
                 f"the native engine takes the trainer's module, not {type(weights).__name__}; pass that module",
             )  # fmt: skip
         self.model = weights
-        self.core.version = version
+        self.core.use_version(version)
         self._published_write_counts = parameter_versions(weights)
         if not self._asleep:
             self._load_weights()
@@ -156,11 +183,13 @@ class NativeEngine(RolloutEngine):
             )
 
     async def sleep(self) -> None:
-        if self.core.busy:
+        if self._is_parked and self.core.is_decoding:  # kv_cache_on_publish=keep_kv: nothing can be freed
+            return
+        if self.core.busy and not self._is_parked:
             raise WorkerError(
                 0, "sleep", f"{len(self.core.states)} requests are in flight; await or abort() them before sleep()"
             )
-        self.core.reset()
+        self.core.free_cache()
         self.decoder.free_copies()
         self._asleep = True
 
@@ -209,35 +238,3 @@ def in_place_inputs(
 ) -> EngineInputs:
     """What an engine that samples from `module` is built from."""
     return EngineInputs(config, tokenizer, eos_ids(module, tokenizer), module, device)
-
-
-def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) -> CacheLimits:
-    """Size of the KV cache in the memory there is; raises ConfigError if one sequence does not fit."""
-    max_model_len = config.max_model_len or config.prompt_length + config.response_length
-    columns = max_model_len + max(64, min(max_model_len // 4, 256))
-    columns = -(-columns // 16) * 16
-    columns += 16 * (columns // 16 % 2 == 0)  # an odd number of cache lines: no stride of a power of two
-    per_token = decoder.bytes_per_token() + 12  # 12 bytes: the token and its log-prob
-    per_row = columns * per_token
-    budget = cache_budget(config, device)
-    rows = min(config.max_num_seqs, budget // per_row)
-    if rows < 1:
-        on_cpu = device.type == "cpu" or config.kv_cache_bytes is not None
-        key = "kv_cache_bytes" if on_cpu else "gpu_memory_utilization"
-        raise ConfigError(
-            f"one sequence of {max_model_len} tokens needs {per_row / 2**20:.2f} MiB of keys and values "
-            f"({columns} columns of {per_token} bytes), but the cache may hold "
-            f"{budget / 2**20:.2f} MiB; raise actor_rollout_ref.rollout.{key} or lower max_model_len"
-        )
-    limit = CPU_PREFILL_TOKENS if device.type == "cpu" else config.max_num_batched_tokens
-    return CacheLimits(rows, max_model_len, columns, min(config.max_num_batched_tokens, limit))
-
-
-def cache_budget(config: RolloutConfig, device: torch.device) -> int:
-    """Bytes of the KV cache: `kv_cache_bytes`, else 1 GiB on a CPU and `gpu_memory_utilization` of a device."""
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
-    if device.type == "cpu":
-        return CPU_CACHE_BYTES
-    free, total = torch.get_device_module(device).mem_get_info()
-    return max(0, min(free, int(config.gpu_memory_utilization * total) - (total - free)))

@@ -1,6 +1,7 @@
 """Scheduler state: the waiting requests, and the table of running sequences."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.data.random_streams import stream_key
+from verl.models.decoder.prompt_cache import PromptSharing
 from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest
 from verl.workers.rollout.sampling import SamplingTensors, add_bias, most_likely, penalise
 
@@ -57,6 +59,35 @@ class RunningSequence:
     first_version: int
     cached_prompt: CachedPrompt | None  # None if its prompt is in its own row
     alternatives: list[Alternatives] | None = None  # of each token so far, if the request asks for them
+    later_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens sampled before it)
+
+    def note_version(self, version: int, num_tokens: int) -> None:
+        """From the token with index `num_tokens` on, `version` samples."""
+        if self.later_versions and self.later_versions[-1][1] == num_tokens:
+            self.later_versions.pop()
+        self.later_versions.append((version, num_tokens))
+
+    @property
+    def newest_version(self) -> int:
+        return self.later_versions[-1][0] if self.later_versions else self.first_version
+
+    def finish(self, tokens: list[int], logprobs: list[float], reason: str) -> None:
+        """Note its completion, with the versions that sampled its tokens."""
+        starts = [(self.first_version, 0), *self.later_versions]
+        ends = [start for _, start in starts[1:]] + [len(tokens)]
+        parts = [(version, end - start) for (version, start), end in zip(starts, ends, strict=True) if end > start]
+        versions, segments = (parts[0][0], parts[-1][0]), tuple(parts) if len(parts) > 1 else ()
+        self.state.finish(self.sample, Completion(tokens, logprobs, reason, versions, self.alternatives, segments))
+
+
+@dataclass(eq=False)
+class ParkedSequence:
+    """An unfinished completion without a KV cache; `place` orders those that are parked."""
+
+    row: RunningSequence
+    tokens: list[int]
+    logprobs: list[float]
+    place: int = 0
 
 
 @dataclass
@@ -66,6 +97,7 @@ class PrefillRequest:
     prompt: list[int]
     samples: list[tuple[RequestState, int]]
     cached_prompt: CachedPrompt | None = None  # if set, it needs no prefill
+    parked: ParkedSequence | None = None  # the only sample, which goes on; its tokens are the end of `prompt`
 
     @property
     def is_group(self) -> bool:
@@ -101,8 +133,8 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(state.waiting for state in self._states)
 
-    def push(self, state: RequestState) -> None:
-        self._states.append(state)
+    def push(self, *states: RequestState) -> None:
+        self._states.extend(states)
 
     def remove(self, request_id: int | None) -> list[RequestState]:
         """Remove and return one waiting request, or all."""
@@ -111,6 +143,9 @@ class WaitingQueue:
         for state in states:
             (removed if request_id in (None, state.request.request_id) else self._states).append(state)
         return removed
+
+    def waiting_states(self) -> list[RequestState]:
+        return list(self._states)
 
     def has(self, prompt: list[int]) -> bool:
         return any(state.request.prompt_ids == prompt for state in self._states)
@@ -217,18 +252,24 @@ class RowTable:
     def append(self, requests: list[PrefillRequest], column: int, version: int) -> None:
         """Add rows whose prompts end before `column`; `column` gets their first tokens."""
         self._sampling_steps = None
-        entering = [
-            RunningSequence(state, n, column, version, r.cached_prompt) for r in requests for state, n in r.samples
-        ]
+        entering: list[RunningSequence] = []
+        for request in requests:
+            if request.parked is not None:
+                self._put_tokens(self.count + len(entering), request.parked, column, version)
+                entering.append(request.parked.row)
+                continue
+            for state, sample in request.samples:
+                entering.append(RunningSequence(state, sample, column, version, request.cached_prompt))
         rows, params = slice(self.count, self.count + len(entering)), [row.state.request.sampling for row in entering]
         integers = []
         for row, sampling in zip(entering, params, strict=True):
-            start = column - len(row.state.request.prompt_ids)
-            last_column, min_stop_column = column + sampling.max_tokens - 1, column + sampling.min_tokens
-            own_start = column if row.cached_prompt else start
+            first = row.first_column
+            start = first - len(row.state.request.prompt_ids)
+            last_column, min_stop_column = first + sampling.max_tokens - 1, first + sampling.min_tokens
+            own_start = first if row.cached_prompt else start
             top_k = sampling.top_k if sampling.top_k > 0 else self.vocab_size
             key = stream_key(sampling.seed, row.state.request.stream_id, row.sample)
-            integers.append([start, own_start, column, last_column, min_stop_column, top_k, key])
+            integers.append([start, own_start, first, last_column, min_stop_column, top_k, key])
         self.integers[:, rows] = torch.tensor(integers).T
         self.top_p[rows] = torch.tensor([sampling.top_p for sampling in params])
         self.greedy[rows] = torch.tensor([sampling.temperature == 0 for sampling in params])
@@ -238,6 +279,21 @@ class RowTable:
         width = self.stop_ids.shape[1]
         self.stop_ids[rows] = torch.tensor([[*ids, *[-1] * (width - len(ids))] for ids in stops])
         self.rows += entering
+
+    def _put_tokens(self, number: int, parked: ParkedSequence, column: int, version: int) -> None:
+        """Let row `number` go on at `column` with the token after those of `parked`."""
+        sampled, row = slice(column - len(parked.tokens), column), parked.row
+        row.first_column, row.cached_prompt = sampled.start, None
+        if version != row.newest_version:
+            row.note_version(version, len(parked.tokens))
+        self.tokens[number, sampled] = torch.tensor(parked.tokens, device=self.device)
+        self.logprobs[number, sampled] = torch.tensor(parked.logprobs, device=self.device)
+
+    def parked(self, number: int, column: int) -> ParkedSequence:
+        """The sequence of a row whose newest token is in `column`."""
+        sampled = slice(self.rows[number].first_column, column + 1)
+        tokens, logprobs = self.tokens[number, sampled].tolist(), self.logprobs[number, sampled].tolist()
+        return ParkedSequence(self.rows[number], tokens, logprobs)
 
     def compact(self, finished: list[int]) -> RowMoves:
         """Remove rows and move the last rows into their places."""
@@ -313,3 +369,20 @@ class RowTable:
             min_p_B=min_p,
             forbidden_BK=forbidden,
         )
+
+
+def prompt_sharing(rows: Sequence[RunningSequence], cached_prompts: Sequence[CachedPrompt]) -> PromptSharing | None:
+    """Which rows share which cached prompt; None where no row has one."""
+    slots = {id(prompt): slot for slot, prompt in enumerate(cached_prompts)}
+    counts = [0] * (len(slots) + 1)
+    prompt_places = []
+    for row in rows:
+        slot = slots.get(id(row.cached_prompt), len(slots))
+        prompt_places.append((slot, counts[slot] if row.cached_prompt else 0))
+        counts[slot] += 1
+    rows_per_slot = max(counts[:-1])
+    if not rows_per_slot:
+        return None
+    return PromptSharing(
+        torch.tensor([slot * rows_per_slot + number for slot, number in prompt_places]), rows_per_slot, len(slots)
+    )

@@ -25,11 +25,10 @@ from verl.workers.rollout.base import (
     GenerationRequest,
     StaleWeightsError,
     check_request,
-    completes_stop_text,
-    max_stop_tokens,
     same_on_all_ranks,
 )
 from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
+from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
 # Not replaced by engine_kwargs.
