@@ -14,7 +14,7 @@ from pathlib import Path
 from support.admission_events import NoSecondRule, simulate
 from support.record import save
 
-from verl.trainer.ppo.admission import DROP, WAIT, Admission
+from verl.trainer.ppo.admission import DROP, WAIT, AdmissionRules
 
 BAR_S, SIGMA, MAX_LAG = 10.0, 2.5, 8
 
@@ -27,8 +27,8 @@ def main() -> int:
     args = parser.parse_args()
     results, failed = {}, False
     for name, rules in {
-        "wait": Admission(args.batch, 1.0, MAX_LAG, WAIT),
-        "drop": Admission(args.batch, 1.0, MAX_LAG, DROP),
+        "wait": AdmissionRules(args.batch, 1.0, MAX_LAG, WAIT),
+        "drop": AdmissionRules(args.batch, 1.0, MAX_LAG, DROP),
         "no second rule": NoSecondRule(args.batch, 1.0, MAX_LAG),
     }.items():
         start = time.process_time()

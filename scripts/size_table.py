@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4258,
+    "config": 4382,
     "plugin": 1350,
-    "data": 2804,
+    "data": 2814,
     "algorithms": 2300,
     "runtime": 3339,
-    "observe": 3137,
+    "observe": 3184,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 4842,
+    "workers/rollout": 5114,
     "workers": 1140,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4365,
-    "trainer": 7819,
+    "trainer": 8286,
     "commands": 6379,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20184, 56363, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20785, 57284, 400
 
 
 def package_of(path: Path) -> str:

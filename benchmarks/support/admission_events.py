@@ -4,12 +4,12 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
-from verl.trainer.ppo.admission import Admission
+from verl.trainer.ppo.admission import AdmissionRules
 
 TRAIN_TIME = 1.0  # of a step; the median group takes as long
 
 
-class NoSecondRule(Admission):
+class NoSecondRule(AdmissionRules):
     """Rule 1 alone: a step begins as soon as there are enough groups."""
 
     @property
@@ -32,7 +32,7 @@ class Found:
     loads: list[int] = field(default_factory=list)  # groups in flight, queued and in training, after admissions
 
 
-def simulate(rules: Admission, num_events: int, sigma: float, seed: int = 0) -> Found:
+def simulate(rules: AdmissionRules, num_events: int, sigma: float, seed: int = 0) -> Found:
     """Log-normal durations (`sigma`) of groups that run beside each other and beside the step in progress."""
     draws, found = random.Random(seed), Found()
     now, version = 0.0, 0

@@ -80,7 +80,13 @@ def watch_checkpoints(folder: Path, run: str, monkeypatch: pytest.MonkeyPatch) -
     return logged
 
 
-TIMINGS = ("timing_s/", "timing_per_token_ms/")
+TIMINGS = (
+    "fully_async/trainer/",
+    "fully_async/rollouter/",
+    "fully_async/total_wait_time",
+    "timing_s/",
+    "timing_per_token_ms/",
+)
 
 
 def without_timings(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from verl.config import foreign_keys, schema
 from verl.config.actor import FORWARD_BATCHING_KEYS, LOG_PROB_BATCHING_KEYS, PPO_BATCHING_KEYS, ActorConfig
+from verl.config.asynchronous import check_asynchronous
 from verl.config.distillation import teachers
 from verl.config.model import HFModelConfig
 from verl.config.no_effect import value_at
@@ -48,6 +49,7 @@ def check(config: Any, combinations: bool = True) -> None:
             _check_algorithm,
             _check_engines,
             _check_run,
+            check_asynchronous,
         ):
             with mistakes:
                 rule(config)

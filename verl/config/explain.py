@@ -38,6 +38,7 @@ DIFFERENT_DEFAULTS = (
     ("trainer.n_gpus_per_node", "8", "null (all devices)", "a laptop has one device"),
     ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
     ("trainer.experiment_name", "gsm8k; test", "auto: grpo-2026-11-23-1", "a run overwrites no other"),
+    ("trainer.v1.sampler.max_off_policy_strategy", "drop", "wait", "slow answers, the long ones, stay in training"),
     ("trainer.save_freq", "-1 (never)", "null: the last step", "the trained model is kept"),
     ("*rollout.name", "required", "native; reward model: null", "nothing to install"),
     ("*rollout.tensor_model_parallel_size", "2", "1", "one device"),

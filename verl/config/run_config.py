@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.algorithm import AlgorithmConfig
+from verl.config.asynchronous import AsyncTrainingConfig
 from verl.config.base import Section, key, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
@@ -38,6 +39,7 @@ class RunConfig(Section):
     critic: CriticConfig = section(CriticConfig)
     reward: RewardConfig = section(RewardConfig)
     distillation: DistillationConfig = section(DistillationConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 

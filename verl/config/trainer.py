@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.asynchronous import V1Config
 from verl.config.base import LARGEST_SEED, Section, key, section
 
 RESUME_MODES = ("auto", "disable", "resume_path")
@@ -33,22 +34,6 @@ _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "
     "on with the new one. With experiment_name=auto, resume goes on with the newest run of this configuration."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerConfig(Section):
-    """What happens to groups that cannot be trained on."""
-
-    sync_refill_failed_groups: bool = key(
-        False, "Replace a prompt whose answers all got no reward by the next one; filter_groups always does."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class V1Config(Section):
-    """Where trajectories come from."""
-
-    sampler: SamplerConfig = section(SamplerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,10 @@ class PromptSampler:
         self._offset += count
         return self._dataset.rows(positions.tolist())
 
+    def rows_of(self, indices: Sequence[int]) -> list[PromptRow]:
+        """The prompts with these `PromptRow.index`, which a checkpoint names."""
+        return self._dataset.rows(self._dataset.positions_of(indices)) if indices else []
+
     def _check_batch_size(self, count: int) -> None:
         if count < 1:
             raise ConfigError(f"a batch of {count} prompts was requested; data.train_batch_size must be at least 1")

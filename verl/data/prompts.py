@@ -153,6 +153,11 @@ class PromptDataset:
             )
         ]
 
+    def positions_of(self, indices: Iterable[int]) -> list[int]:
+        """The positions of the rows with these `PromptRow.index`."""
+        positions = {index: position for position, index in enumerate(self._row_indices.tolist())}
+        return [positions[index] for index in indices]
+
     def _prompt_row(
         self, index: int, raw: dict[str, Any], messages: list[Message], text: str, ids: list[int]
     ) -> PromptRow:

@@ -206,6 +206,26 @@ def mismatch_metrics(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]
     return out
 
 
+def off_policy_metrics(batch: Batch, current_logprobs: Tensor, version: int) -> dict[str, float]:
+    """Two ratios apart, over sampled tokens: rollout against trainer at one version, and version against version.
+
+    `current_logprobs` (T,) nats are the trainer's at `version`. Answers of that version alone give `mismatch_metrics`;
+    all others compare their `old_logprobs`, of the version that sampled them, with it: KL by k1 and k3, nats.
+    """
+    fresh = batch["policy_versions"][:, 0] == version
+    out: dict[str, float] = {}
+    if bool(fresh.any()):
+        kept = fresh[batch.sequence_ids()]
+        out |= mismatch_metrics(batch.select(fresh.nonzero().squeeze(1)), current_logprobs[kept])
+    stale = batch["loss_mask"] & ~fresh[batch.sequence_ids()]
+    log_ratio = (current_logprobs - batch["old_logprobs"])[stale].double()
+    if log_ratio.numel():
+        out["training/off_policy/staleness_kl"] = float(-log_ratio.mean())
+        out["training/off_policy/staleness_k3_kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+        out["training/off_policy/staleness_ratio_max"] = float(log_ratio.abs().max().exp())
+    return out
+
+
 def _perplexities(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]:
     mask = batch["loss_mask"]
     count = batch.sum_per_sequence(mask.double())

@@ -12,9 +12,11 @@ PACKAGE = Path(__file__).parents[3] / "verl"
 
 
 CHECKED_BY_CONFIG = ("model_engine", "actor_rollout_ref.rollout.pipeline_model_parallel_size")
-CHECKED_BY_CONFIG += ("distillation.teacher_models",)
+CHECKED_BY_CONFIG += ("distillation.teacher_models", "trainer.v1.trainer_mode", "async_training.staleness_threshold")
+CHECKED_BY_CONFIG += ("trainer.v1.colocate_async.num_warmup_batches",)
 CHECKED_BY_CONFIG += tuple(f"actor_rollout_ref.{role}.router_replay.mode" for role in ("actor", "ref"))
-"""Keys that the loading itself uses up: other defaults, one allowed value, and names that it makes into teachers."""
+"""Keys that the loading itself uses up: other defaults, one allowed value, names that it makes into teachers,
+and a mode and an age that functions beside them tell."""
 CHOSEN_BY_CONFIG = ("fsdp_config",)  # sections that code outside reaches as `engine`
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from benchmarks.support.admission_events import NoSecondRule, simulate
-from verl.trainer.ppo.admission import DROP, WAIT, Admission
+from verl.trainer.ppo.admission import DROP, WAIT, AdmissionRules
 from verl.utils.errors import ConfigError
 
 B = 8
@@ -16,7 +16,7 @@ B = 8
 @pytest.mark.parametrize("strategy", [WAIT, DROP])
 @pytest.mark.parametrize("sigma", [0.5, 2.5])
 def test_no_group_is_older_than_the_largest_age(staleness, max_lag, strategy, sigma):
-    found = simulate(Admission(B, staleness, max_lag, strategy), 4_000, sigma)
+    found = simulate(AdmissionRules(B, staleness, max_lag, strategy), 4_000, sigma)
     assert max(found.lags) <= (max_lag if staleness else 0)
     assert found.trained_twice == 0
     assert found.trained | found.dropped | found.open == set(range(found.admitted))
@@ -25,24 +25,24 @@ def test_no_group_is_older_than_the_largest_age(staleness, max_lag, strategy, si
 
 @pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0, 2.0])
 def test_the_mean_age_is_the_staleness(staleness):
-    found = simulate(Admission(B, staleness, 8), 8_000, 2.0)
+    found = simulate(AdmissionRules(B, staleness, 8), 8_000, 2.0)
     assert sum(found.lags) / len(found.lags) == pytest.approx(staleness, abs=0.02)
 
 
 def test_without_the_second_rule_slow_groups_become_older():
     found = simulate(NoSecondRule(B, 1.0, 8), 8_000, 2.5)
     assert max(found.lags) > 8
-    assert simulate(Admission(B, 1.0, 8), 8_000, 2.5).late_waits > 0  # the same durations with the rule
+    assert simulate(AdmissionRules(B, 1.0, 8), 8_000, 2.5).late_waits > 0  # the same durations with the rule
 
 
 def test_drop_refills_the_place_of_each_group_that_it_drops():
-    found = simulate(Admission(B, 1.0, 2, DROP), 4_000, 2.5)
+    found = simulate(AdmissionRules(B, 1.0, 2, DROP), 4_000, 2.5)
     assert found.dropped
     assert max(found.loads) == 2 * B
 
 
 def test_a_prompt_is_admitted_only_while_fewer_than_the_bound_are_under_way():
-    rules = Admission(B, 0.25)
+    rules = AdmissionRules(B, 0.25)
     assert rules.room == 10
     numbers = [rules.admit() for _ in range(rules.room)]
     assert rules.room == 0
@@ -55,12 +55,12 @@ def test_a_prompt_is_admitted_only_while_fewer_than_the_bound_are_under_way():
 
 
 def test_a_fraction_of_a_group_is_a_whole_one():
-    assert Admission(4, 0.1).limit == 5
-    assert Admission(10, 0.1).limit == 11  # not 12: 1.1 x 10 is above 11 in floating point
+    assert AdmissionRules(4, 0.1).limit == 5
+    assert AdmissionRules(10, 0.1).limit == 11  # not 12: 1.1 x 10 is above 11 in floating point
 
 
 def test_the_oldest_finished_groups_are_taken_in_the_order_of_their_prompts():
-    rules = Admission(2, 1.0)
+    rules = AdmissionRules(2, 1.0)
     for _ in range(4):
         rules.admit()
     for number in (3, 1, 0):
@@ -69,7 +69,7 @@ def test_the_oldest_finished_groups_are_taken_in_the_order_of_their_prompts():
 
 
 def test_staleness_0_waits_for_all_that_it_admitted():
-    rules = Admission(3, 0.0)
+    rules = AdmissionRules(3, 0.0)
     numbers = [rules.admit() for _ in range(rules.room)]
     for number in reversed(numbers):
         assert not rules.ready
@@ -79,7 +79,7 @@ def test_staleness_0_waits_for_all_that_it_admitted():
 
 
 def test_a_group_that_would_be_late_is_waited_for():
-    rules = Admission(1, 1.0, max_lag=2)
+    rules = AdmissionRules(1, 1.0, max_lag=2)
     slow = rules.admit()
     for version in (0, 1):
         fast = rules.admit()
@@ -95,7 +95,7 @@ def test_a_group_that_would_be_late_is_waited_for():
 
 
 def test_an_evicted_group_leaves_and_makes_room():
-    rules = Admission(2, 0.0)
+    rules = AdmissionRules(2, 0.0)
     numbers = [rules.admit(), rules.admit()]
     for number in numbers:
         rules.finish(number)
@@ -108,7 +108,7 @@ def test_an_evicted_group_leaves_and_makes_room():
 
 def test_the_rules_go_on_from_their_state_as_if_nothing_had_been():
     choices = random.Random(5)
-    rules = Admission(3, 1.5, 4)
+    rules = AdmissionRules(3, 1.5, 4)
     for version in range(1, 30):
         for _ in range(rules.room):
             rules.admit()
@@ -120,7 +120,7 @@ def test_the_rules_go_on_from_their_state_as_if_nothing_had_been():
             rules.finish(number)
         rules.take()
         rules.publish(version)
-        again = Admission(3, 1.5, 4)
+        again = AdmissionRules(3, 1.5, 4)
         again.load_state_dict(json.loads(json.dumps(rules.state_dict())))
         assert (again.room, again.num_queued, again.ready) == (rules.room, rules.num_queued, rules.ready)
         rules = again
@@ -128,4 +128,4 @@ def test_the_rules_go_on_from_their_state_as_if_nothing_had_been():
 
 def test_a_largest_age_without_room_beside_the_mean_is_refused():
     with pytest.raises(ConfigError, match=r"max_off_policy_threshold=2 .* set it to 3"):
-        Admission(B, 1.5, 2)
+        AdmissionRules(B, 1.5, 2)

@@ -8,13 +8,13 @@ import math
 from collections import Counter
 from typing import Any
 
-from verl.utils.errors import ConfigError
+from verl.config.asynchronous import check_ages
 
 WAIT, DROP = "wait", "drop"
 STRATEGIES = (WAIT, DROP)
 
 
-class Admission:
+class AdmissionRules:
     """Says when a prompt may be sent, and which finished groups a step takes. Groups are numbered from 0 as admitted.
 
     Rule 1: a prompt is admitted while in flight + queued + in training < (1 + staleness) x batch groups. A publish
@@ -27,15 +27,15 @@ class Admission:
     """
 
     def __init__(self, batch: int, staleness: float = 0.0, max_lag: int = 8, strategy: str = WAIT):
-        check_rules(staleness, max_lag)
+        check_ages(staleness, max_lag)
         self.batch, self.strategy = batch, strategy
         self.max_lag = max_lag if staleness > 0 else 0
         self.limit = math.ceil(round((1 + staleness) * batch, 9))  # the first count that is not below the bound
-        self.version = self.admitted = self.num_queued = 0
+        self.version = self.admitted = 0
         self.in_training: list[int] = []
         self.versions: dict[int, int] = {}  # group -> version at its admission: in flight or queued, the oldest first
-        self._queued: list[int] = []  # heap: finished, not taken
-        self._left: set[int] = set()  # of those in the heap: evicted or dropped
+        self._queued: set[int] = set()  # finished, not taken
+        self._oldest: list[int] = []  # heap of the same, and of groups that have left since
         self._outstanding: Counter[int] = Counter()  # by version: in flight or queued
         self._finished: Counter[int] = Counter()  # by version: queued
 
@@ -45,9 +45,14 @@ class Admission:
         return max(0, self.limit - len(self.versions) - len(self.in_training))
 
     @property
+    def num_queued(self) -> int:
+        """Finished groups that no step has taken."""
+        return len(self._queued)
+
+    @property
     def queued(self) -> list[int]:
-        """The finished groups that no step has taken, in the order of their admission."""
-        return sorted(set(self._queued) - self._left)
+        """Those groups, in the order of their admission."""
+        return sorted(self._queued)
 
     def admit(self) -> int:
         """The number of a new group, at the version that is published now."""
@@ -57,16 +62,15 @@ class Admission:
         return number
 
     def finish(self, number: int) -> None:
-        """The answers of a group are complete; one that was dropped before is ignored."""
-        if number in self.versions:
-            heapq.heappush(self._queued, number)
+        """The answers of a group are complete. One that has left, or is queued already, is ignored."""
+        if number in self.versions and number not in self._queued:
+            self._queued.add(number)
+            heapq.heappush(self._oldest, number)
             self._finished[self.versions[number]] += 1
-            self.num_queued += 1
 
     def evict(self, number: int) -> None:
-        """A queued group leaves untrained: it cannot be trained on. Its place is free for another prompt."""
-        self._leave(number, was_queued=True)
-        self._left.add(number)
+        """A group leaves untrained: it cannot be trained on. Its place is free for another prompt."""
+        self._leave(number)
 
     @property
     def ready(self) -> bool:
@@ -88,12 +92,9 @@ class Admission:
         """The oldest finished groups, which a step trains on until `publish`. Only when `ready`."""
         taken: list[int] = []
         while len(taken) < self.batch:
-            number = heapq.heappop(self._queued)
-            if number in self._left:
-                self._left.discard(number)
-                continue
-            self._leave(number, was_queued=True)
-            taken.append(number)
+            if (number := heapq.heappop(self._oldest)) in self._queued:
+                self._leave(number)
+                taken.append(number)
         self.in_training = taken
         return taken
 
@@ -107,42 +108,31 @@ class Admission:
             if version - admitted_at <= self.max_lag:
                 break
             late.append(number)
-        queued = set(self.queued) if late else set()
         for number in late:
-            self._leave(number, number in queued)
-        self._left |= queued & set(late)
+            self._leave(number)
         return late
 
-    def _leave(self, number: int, was_queued: bool) -> None:
+    def _leave(self, number: int) -> None:
         version = self.versions.pop(number)
-        self.num_queued -= was_queued
-        for counts, left in ((self._outstanding, 1), (self._finished, was_queued)):
-            counts[version] -= left
+        counted = [self._outstanding, *([self._finished] if number in self._queued else [])]
+        self._queued.discard(number)
+        for counts in counted:
+            counts[version] -= 1
             if not counts[version]:
                 del counts[version]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the groups that are in flight or queued, in the order of their admission."""
-        queued = set(self.queued)
-        groups = [[number, version, number in queued] for number, version in self.versions.items()]
+        groups = [[number, version, number in self._queued] for number, version in self.versions.items()]
         return {"version": self.version, "admitted": self.admitted, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after `state`; nothing is in training."""
-        self.version, self.admitted, self.in_training, self.num_queued = state["version"], state["admitted"], [], 0
-        for kept in (self.versions, self._queued, self._left, self._outstanding, self._finished):
+        self.version, self.admitted, self.in_training = state["version"], state["admitted"], []
+        for kept in (self.versions, self._queued, self._oldest, self._outstanding, self._finished):
             kept.clear()
         for number, version, is_queued in state["groups"]:
             self.versions[number] = version
             self._outstanding[version] += 1
             if is_queued:
                 self.finish(number)
-
-
-def check_rules(staleness: float, max_lag: int) -> None:
-    """ConfigError where the largest age leaves no room beside the mean."""
-    if staleness > 0 and max_lag < staleness + 1:
-        raise ConfigError(
-            f"trainer.v1.sampler.max_off_policy_threshold={max_lag} versions must be at least 1 above the mean age "
-            f"staleness={staleness:g}: set it to {math.ceil(staleness + 1)} or more"
-        )

@@ -3,17 +3,23 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import RunConfig
+from verl.config.asynchronous import is_asynchronous, staleness
 from verl.config.check import replaces_groups, uses_critic, uses_reference
+from verl.config.foreign_keys import not_yet_supported_message
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
+from verl.observe.events import EVENTS_FILE, EventLog
 from verl.observe.progress import Progress
 from verl.observe.tracking import Tracking
 from verl.rewards.canary import canary_of
 from verl.runtime.group import WorkerGroup
 from verl.runtime.pools import WorkerPools
+from verl.trainer.ppo.admission import AdmissionRules
+from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.efficiency import planned_memory_metrics
 from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.monitoring import export_metrics
@@ -30,9 +36,9 @@ from verl.trainer.ppo.rollout_setup import (
 )
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
-from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource
+from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource, TrajectorySource
 from verl.trainer.preflight import Findings
-from verl.utils.errors import VerlError
+from verl.utils.errors import ConfigError, VerlError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
@@ -87,7 +93,7 @@ def assemble_run(
     started: ExitStack,
 ) -> TrainingRun:
     """The driver's side of a run, on ranks that have started; `started` closes, the newest first, what starts here."""
-    arr, tokenizer = config.actor_rollout_ref, prepared.tokenizer
+    tokenizer = prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
     reward_model = start_reward_model(config, prepared, pools, started)  # on devices where the rollout is not yet
     engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
@@ -103,7 +109,7 @@ def assemble_run(
     teachers = Teachers(config, pools, prepared.teacher_of_row) if config.distillation.enabled else None
     trainer = PPOTrainer(
         config,
-        SyncSource(prompts, collector, training_sampling(arr.rollout), needs_baselines(config), GroupRules.of(config)),
+        build_source(config, prompts, collector),
         actor,
         weight_sync,
         pools,
@@ -122,6 +128,28 @@ def assemble_run(
     for dispatcher in (*dispatchers, *(teachers.dispatchers if teachers else ())):
         dispatcher.on_sequences = run.count_sequences
     return run
+
+
+def build_source(config: RunConfig, prompts: PromptSampler, collector: RolloutCollector) -> TrajectorySource:
+    """The source of `trainer.v1.trainer_mode`. Without staleness all do the same: the synchronous one is taken where
+    it alone replaces groups, or lets a reward model take turns with the rollout on its devices."""
+    sampling, rules = training_sampling(config.actor_rollout_ref.rollout), GroupRules.of(config)
+    mean_age = staleness(config) if is_asynchronous(config) else 0.0
+    takes_turns = collector.reward_model is not None and collector.reward_model.shares_devices
+    if not is_asynchronous(config) or (mean_age == 0 and (rules.replace_groups or takes_turns)):
+        return SyncSource(prompts, collector, sampling, needs_baselines(config), rules)
+    if mean_age > 0 and not collector.engine.can_park:
+        what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a staleness of {mean_age:g}"
+        raise ConfigError(not_yet_supported_message(what, "keeping unfinished answers with this rollout engine"))
+    if takes_turns:
+        what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a reward model on the rollout's devices"
+        raise ConfigError(not_yet_supported_message(what, "a reward model beside unfinished answers"))
+    settings = config.trainer.v1.sampler
+    admission = AdmissionRules(
+        config.data.train_batch_size, mean_age, settings.max_off_policy_threshold, settings.max_off_policy_strategy
+    )
+    events = EventLog(Path(config.trainer.default_local_dir) / EVENTS_FILE)
+    return AsyncSource(prompts, collector, sampling, admission, rules, events, needs_baselines(config))
 
 
 def count_steps(config: RunConfig, prompts: PromptSampler) -> int:

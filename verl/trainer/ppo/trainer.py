@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from verl.algorithms.advantages import compute_advantages, get_advantage, with_token_rewards
 from verl.algorithms.kl import apply_kl_in_reward, get_kl_controller
@@ -18,6 +19,7 @@ from verl.algorithms.losses import aggregation_mode
 from verl.algorithms.policy_filtration import resample_by_score
 from verl.algorithms.rollout_correction import correct
 from verl.config import RunConfig
+from verl.config.asynchronous import is_asynchronous, records_old_logprobs
 from verl.config.check import trained_actor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
@@ -33,6 +35,7 @@ from verl.trainer.batch_metrics import (
     entropy_metrics,
     mean_max_min,
     mismatch_metrics,
+    off_policy_metrics,
     reward_part_metrics,
     turn_metrics,
     variance_proxy_metrics,
@@ -138,15 +141,19 @@ class PPOTrainer:
         """
         algorithm, more = self.config.algorithm, outputs_asked_for(self.config)
         bypassed, resamples = algorithm.rollout_correction.bypass_mode, algorithm.use_pf_ppo
-        if bypassed:
+        stale = None if bypassed else self.stale_sequences(batch)
+        if bypassed or stale is not None:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
         if more or resamples or not (bypassed or self.old_logprobs_are_redundant(batch)):
             with timer("old_log_prob"):
                 outputs = self.actor.logprobs_and_entropy(batch, more)
             batch = batch.with_columns(entropy=outputs["entropy"])
-            if not bypassed:
+            if stale is not None:
+                old = torch.where(stale[batch.sequence_ids()], batch["rollout_logprobs"], outputs["logprobs"])
+                batch = batch.with_columns(old_logprobs=old)
+            elif not bypassed:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
-            elif resamples:  # the update does not see every sequence
+            if resamples and (bypassed or stale is not None):  # the update does not see every sequence
                 batch = batch.with_columns(current_logprobs=outputs["logprobs"])
             if "sum_pi_squared" in outputs:
                 batch = batch.with_columns(sum_pi_squared=outputs["sum_pi_squared"])
@@ -207,10 +214,8 @@ class PPOTrainer:
                 update_metrics, outputs = self.actor.update(trained, self.global_step)
                 metrics.merge(update_metrics.with_prefix("actor/", unless="distillation/"))
                 metrics.merge(self.actor.correction_metrics)
-            if self.config.algorithm.rollout_correction.bypass_mode:
-                current = batch["current_logprobs"] if "current_logprobs" in batch else outputs["logprobs"]
-                for name, value in mismatch_metrics(batch, current).items():
-                    metrics.mean(name, value, 1)
+            for name, value in self.compare_policies(batch, outputs["logprobs"]).items():
+                metrics.mean(name, value, 1)
             if "old_logprobs" not in batch:
                 batch = batch.with_columns(old_logprobs=outputs["logprobs"])
             if "entropy" not in batch and "entropy" in outputs:
@@ -230,11 +235,27 @@ class PPOTrainer:
         """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.
 
         Besides what `update_gives_old_logprobs` asks for: an actor update, no dropout, and answers that were sampled
-        by the published weights alone.
+        by the published weights alone, or whose log-probs are those that the rollout has recorded.
         """
         warm = self.global_step >= self.config.trainer.critic_warmup
-        on_policy = bool((batch["policy_versions"] == self.version).all())
+        on_policy = "old_logprobs" in batch or bool((batch["policy_versions"] == self.version).all())
         return update_gives_old_logprobs(self.config) and warm and on_policy and not self.actor.has_dropout
+
+    def stale_sequences(self, batch: Batch) -> Tensor | None:
+        """(N,) bool: the answers whose old log-probs are what the rollout has recorded, because older weights sampled a
+        token; None where there is none, or the trainer of that version would not compute the same numbers."""
+        if not is_asynchronous(self.config) or not records_old_logprobs(self.config):
+            return None
+        stale = batch["policy_versions"][:, 0] < self.version
+        return stale if bool(stale.any()) else None
+
+    def compare_policies(self, batch: Batch, updated: Tensor) -> dict[str, float]:
+        """Rollout against trainer, and version against version, where `evaluate` took old log-probs from the rollout;
+        `updated` (T,) are the log-probs at the beginning of the update, unless they are a column already."""
+        current = batch["current_logprobs"] if "current_logprobs" in batch else updated  # noqa: SIM401  (no mapping)
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return mismatch_metrics(batch, current)
+        return {} if self.stale_sequences(batch) is None else off_policy_metrics(batch, current, self.version)
 
     def step_metrics(self, batch: Batch, trained: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
         """Every metric of the step except timings; VerlError where a loss is not finite."""
@@ -248,8 +269,8 @@ class PPOTrainer:
         out.update(balance_metrics(trained.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
         out.update(reward_part_metrics(rollouts.trajectories))
-        bypassed = config.algorithm.rollout_correction.bypass_mode  # then `update` has compared
-        if "old_logprobs" in batch and not bypassed and config.actor_rollout_ref.rollout.calculate_log_probs:
+        compared = config.algorithm.rollout_correction.bypass_mode or "training/off_policy/staleness_kl" in out
+        if "old_logprobs" in batch and not compared and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
         if "sum_pi_squared" in batch:
             out.update(variance_proxy_metrics(trained, out.get("actor/grad_norm")))

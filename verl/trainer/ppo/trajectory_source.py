@@ -149,6 +149,7 @@ class _Collection:
         engine, first = self.collector.engine, self._next_prompts()
         self.before_update = before_update
         await engine.wake()
+        await engine.resume()  # unfinished answers of training go on beside a validation
         self.stats_before = stats_before = await engine.stats()
         watcher = asyncio.create_task(self._watch_tokens(stats_before))
         try:
@@ -167,6 +168,8 @@ class _Collection:
             await self.model.sleep()
             return self._result()
         self.out.engine_stats = metrics_between(stats_before, await engine.stats())
+        if engine.can_park and not before_update:
+            await engine.park()
         if self.collector.free_cache:
             await self._let_rollout_sleep(last=True)
         return self._result()

@@ -1,0 +1,128 @@
+"""Colocated asynchronous runs: without staleness they are the synchronous run, and with it nothing is lost."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e import jobs
+from tests.e2e.test_resume import assert_same_run, stopping
+from verl.observe.events import read_events
+from verl.observe.ledger import read_ledger
+from verl.utils.errors import VerlError
+
+ASYNC = "trainer.v1.trainer_mode=colocate_async"
+EVERY_STEP = ["trainer.save_freq=1", "trainer.test_freq=1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.gen_batch_size=2"],
+        ["actor_rollout_ref.rollout.free_cache_engine=False", "algorithm.adv_estimator=remax"],
+    ],
+    ids=["grpo", "mini-batches", "remax"],
+)
+def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(folder: Path, extra: list[str]):
+    jobs.train(folder, "sync", *EVERY_STEP, *extra)
+    jobs.train(folder, "async", *EVERY_STEP, *extra, ASYNC, "async_training.staleness_threshold=0")
+    assert_same_run(folder, "sync", "async", step=6)
+
+
+def test_with_staleness_a_run_trains_on_the_answers_of_older_weights(folder: Path):
+    jobs.train(folder, "run", *EVERY_STEP, ASYNC, "async_training.staleness_threshold=1")
+    rows = jobs.metrics(folder, "run")
+    for step in range(1, 7):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        assert len(batch["group_ids"].unique()) == 4
+        assert int((step - 1 - batch["policy_versions"][:, 0]).max()) <= 8
+        age = rows[step]["training/off_policy/lag/mean"]
+        assert age == (0 if step == 1 else pytest.approx(1, abs=1))
+    assert rows[6]["fully_async/count/stale_samples_processed"] > 0
+
+
+MORE = [
+    ["async_training.staleness_threshold=1.5"],
+    ["trainer.v1.sampler.max_off_policy_strategy=drop", "trainer.v1.sampler.max_off_policy_threshold=2"],
+    ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.max_num_seqs=8"],
+    ["algorithm.adv_estimator=remax"],
+]
+
+
+@pytest.mark.parametrize("extra", MORE, ids=["more", "drop", "few-rows", "remax"])
+def test_a_resumed_run_goes_on_with_what_was_under_way_bit_for_bit(folder: Path, extra: list[str]):
+    jobs.train(folder, "whole", *EVERY_STEP, ASYNC, *extra)
+    jobs.train(folder, "parts", *EVERY_STEP, ASYNC, *extra, *stopping(folder, 3))
+    jobs.train(folder, "parts", *EVERY_STEP, ASYNC, *extra)
+    assert_same_run(folder, "whole", "parts", step=6)
+    assert_trained_once_or_dropped(folder / "parts")
+
+
+def assert_trained_once_or_dropped(run: Path) -> None:
+    """In the history that survives, each admitted group is trained once, or named as dropped, or still under way."""
+    admitted: dict[int, int] = {}
+    trained: list[int] = []
+    dropped: list[int] = []
+    for event in surviving(read_events(run / "events.jsonl")):
+        if event["event"] == "admitted":
+            assert event["group"] not in admitted
+            admitted[event["group"]] = event["version"]
+        elif event["event"] == "take":
+            trained += event["groups"]
+            assert all(event["version"] - admitted[group] <= 8 for group in event["groups"])
+        elif event["event"] == "dropped":
+            dropped.append(event["group"])
+    assert len(trained) == len(set(trained)) == 6 * 4 and not set(trained) & set(dropped)
+    assert set(trained) | set(dropped) <= set(admitted)
+
+
+def surviving(events: list[dict]) -> list[dict]:
+    """Without what happened after the checkpoint that a later process went on from."""
+    out: list[dict] = []
+    for event in events:
+        if event["event"] == "resumed":
+            known = {e["group"] for e in out if e["event"] == "admitted"}
+            assert set(event["groups"]) <= known
+            out = [e for e in out if e["event"] != "take" or e["version"] < event["version"]]
+            lost = {e["group"] for e in out if e["event"] == "admitted" and e["version"] >= event["version"]}
+            out = [e for e in out if e.get("group") not in lost]
+        out.append(event)
+    return out
+
+
+def test_dynamic_sampling_fills_the_places_of_groups_without_spread(folder: Path):
+    filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward"]
+    jobs.train(folder, "run", ASYNC, *filtered)
+    for step, row in jobs.metrics(folder, "run").items():
+        if step:
+            assert row["reward/groups_without_spread"] == 0
+            assert len(read_ledger(folder / "run" / "ledger", step).batch["group_ids"].unique()) == 4
+
+
+def test_old_log_probs_are_those_of_the_version_that_sampled(folder: Path):
+    """The ledger has them: recorded for answers of older weights, the trainer's own pass for the others."""
+    jobs.train(folder, "run", ASYNC, "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.save_freq=-1")
+    rows, seen = jobs.metrics(folder, "run"), 0
+    for step in range(2, 7):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        stale = (batch["policy_versions"][:, 0] < step - 1)[batch.sequence_ids()]
+        assert torch.equal(batch["old_logprobs"][stale], batch["rollout_logprobs"][stale])
+        torch.testing.assert_close(batch["old_logprobs"][~stale], batch["rollout_logprobs"][~stale], atol=1e-4, rtol=0)
+        seen += int(stale.sum())
+        if stale.any():
+            assert rows[step]["training/off_policy/staleness_k3_kl"] > 1e-9
+    assert seen > 0
+
+
+def test_a_synchronous_checkpoint_is_not_resumed_as_an_asynchronous_one(folder: Path):
+    jobs.train(folder, "run", "trainer.save_freq=1", "trainer.total_training_steps=2")
+    with pytest.raises(VerlError, match="trainer_mode=sync"):
+        jobs.train(folder, "run", "trainer.save_freq=1", ASYNC, "trainer.on_existing=resume")

@@ -1,0 +1,85 @@
+"""Metrics of asynchronous training: ages, what was dropped, and who waited for whom."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.data.trajectory import Trajectory
+from verl.trainer.batch_metrics import mean_max_min
+from verl.trainer.ppo.group_filter import Group
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.async_source import AsyncSource
+
+
+@dataclass
+class AsyncCounts:
+    """Sums since the run began; a resumed run goes on with them."""
+
+    generated_groups: int = 0
+    stale_groups: int = 0
+    stale_trajectories: int = 0
+    dropped_groups: int = 0
+    dropped_now: int = 0  # by the last publish
+
+    def add_step(self, ages: Sequence[int], trajectories: Sequence[Trajectory], version: int) -> None:
+        """Count what a step has taken."""
+        self.generated_groups += len(ages)
+        self.stale_groups += sum(age > 0 for age in ages)
+        self.stale_trajectories += sum(t.policy_version[0] < version for t in trajectories)
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.__dict__.update(state)
+
+
+def step_metrics(
+    source: "AsyncSource",
+    ages: Sequence[int],
+    trajectories: Sequence[Trajectory],
+    waited_s: float,
+    trained_s: float,
+    evicted: Sequence[Group],
+) -> dict[str, float]:
+    """fully_async/*, training/off_policy/* and training/*/evicted_samples of the groups that a step has taken.
+
+    `ages`: versions between the admission of each group and its training; `waited_s`: seconds of the trainer in
+    `take`, which are those in which the rollout works; `trained_s`: seconds between the last two `take`s.
+    """
+    counts, admission, version = source.counts, source.admission, source.admission.version
+    spans = [t.policy_version[1] - t.policy_version[0] for t in trajectories]
+    partial, whole_s = sum(span > 0 for span in spans), max(waited_s + trained_s, 1e-9)
+    failed = [group for group in evicted if all(t.reward is None for t, _ in group)]
+    out: dict[str, Any] = {
+        "fully_async/count/current_param_version": version,
+        "fully_async/count/total_generated_samples": counts.generated_groups + admission.num_queued,
+        "fully_async/count/stale_samples_processed": counts.stale_groups,
+        "fully_async/count/stale_trajectory_processed": counts.stale_trajectories,
+        "fully_async/count/dropped_stale_samples": counts.dropped_groups,
+        "fully_async/count/queued": admission.num_queued,
+        "fully_async/count/in_flight": len(admission.versions) - admission.num_queued,
+        "fully_async/partial/total_partial_num": partial,
+        "fully_async/partial/partial_ratio": partial / max(len(spans), 1),
+        "fully_async/partial/max_partial_span": max(spans, default=0),
+        "fully_async/trainer/idle_ratio": waited_s / whole_s,
+        "fully_async/rollouter/idle_ratio": trained_s / whole_s,
+        "fully_async/total_wait_time": waited_s,
+        "training/off_policy/evicted_samples": counts.dropped_now * source.sampling.n,
+        "training/rollout_failure/evicted_samples": sum(map(len, failed)),
+        "training/filter_groups/evicted_samples": sum(map(len, evicted)) - sum(map(len, failed)),
+    }
+    for age, count in sorted(Counter(ages).items()):
+        out[f"training/off_policy/lag_histogram/{age}"] = count / len(ages)
+    oldest = [version - t.policy_version[0] for t in trajectories]
+    out |= mean_max_min("training/off_policy/lag", torch.tensor(ages, dtype=torch.float64))
+    out |= mean_max_min("training/off_policy/trajectory_spans", torch.tensor(spans, dtype=torch.float64))
+    worst = {t.group_id: 0 for t in trajectories}
+    for trajectory, age in zip(trajectories, oldest, strict=True):
+        worst[trajectory.group_id] = max(worst[trajectory.group_id], age)
+    worst_ages = torch.tensor(list(worst.values()), dtype=torch.float64)
+    return out | mean_max_min("training/off_policy/trajectory_staleness_worst", worst_ages)

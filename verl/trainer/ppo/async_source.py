@@ -1,0 +1,280 @@
+"""Trajectories from prompts that stay under way while the policy is trained (colocated asynchronous training)."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.data.prompt_sampler import PromptSampler
+from verl.data.prompts import PromptRow
+from verl.data.trajectory import Trajectory
+from verl.observe.events import EventLog
+from verl.trainer.ppo.admission import AdmissionRules
+from verl.trainer.ppo.async_metrics import AsyncCounts, step_metrics
+from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
+from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
+from verl.trainer.ppo.trajectory_source import (
+    CollectCounts,
+    RolloutBatch,
+    RolloutCollector,
+    greedy,
+    mean_score,
+    with_baseline,
+)
+from verl.utils.errors import VerlError
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.engine_stats import metrics_between
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group under way: its prompt, its answers once they are complete, and the task that answers and scores it."""
+
+    number: int  # also the id of its request
+    row: PromptRow
+    version: int  # published when it was admitted
+    answers: list[Trajectory] | None = None
+    greedy: list[Trajectory] | None = None  # the answer whose reward is the baseline of the others, if there is one
+    task: "asyncio.Task[Group] | None" = None
+
+
+class AsyncSource:
+    """Keeps (1 + staleness) x batch groups under way; a step takes the oldest finished ones (`AdmissionRules`).
+
+    Between `take`s the engine is parked: what is unfinished waits for the next weights and goes on under them. A group
+    is finished when its last answer is complete; scoring goes on beside generation, and a step waits for the scores
+    of what it takes. So which groups a step takes does not depend on how fast a reward function is, unless groups are
+    evicted by their scores.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSampler,
+        collector: RolloutCollector,
+        sampling: SamplingParams,
+        admission: AdmissionRules,
+        rules: GroupRules,
+        events: EventLog,
+        with_baselines: bool = False,
+    ):
+        self.prompts, self.collector, self.sampling = prompts, collector, sampling
+        self.admission, self.rules, self.events, self.with_baselines = admission, rules, events, with_baselines
+        self.flights: dict[int, Flight] = {}  # by number; in flight or queued
+        self.counts = AsyncCounts()
+        self._drawn: deque[PromptRow] = deque()  # of the sampler's last batch, not admitted yet
+        self._changed = asyncio.Event()
+        self._saved: dict[str, Any] | None = None  # what a checkpoint had under way, until the first `take`
+        self._evicted_since_take: list[Group] = []
+        self._last_take_ended = time.perf_counter()
+
+    async def take(self, num_prompts: int) -> RolloutBatch:
+        """The oldest finished groups, scored, in the order of their prompts; waits until there are enough."""
+        engine, start = self.collector.engine, time.perf_counter()
+        trained_s = start - self._last_take_ended
+        await engine.wake()
+        if self._saved is not None:
+            await self._begin_again(self._saved)
+        if engine.can_park:
+            await engine.resume()
+        stats_before = await engine.stats()
+        self._publish(engine.version)
+        self._admit()
+        for _ in range(2):  # the new requests, and those of greedy answers, are at the engine before it may be parked
+            await asyncio.sleep(0)
+        await self._until_ready(num_prompts)
+        if engine.can_park:
+            await engine.park()
+        taken = [self.flights.pop(number) for number in self.admission.take()]
+        out = RolloutBatch(generate_s=time.perf_counter() - start)
+        groups = [await self._scored(flight) for flight in taken]
+        out.engine_stats = metrics_between(stats_before, await engine.stats())
+        if self.collector.free_cache:
+            await engine.sleep_until_update()
+        out.rows = [flight.row for flight in taken]
+        pairs = [pair for group in groups for pair in group]
+        out.trajectories, out.scores = [t for t, _ in pairs], [score for _, score in pairs]
+        out.num_reward_errors = sum(score.error is not None for score in out.scores)
+        out.num_abstained = sum(score.abstained for score in out.scores)
+        out.num_reward_retries = sum(score.retries for score in out.scores)
+        out.num_reward_processes_lost = sum(score.processes_lost for score in out.scores)
+        if self.collector.reward_model is not None:
+            out.metrics |= self.collector.reward_model.metrics()
+        self._last_take_ended = time.perf_counter()
+        out.reward_s = self._last_take_ended - start - out.generate_s
+        ages = [engine.version - flight.version for flight in taken]
+        self.events.add("take", version=engine.version, groups=[flight.number for flight in taken], ages=ages)
+        self.events.write()
+        if self.admission.max_lag:
+            waited_s = self._last_take_ended - start
+            self.counts.add_step(ages, out.trajectories, engine.version)
+            out.metrics |= step_metrics(self, ages, out.trajectories, waited_s, trained_s, self._evicted_since_take)
+        return out
+
+    def _publish(self, version: int) -> None:
+        """Note the weights that are published now; groups that have become too old are dropped."""
+        self._evicted_since_take = []
+        self.events.add("publish", version=version)
+        dropped = self.admission.publish(version)
+        for number in dropped:
+            flight = self.flights.pop(number)
+            if flight.task is not None:
+                flight.task.cancel()
+            self.events.add("dropped", group=number, row=flight.row.index, admitted_at=flight.version)
+        self.counts.dropped_groups += len(dropped)
+        self.counts.dropped_now = len(dropped)
+
+    def _admit(self) -> None:
+        """Send prompts while there is room."""
+        for _ in range(self.admission.room):
+            number = self.admission.admit()
+            flight = Flight(number, self._next_row(), self.admission.version)
+            self.events.add("admitted", group=number, row=flight.row.index, version=flight.version)
+            self._send(flight)
+
+    def _next_row(self) -> PromptRow:
+        if not self._drawn:
+            size = 1 if self.rules.replace_groups else self.rules.gen_batch_size or self.admission.batch
+            self._drawn.extend(self.prompts.take(size))
+        return self._drawn.popleft()
+
+    def _send(self, flight: Flight) -> None:
+        self.flights[flight.number] = flight
+        flight.task = asyncio.create_task(self._answer(flight))
+        flight.task.add_done_callback(lambda _: self._changed.set())
+
+    async def _answer(self, flight: Flight) -> Group:
+        """The scored answers to one prompt. All that the engine has to do for them comes before any score: it may be
+        parked from then on."""
+        if flight.answers is None:
+            async with asyncio.TaskGroup() as pair:
+                baseline = (
+                    pair.create_task(self._sample(flight, greedy(self.sampling))) if self.with_baselines else None
+                )
+                answers = await self._sample(flight, self.sampling)
+            flight.answers, flight.greedy = answers, baseline.result() if baseline is not None else None
+            self._note_answers(flight, answers)
+        group = await self.collector.scored(flight.row, flight.answers)
+        if flight.greedy is not None:
+            scored = await self.collector.scored(flight.row, flight.greedy)
+            group = with_baseline(group, mean_score([score for _, score in scored]))
+        if self.rules.replace_groups and flight.number in self.admission.versions:
+            self._keep_or_evict(flight, group)
+        return group
+
+    async def _sample(self, flight: Flight, sampling: SamplingParams) -> list[Trajectory]:
+        request_id = flight.number if sampling is self.sampling else -1 - flight.number
+        return await self.collector.agent_runner.answer(flight.row, request_id, sampling, self.collector.engine)
+
+    def _note_answers(self, flight: Flight, answers: Sequence[Trajectory]) -> None:
+        segments = [t.segments or ((t.policy_version[0], t.num_sampled),) for t in answers]
+        self.events.add("answered", group=flight.number, segments=segments)
+        if not self.rules.replace_groups:
+            self.admission.finish(flight.number)
+            self._changed.set()
+
+    def _keep_or_evict(self, flight: Flight, group: Group) -> None:
+        """A group that cannot be trained on leaves, and another prompt takes its place at once."""
+        self.admission.finish(flight.number)
+        if reason := verdict_on(group, self.rules).reason:
+            self.admission.evict(flight.number)
+            del self.flights[flight.number]
+            self.events.add("evicted", group=flight.number, row=flight.row.index, reason=reason)
+            self._evicted_since_take.append(group)
+            self._check_evictions()
+            self._admit()
+        self._changed.set()
+
+    def _check_evictions(self) -> None:
+        evicted, limit = len(self._evicted_since_take), self.rules.max_gen_batches
+        size = self.rules.gen_batch_size or self.admission.batch
+        if evicted >= (limit * size if limit else len(self.prompts)):
+            raise VerlError(
+                f"{evicted} groups in one step could not be trained on, because all their answers were equal "
+                f"(algorithm.filter_groups.metric={self.rules.metric}) or had no reward; take prompts that are neither "
+                "too hard nor too easy, raise actor_rollout_ref.rollout.n, or raise "
+                "algorithm.filter_groups.max_num_gen_batches"
+            )
+
+    async def _until_ready(self, num_prompts: int) -> None:
+        total = num_prompts * self.sampling.n
+        while not self.admission.ready:
+            counts = CollectCounts(total, min(total, self.admission.num_queued * self.sampling.n))
+            self.collector.on_answers(counts)
+            await self._changed.wait()
+            self._changed.clear()
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        for flight in self.flights.values():
+            task = flight.task
+            if task is not None and task.done() and not task.cancelled() and (error := task.exception()):
+                raise first_failure(error)
+
+    async def _scored(self, flight: Flight) -> Group:
+        assert flight.task is not None
+        try:
+            return await flight.task
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
+    async def _begin_again(self, saved: dict[str, Any]) -> None:
+        """Send what a checkpoint had under way: queued groups are scored again, unfinished answers go on."""
+        self._saved, engine = None, self.collector.engine
+        if engine.can_park:
+            await engine.park()
+            engine.restore(saved["engine"])
+        rows = self.prompts.rows_of([group["row"] for group in saved["groups"]])
+        for group, row in zip(saved["groups"], rows, strict=True):
+            flight = Flight(group["group"], row, group["version"])
+            flight.answers = trajectories_from_json(group["answers"], flight.number, row.index)
+            flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
+            self._send(flight)
+        await asyncio.sleep(0)  # the requests are at the engine now
+        self.events.add("resumed", version=engine.version, groups=sorted(self.flights))
+
+    @property
+    def epoch(self) -> int:
+        return self.prompts.epoch
+
+    def close(self) -> None:
+        self.events.write()
+        self.collector.engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts that come next, what is under way with its tokens, and the order of admissions."""
+        self.events.write()
+        if self._saved is not None:  # nothing was taken since it was loaded
+            return self._saved
+        return {
+            "prompts": self.prompts.state_dict(),
+            "drawn": [row.index for row in self._drawn],
+            "admission": self.admission.state_dict(),
+            "counts": self.counts.state_dict(),
+            "groups": [
+                {"group": f.number, "row": f.row.index, "version": f.version}
+                | {"answers": trajectories_as_json(f.answers), "greedy": trajectories_as_json(f.greedy)}
+                for f in self.flights.values()
+            ],
+            "engine": self.collector.engine.parked() if self.collector.engine.can_park else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "admission" not in state:
+            raise VerlError(
+                "the checkpoint is one of a synchronous run (trainer.v1.trainer_mode=sync), which has nothing under "
+                "way; resume it with that mode, or start over under another trainer.experiment_name"
+            )
+        self.prompts.load_state_dict(state["prompts"])
+        self._drawn = deque(self.prompts.rows_of(state["drawn"]))
+        self.admission.load_state_dict(state["admission"])
+        self.counts.load_state_dict(state["counts"])
+        self._saved = state
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """The exception that ended a group of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
