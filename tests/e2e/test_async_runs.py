@@ -1,5 +1,9 @@
 """Colocated asynchronous runs: without staleness they are the synchronous run, and with it nothing is lost."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,3 +130,21 @@ def test_a_synchronous_checkpoint_is_not_resumed_as_an_asynchronous_one(folder: 
     jobs.train(folder, "run", "trainer.save_freq=1", "trainer.total_training_steps=2")
     with pytest.raises(VerlError, match="trainer_mode=sync"):
         jobs.train(folder, "run", "trainer.save_freq=1", ASYNC, "trainer.on_existing=resume")
+
+
+def test_a_killed_run_ends_like_one_that_never_was(folder: Path):
+    how = [*EVERY_STEP, ASYNC, "async_training.staleness_threshold=1.5"]
+    jobs.train(folder, "whole", *how)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *jobs.overrides(folder, "killed", *how)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        while run.poll() is None and not has_taken(folder / "killed" / "events.jsonl", step=4):
+            time.sleep(0.005)
+        run.kill()
+    assert run.returncode == -signal.SIGKILL
+    jobs.train(folder, "killed", *how)
+    assert_same_run(folder, "whole", "killed", step=6)
+    assert_trained_once_or_dropped(folder / "killed")
+
+
+def has_taken(events: Path, step: int) -> bool:
+    return events.exists() and sum(event["event"] == "take" for event in read_events(events)) >= step

@@ -91,7 +91,8 @@ PER_TOKEN_STAGES = ("gen", "old_log_prob", "ref", "values", "adv", "update_criti
 def throughput_metrics(
     timing_s: Mapping[str, float], num_tokens: int, num_response_tokens: int, num_devices: int
 ) -> dict[str, float]:
-    """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens/s/device) and timing_per_token_ms/<stage>.
+    """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens/s/device), perf/publish_share of the step, and
+    timing_per_token_ms/<stage>.
 
     `timing_s` maps stages (with or without the `timing_s/` prefix) to seconds and contains "step". Per token means per
     response token for "gen" and per token (prompt and response) for every other stage.
@@ -105,6 +106,8 @@ def throughput_metrics(
         "perf/time_per_step": step,
         "perf/throughput": num_tokens / (step * num_devices) if step > 0 else 0.0,
     }
+    if "update_weights" in seconds and step > 0:
+        out["perf/publish_share"] = seconds["update_weights"] / step
     for stage in PER_TOKEN_STAGES:
         count = num_response_tokens if stage == "gen" else num_tokens
         if stage in seconds and count > 0:

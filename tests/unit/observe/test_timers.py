@@ -65,6 +65,10 @@ def test_throughput_counts_response_tokens_for_generation_and_all_tokens_elsewhe
     }
 
 
+def test_the_share_of_publishing_is_that_of_the_step():
+    assert throughput_metrics({"step": 10.0, "update_weights": 1.0}, 1, 1, 1)["perf/publish_share"] == 0.1
+
+
 def test_throughput_without_a_step_time_says_so():
     with pytest.raises(KeyError, match="'step'"):
         throughput_metrics({"gen": 1.0}, 1, 1, 1)
