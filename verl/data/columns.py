@@ -60,7 +60,8 @@ COLUMNS: dict[str, Column] = {
         "(T,)",
         "float32",
         "log-prob by the policy before this step's update, nats; added after the update where its own forward pass "
-        "gives the same numbers; a copy of rollout_logprobs with rollout_correction.bypass_mode",
+        "gives the same numbers; a copy of rollout_logprobs with rollout_correction.bypass_mode, and in asynchronous "
+        "training on answers of older weights",
         written_by=("PPOTrainer.evaluate", "PPOTrainer.update"),
         read_by=("apply_kl_in_reward", "ActorLoss.__call__", "PPOTrainer.step_metrics", "Ledger.append"),
         masked=0,
@@ -184,7 +185,7 @@ COLUMNS: dict[str, Column] = {
         "step's batch with use_pf_ppo in bypass mode",
         scope="mini-batch",
         written_by=("Actor.with_chosen_tokens", "PPOTrainer.evaluate"),
-        read_by=("token_covariances", "choose_for_clip_cov", "PPOTrainer.update"),
+        read_by=("token_covariances", "choose_for_clip_cov", "PPOTrainer.compare_policies"),
         masked=0,
         asked=True,
     ),
@@ -257,7 +258,7 @@ COLUMNS: dict[str, Column] = {
         "int64",
         "version of the oldest and of the newest weights that sampled a token of the sequence",
         written_by=("Batch.pack",),
-        read_by=("PPOTrainer.step_metrics", "trajectory_columns"),
+        read_by=("PPOTrainer.step_metrics", "PPOTrainer.stale_sequences", "off_policy_metrics", "trajectory_columns"),
     ),
     "reward_parts.NAME": Column(
         "(N,)",
