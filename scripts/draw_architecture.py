@@ -177,7 +177,7 @@ STAGES = (
         "evaluate",
         ("actor, reference,", "critic: forward"),
         115,
-        ("PPOTrainer.evaluate", "Teachers.annotate", *MODEL_INPUT),
+        ("PPOTrainer.evaluate", "PPOTrainer.stale_sequences", "Teachers.annotate", *MODEL_INPUT),
     ),
     Stage(
         "compute_advantages",
@@ -207,6 +207,7 @@ STAGES = (
         125,
         (
             "PPOTrainer.update",
+            "PPOTrainer.compare_policies",
             "ReturnScale.update_and_normalize",
             "Actor.update",
             "Actor.with_chosen_tokens",
@@ -238,6 +239,7 @@ STAGES = (
             "variance_proxy_metrics",
             "entropy_metrics",
             "mismatch_metrics",
+            "off_policy_metrics",
             "Ledger.append",
             "trajectory_columns",
         ),
