@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 3187,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5114,
+    "workers/rollout": 5190,
     "workers": 1140,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4365,
-    "trainer": 8286,
+    "trainer": 8324,
     "commands": 6379,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20786, 57288, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20824, 57402, 400
 
 
 def package_of(path: Path) -> str:

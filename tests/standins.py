@@ -124,6 +124,14 @@ class FakeSGLangServer(FakeServer):
         meta["output_token_logprobs"] = [[v, t, None] for v, t in zip(done.logprobs, done.token_ids, strict=True)]
         return web.json_response({"output_ids": done.token_ids, "meta_info": meta})
 
+    async def start_profile(self, request: web.Request) -> web.Response:
+        self.calls.append(("start_profile", await request.json()))
+        return web.json_response({})
+
+    async def stop_profile(self, request: web.Request) -> web.Response:
+        self.calls.append(("stop_profile", {}))
+        return web.json_response({})
+
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await request.json()
         for name, number in self.request_numbers.items():
@@ -159,6 +167,8 @@ SGLANG_PATHS = (
     "generate",
     "abort_request",
     "update_weights_from_disk",
+    "start_profile",
+    "stop_profile",
     "release_memory_occupation",
     "resume_memory_occupation",
 )

@@ -21,6 +21,7 @@ from tests.engine_work import work_of
 from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
 from tests.standins import SGLANG_PATHS, SGLANG_QUESTIONS, FakeSGLangServer
 from verl.config import load_config
+from verl.config.profiler import ProfilerConfig, ToolConfig, TorchToolConfig
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
 from verl.rewards.reward_servers import classifier_command
 from verl.utils.errors import ConfigError, WorkerError
@@ -34,6 +35,13 @@ from verl.workers.rollout.sglang_engine import SGLangEngine, command_line, sglan
 from verl.workers.rollout.tgi_engine import TGIEngine
 
 VERSION = "0.5.23"
+PROFILED = ProfilerConfig(
+    tool="torch",
+    enable=True,
+    ranks=[0],
+    save_path="/p",
+    tool_config=ToolConfig(torch=TorchToolConfig(contents=["stack"])),
+)
 
 
 @pytest.fixture(scope="session")
@@ -91,9 +99,12 @@ def test_every_argument_is_one_of_the_packages(sources: zipfile.ZipFile):
 
 def test_requests_have_the_fields_of_the_packages_classes(sources: zipfile.ZipFile):
     fake_server = FakeSGLangServer(native_behind(small_model(), CONFIG), letters_tokenizer())
-    engine = SGLangEngine(replace(CONFIG, server=ServerConfig(url=fake_server.url)), "nowhere", (EOS,))
+    config = replace(CONFIG, server=ServerConfig(url=fake_server.url), profiler=PROFILED)
+    engine = SGLangEngine(config, "nowhere", (EOS,))
+    asyncio.run(engine.set_profiling(True))
     asyncio.run(engine.generate(GenerationRequest(1, PROMPT, SamplingParams(max_tokens=3))))
     asyncio.run(engine.compute_logprobs([PROMPT]))
+    asyncio.run(engine.set_profiling(False))
     asyncio.run(engine.update_weights(small_model(), 2))
     asyncio.run(engine.sleep())
     asyncio.run(engine.wake())
@@ -103,10 +114,23 @@ def test_requests_have_the_fields_of_the_packages_classes(sources: zipfile.ZipFi
     for body in (first, bodies["generate"]):
         assert body.keys() - {"rid"} <= fields_of(sources, "managers/io_struct.py", "GenerateReqInput")
         assert body["sampling_params"].keys() <= fields_of(sources, "sampling/sampling_params.py", "SamplingParams")
+    assert bodies["start_profile"].keys() <= fields_of(sources, "managers/io_struct.py", "ProfileReq")
     assert bodies["update"].keys() <= fields_of(sources, "managers/io_struct.py", "UpdateWeightFromDiskReqInput")
     assert bodies["release"].keys() <= fields_of(sources, "managers/io_struct.py", "ReleaseMemoryOccupationReqInput")
     routes = sources.read("sglang/srt/entrypoints/http_server.py").decode()
     assert all(f'"/{name}"' in routes for name in (*SGLANG_PATHS, *SGLANG_QUESTIONS))
+
+
+def test_a_server_that_is_selected_records_and_another_does_not():
+    fake_server = FakeSGLangServer(native_behind(small_model(), CONFIG), letters_tokenizer())
+    config = replace(CONFIG, server=ServerConfig(url=fake_server.url), profiler=PROFILED)
+    for replica in (0, 1):
+        engine = SGLangEngine(config, "nowhere", (EOS,), replica=replica)
+        asyncio.run(engine.set_profiling(True))
+        asyncio.run(engine.set_profiling(False))
+    fake_server.close()
+    body = {"output_dir": "/p/agent_loop_rollout_replica_0", "activities": ["CPU", "GPU"], "with_stack": True}
+    assert fake_server.calls == [("start_profile", {**body, "record_shapes": False}), ("stop_profile", {})]
 
 
 def test_the_command_line_has_flags_values_and_lists():

@@ -1,8 +1,12 @@
 """Which steps of a run are profiled, from its configuration."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from verl.config import RunConfig
+from verl.config.profiler import ProfilerConfig
 from verl.observe.profiling.nsys import check_nsys, start_driver_again
 from verl.observe.profiling.rank_profiler import settings_of
 from verl.observe.profiling.step_profiler import StepProfiler
@@ -11,6 +15,38 @@ from verl.runtime.pools import Pool, WorkerPools
 from verl.trainer.ppo.placement import place_roles
 from verl.trainer.preflight import chosen_runtime
 from verl.utils.errors import ConfigError
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.server_profiles import ProfiledServer
+
+
+class ReplicaProfiles:
+    """The profilers of rollout servers, which `wait_for` drives; one that fails is told, and does not end the run."""
+
+    def __init__(self, engine: RolloutEngine, settings: ProfilerConfig, wait_for: Callable[[Any], Any]):
+        self.engine, self.settings, self.wait_for = engine, settings, wait_for
+
+    def start(self, name: str) -> list[str]:
+        """Begin to record; what was wrong."""
+        return self._set(True)
+
+    def stop(self, name: str) -> list[str]:
+        """End; the folders of the traces, which `relocate_results` moves into that of the profile."""
+        if not isinstance(self.engine, ProfiledServer):
+            return []
+        wrong, root = self._set(False), Path(self.settings.save_path or "").absolute()
+        folders = sorted(root.glob("agent_loop_rollout_replica_*"))
+        if self.settings.relocate_results:
+            (root / name).mkdir(parents=True, exist_ok=True)
+            folders = [Path(shutil.move(folder, root / name / folder.name)) for folder in folders]
+        return [*map(str, folders), *wrong]
+
+    def _set(self, on: bool) -> list[str]:
+        if isinstance(self.engine, ProfiledServer):
+            try:
+                self.wait_for(self.engine.set_profiling(on))
+            except Exception as error:  # of any engine
+                return [f"the rollout servers could not be profiled: {error}"]
+        return []
 
 
 def step_profiler(config: RunConfig, pools: WorkerPools, note: Callable[[str], None]) -> StepProfiler:

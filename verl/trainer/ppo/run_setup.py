@@ -26,6 +26,7 @@ from verl.trainer.ppo.monitoring import export_metrics
 from verl.trainer.ppo.needs import needs_baselines
 from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
+from verl.trainer.ppo.profiled_steps import ReplicaProfiles
 from verl.trainer.ppo.reward_model_setup import start_reward_model
 from verl.trainer.ppo.rollout_setup import (
     build_rollout_engine,
@@ -123,6 +124,7 @@ def assemble_run(
     started.callback(tracking.finish, 1)
     run = TrainingRun(config, trainer, build_validation(config, prepared, collector), total_steps, tracking)
     export_metrics(config, run, engine)
+    run.profiler.servers = ReplicaProfiles(engine, config.actor_rollout_ref.rollout.profiler, trainer.wait_for)
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
     dispatchers = [role.dispatcher for role in (actor, reference, critic) if role is not None]
     for dispatcher in (*dispatchers, *(teachers.dispatchers if teachers else ())):

@@ -18,6 +18,7 @@ from verl.runtime.wire import deserialize, serialize
 from verl.utils.errors import TransportError, VerlError
 from verl.workers.rollout.base import CopyingEngine
 from verl.workers.rollout.handshake import SECRET_BYTES, accept_trainer
+from verl.workers.rollout.server_profiles import VLLMProfiling
 
 HEADER_BYTES = 8  # bytes of a frame's length, little-endian
 MAX_FRAME_BYTES = 1 << 30  # more is no frame of ours
@@ -125,6 +126,10 @@ class RolloutServer:
                 return await self.engine.compute_logprobs(arguments["sequences"])
             case "stats":
                 return await self.engine.stats()
+            case "set_profiling":
+                return (
+                    await self.engine.set_profiling(arguments["on"]) if isinstance(self.engine, VLLMProfiling) else None
+                )
             case "begin_update" | "sleep" | "sleep_until_update" | "wake":
                 return await getattr(self.engine, method)()
         raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")

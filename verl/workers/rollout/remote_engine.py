@@ -31,11 +31,12 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.engine_server import HEADER_BYTES, encode_frame, frame_bytes
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.server_process import LocalServer, Server
+from verl.workers.rollout.server_profiles import ProfiledServer
 
 _SIGN_OF_LIFE = 0  # the number of calls whose answers nobody awaits
 
 
-class RemoteEngine(CopyingEngine):
+class RemoteEngine(ProfiledServer, CopyingEngine):
     """One replica in its own process: `server`, or one of this machine that sees `devices` (and, with
     `rollout.server.python`, in its own Python environment)."""
 
@@ -258,6 +259,9 @@ class RemoteEngine(CopyingEngine):
     async def sleep_until_update(self) -> None:
         self._asleep = True
         await self._call_async("sleep_until_update")
+
+    async def set_profiling(self, on: bool) -> None:
+        await self._call_async("set_profiling", on=on)
 
     async def wake(self) -> None:
         if self._asleep:

@@ -15,13 +15,14 @@ from verl.utils.errors import ReplicaError, WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.least_loaded import LeastLoaded
+from verl.workers.rollout.server_profiles import ProfiledServer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MAX_CONVERSATIONS = 100_000  # conversations whose replica is remembered
 
 
-class Router(CopyingEngine):
+class Router(ProfiledServer, CopyingEngine):
     """Balances the tokens (prompt + max_tokens) of running requests; all replicas hold one version of the weights.
 
     A replica that is lost is replaced by what `start(number)` gives, at most `max_restarts` times each. Its requests go
@@ -291,6 +292,11 @@ class Router(CopyingEngine):
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return await self.replicas[0].compute_logprobs(sequences)
+
+    async def set_profiling(self, on: bool) -> None:
+        for engine in self.replicas:  # one that cannot is not lost
+            if isinstance(engine, ProfiledServer):
+                await engine.set_profiling(on)
 
     async def sleep(self) -> None:
         await self._all_sleep(lambda engine: engine.sleep())

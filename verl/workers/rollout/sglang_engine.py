@@ -38,6 +38,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.http_client import HTTPClient
+from verl.workers.rollout.server_profiles import ProfiledServer, profile_folder
 
 RESERVED_ARGUMENTS = ("model_path", "host", "port")
 
@@ -90,7 +91,7 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
     return argv
 
 
-class SGLangEngine(CopyingEngine):
+class SGLangEngine(ProfiledServer, CopyingEngine):
     """One SGLang server: started by this class on `devices`, or already running at `rollout.server.url`."""
 
     def __init__(
@@ -267,6 +268,14 @@ class SGLangEngine(CopyingEngine):
         if self._asleep and self.config.free_cache_engine:
             await self.client.call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
         self._asleep = False
+
+    async def set_profiling(self, on: bool) -> None:
+        if (folder := profile_folder(self.config, self.replica)) is None:
+            return
+        contents = self.config.profiler.tool_config.torch.contents
+        body = {"output_dir": folder, "activities": ["CPU", "GPU"], "with_stack": "stack" in contents}
+        body |= {"record_shapes": "shapes" in contents}
+        await self.client.call("POST", "/start_profile" if on else "/stop_profile", body if on else {})
 
     def close(self) -> None:
         if self.process is not None:

@@ -28,6 +28,7 @@ from verl.workers.rollout.base import (
     same_on_all_ranks,
 )
 from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
+from verl.workers.rollout.server_profiles import VLLMProfiling, vllm_profiler
 from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
@@ -61,6 +62,7 @@ def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> 
         "scheduling_policy": config.scheduling_policy,
         "load_format": config.load_format,
         "disable_log_stats": config.disable_log_stats,
+        "profiler_config": vllm_profiler(config, replica),
     }
     extra = {name: value for name, value in config.engine_kwargs.vllm.items() if value is not None}
     reserved = sorted(set(extra) & set(RESERVED_ARGUMENTS))
@@ -106,7 +108,7 @@ class PendingRequest:
     future: "asyncio.Future[list[Completion]]"
 
 
-class VLLMEngine(CopyingEngine):
+class VLLMEngine(VLLMProfiling, CopyingEngine):
     """Runs vLLM step by step from the event loop; vLLM itself batches concurrent `generate` calls.
 
     Log-probs are those of the distribution that is sampled: with `logprobs_mode=processed_logprobs` and top-p or
