@@ -58,7 +58,7 @@ def killed_until_it_ends(case: str, seed: int) -> int:
         while True:
             run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             wait_for_a_step(run, folder / "killed" / "events.jsonl")
-            time.sleep(draws.uniform(0.0, 0.4))
+            time.sleep(draws.uniform(0.0, 3.0))  # a step and its save end in most processes
             run.kill()
             if run.wait() == 0:
                 break
