@@ -70,6 +70,10 @@ class Surroundings:
         self.file.write_text(EXPECTED)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.setblocking(False)
+        self.mailboxes = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) for _ in range(2)]
+        for mailbox, address in zip(self.mailboxes, (f"{folder}.socket", f"\0{folder}"), strict=True):
+            mailbox.bind(address)
+        os.chmod(f"{folder}.socket", 0o777)
         self.signals: list[int] = []
         self.old = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in (1, 15, 12, 29)}
         os.environ["VERL_CANARY"] = EXPECTED
@@ -92,9 +96,14 @@ class Surroundings:
         with contextlib.suppress(BlockingIOError):
             self.listener.accept()
             raise AssertionError("a program connected")
+        for mailbox in self.mailboxes:
+            with contextlib.suppress(BlockingIOError):
+                raise AssertionError(f"a program sent {mailbox.recv(100)!r}")
 
     def close(self) -> None:
-        self.listener.close()
+        for one in (self.listener, *self.mailboxes):
+            one.close()
+        os.unlink(f"{self.folder}.socket")
         del os.environ["VERL_CANARY"]
         for number, handler in self.old.items():
             signal.signal(number, handler)

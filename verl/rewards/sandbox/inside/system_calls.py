@@ -18,7 +18,7 @@ read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mmap 9 222, mprotect 
 rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67, pwrite64 18 68, readv 19 65,
 writev 20 66, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216, msync 26 227, mincore 27 232, madvise 28 233,
 dup 32 23, dup2 33 -, pause 34 -, nanosleep 35 101, getitimer 36 102, alarm 37 -, setitimer 38 103, getpid 39 172,
-shutdown 48 210, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, socketpair 53 199, setsockopt 54 208,
+shutdown 48 210, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, setsockopt 54 208,
 getsockopt 55 209, getsockname 51 204, getpeername 52 205, exit 60 93, wait4 61 260, uname 63 160, fsync 74 82,
 fdatasync 75 83, umask 95 166, gettimeofday 96 169, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, times 100 153,
 getuid 102 174, getgid 104 176, geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getgroups 115 158,
@@ -41,17 +41,19 @@ fadvise64 221 223, openat 257 56, mkdirat 258 34, unlinkat 263 35, renameat 264 
 symlinkat 266 36, readlinkat 267 78, fchmodat 268 53, faccessat 269 48, utimensat 280 88, fallocate 285 47,
 renameat2 316 276, copy_file_range 326 285, sendfile 40 71
 """
-# Allowed for these values of one argument only: threads of the C library, signals to the program itself, its own
-# limits, and no order to the kernel to signal somebody else when a descriptor is ready.
+# Allowed for these values of an argument, or of two, only: threads of the C library, signals to the program itself, its
+# own limits, no order to the kernel to signal somebody else when a descriptor is ready, and pairs of stream sockets (AF_UNIX):
+# a datagram socket could send to every other of the machine, pair or not.
 THREADS = (0x3D0F00, 0x7D0F00)  # clone flags of glibc and of musl
 OWN_PID = -1
-CHECKED = {
-    "clone 56 220": (0, THREADS),
-    "kill 62 129": (0, (OWN_PID,)),
-    "tgkill 234 131": (0, (OWN_PID,)),
-    "prlimit64 302 261": (0, (0, OWN_PID)),
-    "fcntl 72 25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
-    "ioctl 16 29": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+CHECKED: dict[str, list[tuple[int, tuple[int, ...]]]] = {
+    "clone 56 220": [(0, THREADS)],
+    "kill 62 129": [(0, (OWN_PID,))],
+    "tgkill 234 131": [(0, (OWN_PID,))],
+    "prlimit64 302 261": [(0, (0, OWN_PID))],
+    "fcntl 72 25": [(1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032))],
+    "ioctl 16 29": [(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],
+    "socketpair 53 199": [(0, (1,)), (1, (1, 0x801, 0x80001, 0x80801))],
 }
 _MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, AUDIT_ARCH
 _KILL, _ALLOW, _ERROR = 0x80000000, 0x7FFF0000, 0x00050000
@@ -69,12 +71,14 @@ def program(own_pid: int, with_files: bool) -> bytes:
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for number in plain:
         code += [(_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, _ALLOW)]
-    for name, (argument, values) in CHECKED.items():
-        tests = [(_EQUAL, 0, 1, own_pid if value == OWN_PID else value) for value in values]
-        body = [(_LOAD, 0, 0, 16 + 8 * argument)]  # its low half: the kernel takes an int
-        for test in tests:
-            body += [test, (_RETURN, 0, 0, _ALLOW)]
-        body += [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    for name, conditions in CHECKED.items():
+        body = []
+        for argument, values in conditions:
+            body += [(_LOAD, 0, 0, 16 + 8 * argument)]  # its low half: the kernel takes an int
+            for index, value in enumerate(values):  # where it is equal over the rest and the refusal
+                body += [(_EQUAL, len(values) - index, 0, own_pid if value == OWN_PID else value)]
+            body += [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
+        body += [(_RETURN, 0, 0, _ALLOW)]
         code += [(_EQUAL, 0, len(body), int(name.split()[column])), *body]
     code += [(_AT_LEAST, 0, 1, NEW_CALLS), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     code += [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
