@@ -18,6 +18,7 @@ QUICK = {
     "ptrace of the grader", "memory of the grader by system calls", "writing everywhere", "8 GB allocation",
     "leaving a file for the next program", "reading what the last program left", "a tcp connection to the grader",
     "limits and priorities of the grader", "new namespaces and rights", "stolen descriptors", "threads without end",
+    "a datagram to sockets of the machine",
 }  # fmt: skip
 
 

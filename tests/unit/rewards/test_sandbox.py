@@ -1,7 +1,9 @@
 """Programs run with their input and limits, from threads, and nothing of them or of the workers stays."""
 
+import contextlib
 import dataclasses
 import os
+import queue
 import re
 import shutil
 import signal
@@ -136,6 +138,24 @@ def test_a_lost_worker_is_replaced_and_a_program_that_loses_two_is_an_error():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_program_that_crashes_leaves_no_core_to_the_machine(mode):
+    """A core handler (`|...` in core_pattern) ignores RLIMIT_CORE; /proc shows root as owner of what it cannot dump."""
+    sandbox = Sandbox(1, mode)
+    sandbox.run({"source": ""}, b"", PATIENT)
+    workers = set(descendants(os.getpid()))
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(sandbox.run, {"source": "import time\ntime.sleep(2)"}, b"", PATIENT)
+        owner = None
+        while not done.done():
+            for pid in set(descendants(os.getpid())) - workers:
+                with contextlib.suppress(OSError):
+                    owner = owner if descendants(pid) else os.stat(f"/proc/{pid}/mem").st_uid
+            time.sleep(0.1)
+    sandbox.close()
+    assert owner == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_nothing_outlives_a_grader_that_is_killed(mode):
     script = (
         "import os, threading, time\nfrom scripts.soak.sandbox import *\n"
@@ -195,6 +215,20 @@ def test_limits_of_the_user_that_are_lower_stay(mode):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "b'50 50\\n'\n", done.stderr
+
+
+def test_closing_while_programs_run_loses_no_worker():
+    sandbox, free = Sandbox(2), queue.LifoQueue.get_nowait
+    race = iter([sandbox._free.get])  # another thread takes a worker while those that are free are being listed
+
+    def get_nowait():
+        next(race, lambda: None)()
+        return free(sandbox._free)
+
+    sandbox._free.get_nowait = get_nowait
+    sandbox.close()
+    sandbox._free.put(None)  # it is done
+    assert sandbox._free.qsize() == 2
 
 
 def test_a_request_that_is_no_json_is_the_callers_error_and_leaves_nothing():

@@ -66,6 +66,7 @@ class ProgramResult:
     ending: str  # exit, signal, or the limit at which it was killed: cpu, wall, output
     exit_code: int  # minus the signal, where one ended it
     cpu_s: float
+    wall_s: float = 0.0  # on the clock
 
     @property
     def is_success(self) -> bool:
@@ -133,11 +134,14 @@ class Sandbox:
 
     def close(self) -> None:
         """Kill the workers that are free; a later program starts new ones."""
+        free = []
         with contextlib.suppress(queue.Empty):
-            for worker in [self._free.get_nowait() for _ in range(self._free.qsize())]:
-                if worker is not None:
-                    worker.kill()
-                self._free.put(None)
+            while True:
+                free.append(self._free.get_nowait())
+        for worker in free:
+            if worker is not None:
+                worker.kill()
+            self._free.put(None)
 
 
 class _Worker:
@@ -190,10 +194,10 @@ class _Worker:
     def _follow(self, readers: list[int], limits: Limits) -> ProgramResult:
         """Read until the worker says that the program is gone; tell it to kill what passes a limit."""
         written = {reader: bytearray() for reader in readers}
-        poll, limit_hit = select.poll(), ""
+        poll, limit_hit, start = select.poll(), "", time.monotonic()
         for number in (*readers, self._control.fileno()):
             poll.register(number, select.POLLIN)
-        end = time.monotonic() + limits.wall_s
+        end = start + limits.wall_s
         while True:
             ready = [number for number, _ in poll.poll(max(0, 1000 * (end - time.monotonic())))]
             for reader in set(ready) & set(readers):
@@ -210,10 +214,10 @@ class _Worker:
             if not limit_hit and (is_late or is_over):
                 limit_hit, end = "output" if is_over else "wall", time.monotonic() + _END_LIMIT_S
                 self._control.send(b"kill")
-        return self._result(readers, written, limit_hit, limits)
+        return self._result(readers, written, limit_hit, limits, time.monotonic() - start)
 
     def _result(
-        self, readers: list[int], written: dict[int, bytearray], limit_hit: str, limits: Limits
+        self, readers: list[int], written: dict[int, bytearray], limit_hit: str, limits: Limits, wall_s: float
     ) -> ProgramResult:
         ended = self._reply()
         if "error" in ended:
@@ -227,7 +231,7 @@ class _Worker:
             is_killed = ended["code"] == -9 and ended["cpu_s"] > limits.cpu_s / 2  # the kernel counts ticks
             limit_hit = "cpu" if is_killed else "signal" if ended["code"] < 0 else "exit"
         stdout, stderr = (bytes(written[reader][: limits.output_bytes]) for reader in readers)
-        return ProgramResult(stdout, stderr, limit_hit, ended["code"], ended["cpu_s"])
+        return ProgramResult(stdout, stderr, limit_hit, ended["code"], ended["cpu_s"], wall_s)
 
     def _reply(self) -> dict[str, Any]:
         try:

@@ -103,6 +103,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _build_root(visible: Sequence[str]) -> None:
+    call("sethostname", b"sandbox", 7)
     _mount("none", "/", None, _PRIVATE | _RECURSIVE)
     _mount("root", _MOUNT_POINT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
     for path in ["/dev/null", "/dev/zero", "/dev/urandom", *visible]:
@@ -144,6 +145,7 @@ def pass_on(status: int) -> None:
     """End as a child ended."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
+        call("prctl", _DUMPABLE, 0, 0, 0, 0)
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -158,7 +160,8 @@ def mount_scratch(size_bytes: int) -> None:
 
 
 def limit(memory_bytes: int, processor_s: int, file_bytes: int) -> None:
-    """Limits on address space, processor time, threads, descriptors and files; no capability is left."""
+    """Limits on address space, processor time, threads, descriptors and files; no capability is left, and no crash is
+    handed to a core handler of the machine, which RLIMIT_CORE does not stop."""
     limits = {
         resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: processor_s, resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NPROC: THREADS, resource.RLIMIT_NOFILE: DESCRIPTORS, resource.RLIMIT_CORE: 0,
@@ -170,6 +173,7 @@ def limit(memory_bytes: int, processor_s: int, file_bytes: int) -> None:
         allowed = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(name, (allowed, allowed))
     _set_capabilities(0)
+    call("prctl", _DUMPABLE, 0, 0, 0, 0)
 
 
 def refuse_system_calls(with_files: bool) -> None:

@@ -42,8 +42,8 @@ symlinkat 266 36, readlinkat 267 78, fchmodat 268 53, faccessat 269 48, utimensa
 renameat2 316 276, copy_file_range 326 285, sendfile 40 71
 """
 # Allowed for these values of an argument, or of two, only: threads of the C library, signals to the program itself, its
-# own limits, no order to the kernel to signal somebody else when a descriptor is ready, and pairs of stream sockets (AF_UNIX):
-# a datagram socket could send to every other of the machine, pair or not.
+# own limits, no order to the kernel to signal somebody else when a descriptor is ready, and pairs of stream sockets:
+# one of a pair of datagram sockets could send to every other of the machine.
 THREADS = (0x3D0F00, 0x7D0F00)  # clone flags of glibc and of musl
 OWN_PID = -1
 CHECKED: dict[str, list[tuple[int, tuple[int, ...]]]] = {
