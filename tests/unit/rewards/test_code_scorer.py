@@ -1,6 +1,7 @@
 """Programs and functions are scored by the tests of the ground truth; what is expected never reaches them."""
 
 import json
+import time
 
 import pytest
 
@@ -88,6 +89,13 @@ def test_the_last_fenced_block_of_python_is_the_program(text, found):
     assert extract_code(text) == found
 
 
+@pytest.mark.parametrize("run", ["a", " ", "\t", "\n ", "`", "```\n"])
+def test_the_search_for_a_block_takes_linear_time(run):
+    start = time.process_time()
+    extract_code("```" + run * 60_000)
+    assert time.process_time() - start < 2.0, "held the interpreter; quadratic in the length of the answer"
+
+
 @pytest.mark.parametrize(
     ("stdout", "expected", "same"),
     [
@@ -171,7 +179,9 @@ def test_an_answer_has_half_a_minute_for_all_its_tests(monkeypatch):
     sandbox.result = ProgramResult(b"1", b"", "exit", 0, 7.0)
     row = score_row("apps", "code", truth, limit_s=8)
     assert (row["passed"], row["not_run"], row["acc"]) == (5, 15, 0.0)
-    assert sandbox.limits[0].memory_mb == 77 and sandbox.limits[-1].wall_s == 24.0 and sandbox.limits[-1].cpu_s == 8
+    sandbox.result = ProgramResult(b"1", b"", "exit", 0, 0.01, wall_s=29.0)
+    assert score_row("apps", "code", truth)["passed"] == 4, "sleeping just below the limit of every test"
+    assert sandbox.limits[0].memory_mb == 77 and sandbox.limits[5].wall_s == 24.0 and sandbox.limits[5].cpu_s == 8
     assert sandbox.limits[0].output_bytes < Limits.output_bytes
 
 

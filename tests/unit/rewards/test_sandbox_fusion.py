@@ -141,6 +141,13 @@ def test_each_way_to_end_is_read(server, run_result, compile_result, ending, exi
     assert (result.ending, result.exit_code) == (ending, exit_code) and not (ending == "exit" and result.is_success)
 
 
+def test_a_program_that_writes_without_end_is_its_own_fault_and_no_error_of_the_run(server):
+    endless = {"status": "Finished", "return_code": 0, "stdout": "\x00" * 1000}
+    server.answers = [(200, {"status": "Success", "run_result": endless})]
+    result = sandbox_fusion.run_on_server(server.url, {"source": ""}, b"", Limits(output_bytes=100))
+    assert (result.ending, result.is_success) == ("output", False)
+
+
 def score(config, count):
     rows = [RewardInput("apps", DOUBLE, TRUTH, {}) for _ in range(count)]
     return asyncio.run(build_reward(RunConfig(reward=config), None).score(rows))

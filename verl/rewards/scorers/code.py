@@ -14,9 +14,10 @@ from verl.rewards.sandbox import Limits, shared_sandbox
 from verl.rewards.scorers.code_tests import read_tests
 from verl.rewards.scorers.sandbox_fusion import run_on_server
 
-ANSWER_S = 30.0  # processor seconds (waiting, where a test waited until its limit) of all tests of one answer
+ANSWER_S = 30.0  # processor seconds of all tests of one answer
+WAITING = 1 / 3  # of a second on the clock counts at least: a program that sleeps uses no processor
 # A fenced block; a last one that is never closed reaches to the end.
-_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "")
 
 
@@ -56,7 +57,8 @@ def score_answer(
         else:
             result = shared_sandbox().run(request, test.stdin, limits)
         passed += result.is_success and test.accepts(result.stdout)
-        num_run, used_s = num_run + 1, used_s + (limits.wall_s if result.ending == "wall" else result.cpu_s)
+        test_s = limits.wall_s if result.ending == "wall" else max(result.cpu_s, WAITING * result.wall_s)
+        num_run, used_s = num_run + 1, used_s + test_s
     is_right = passed == len(tests)
     score = passed / len(tests) if continuous else float(is_right)
     return {

@@ -3,6 +3,7 @@
 https://bytedance.github.io/SandboxFusion
 """
 
+import http.client
 import json
 import threading
 import time
@@ -60,7 +61,10 @@ def run_on_server(url: str, request: Mapping[str, Any], stdin: bytes, limits: Li
     }  # fmt: skip
     for wait_s in (*WAITS_S, None):
         try:
-            return _read(_post(url, body, limits), limits)
+            received = _post(url, body, limits)
+            if len(received) >= 8 * limits.output_bytes:  # cut off, and no JSON any more
+                return ProgramResult(b"", b"", "output", 1, 0.0)
+            return _read(_json(url, received), limits)
         except SandboxError as error:
             if wait_s is None or not error.__cause__:
                 raise
@@ -76,17 +80,20 @@ def _script(request: Mapping[str, Any]) -> str:
     return f"{runner}\n\nrun(json.loads({json.dumps(dict(request))!r}))\n"
 
 
-def _post(url: str, body: Mapping[str, Any], limits: Limits) -> Any:
+def _post(url: str, body: Mapping[str, Any], limits: Limits) -> bytes:
     data = json.dumps(body).encode()
     post = urllib.request.Request(url, data, {"Content-Type": "application/json", "Accept": "application/json"})
     try:
         with urllib.request.urlopen(post, timeout=COMPILE_S + limits.wall_s) as answer:
-            received = answer.read(8 * limits.output_bytes)
+            return bytes(answer.read(8 * limits.output_bytes))
     except urllib.error.HTTPError as error:
         cause = error if error.code in _BUSY else None
         raise SandboxError(f"the sandbox server {url} answered {error.code} {error.reason}") from cause
-    except OSError as error:  # no connection, or no answer in time
+    except (OSError, http.client.HTTPException) as error:  # no connection, no answer in time, or half of one
         raise SandboxError(f"the sandbox server {url} cannot be reached: {error}") from error
+
+
+def _json(url: str, received: bytes) -> Any:
     try:
         return json.loads(received)
     except (ValueError, RecursionError) as error:
