@@ -1,6 +1,6 @@
 """A reward function that scores several answers in one call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def _one_each(results: Any, count: int) -> list[Outcome]:
         number: int | None = len(results)
     except TypeError:
         number = None
-    if number == count and not isinstance(results, str | bytes | Mapping):
+    if number == count and not isinstance(results, str | bytes | Mapping | Set):  # a set has no order
         return [Outcome(result=result) for result in results]
     found = f"{number} results" if number is not None else f"{results!r:.80}"
     kind = type(results).__name__

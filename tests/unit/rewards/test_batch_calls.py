@@ -56,6 +56,7 @@ def test_each_result_may_be_a_dict_and_the_list_an_array(tmp_path):
         ("return [1.0]", "it returned a list with 1 results for 2 answers"),
         ("return 1.0", "it returned a float with 1.0 for 2 answers; return a list"),
         ("return {'a': 1, 'b': 2}", "it returned a dict with 2 results for 2 answers"),
+        ("return {1.0, 0.0}", "it returned a set with 2 results for 2 answers"),
         ("return 'ab'", "it returned a str with 2 results for 2 answers"),
         ("return [1.0, None]", "row 1.*expected a number"),
         ("raise OSError('away')", "OSError: away"),
