@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 4386,
+    "rewards": 4392,
     "trainer": 8324,
     "commands": 6379,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20824, 57423, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20824, 57429, 400
 
 
 def package_of(path: Path) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from scripts.soak.sandbox import HONEST, PATIENT, descendants, left_behind
 from tests.conftest import skip_or_fail
-from verl.rewards.sandbox import Limits, Sandbox, SandboxError, run_program, shared_sandbox
+from verl.rewards.sandbox import Limits, Sandbox, SandboxError, pool, run_program, shared_sandbox
 from verl.rewards.sandbox.inside import system_calls
 from verl.rewards.sandbox.pool import MODES
 
@@ -81,9 +81,26 @@ def test_libraries_that_programs_use_are_there(sandbox):
 
 
 def test_files_are_its_own_and_gone_for_the_next():
-    source = "import os\nprint(os.listdir('.'))\nopen('a', 'w').write('x')\nprint(open('/tmp/a').read())"
+    source = "import os\nprint([name for name in os.listdir('.') if os.path.isfile(name)])\n"
+    source += "open('a', 'w').write('x')\nprint(open('/tmp/a').read())"
     for _ in range(2):
         assert run_program(source).stdout == b"[]\nx\n"
+
+
+def test_an_environment_below_tmp_is_seen_and_not_written(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    file = tmp_path / "package" / "data.txt"
+    file.write_text("seen")
+    view = pool._view()
+    view["paths"].append(str(tmp_path / "package"))
+    monkeypatch.setattr(pool, "_view", lambda: view)
+    sandbox = Sandbox(1, "namespaces")
+    try:
+        read = sandbox.run({"source": f"open('a', 'w').write('x')\nprint(open({str(file)!r}).read())"}, b"", PATIENT)
+        wrote = sandbox.run({"source": f"open({str(file)!r}, 'w').write('x')"}, b"", PATIENT)
+    finally:
+        sandbox.close()
+    assert read.stdout == b"seen\n" and not wrote.is_success and file.read_text() == "seen"
 
 
 def test_threads_get_their_own_outputs_and_nothing_stays():
@@ -163,7 +180,8 @@ def test_nothing_outlives_a_grader_that_is_killed(mode):
         "sleeper = {'source': 'import time\\ntime.sleep(100)'}\n"
         "run = threading.Thread(target=sandbox.run, args=(sleeper, b'', Limits(wall_s=90)))\n"
         "run.start()\n"
-        f"while len(descendants(os.getpid())) < {4 if mode == 'namespaces' else 2}: time.sleep(0.05)\n"
+        f"while run.is_alive() and len(descendants(os.getpid())) < {4 if mode == 'namespaces' else 2}:\n"
+        "    time.sleep(0.05)\n"
         "print(*descendants(os.getpid()), flush=True)\nrun.join()"
     )
     grader = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)

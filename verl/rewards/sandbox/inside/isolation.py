@@ -26,6 +26,8 @@ _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE, _PRIVATE = 1, 
 _DEATH_SIGNAL, _DUMPABLE, _KEEP_CAPABILITIES, _MOUNT_SETATTR, _DETACH = 1, 4, 8, 442, 2
 libc = ctypes.CDLL(None, use_errno=True)
 _MOUNT_POINT = "/proc"  # exists everywhere, and no library is below it
+_SCRATCH, _HIDDEN = "/tmp", "/.visible"  # the second has again what the scratch folder covers, such as a venv in /tmp
+_covered: list[str] = []  # paths below the scratch folder
 
 
 def call(name: str, *arguments: object) -> None:
@@ -106,10 +108,13 @@ def _build_root(visible: Sequence[str]) -> None:
     call("sethostname", b"sandbox", 7)
     _mount("none", "/", None, _PRIVATE | _RECURSIVE)
     _mount("root", _MOUNT_POINT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
+    _covered[:] = [path for path in visible if path.startswith(f"{_SCRATCH}/")]
     for path in ["/dev/null", "/dev/zero", "/dev/urandom", *visible]:
-        _show(path)
+        _show(path, _MOUNT_POINT + path)
+    for path in _covered:
+        _show(path, _MOUNT_POINT + _HIDDEN + path)
     os.chdir(_MOUNT_POINT)
-    os.mkdir("tmp")
+    os.makedirs(_SCRATCH.lstrip("/"), exist_ok=True)
     attributes = struct.pack("QQQQ", _READ_ONLY | _NO_SETUID, 0, 0, 0)
     call("syscall", _MOUNT_SETATTR, -100, b".", 0x8000, attributes, len(attributes))  # with all mounts below
     call("pivot_root", b".", b".")
@@ -117,8 +122,7 @@ def _build_root(visible: Sequence[str]) -> None:
     os.chdir("/")
 
 
-def _show(path: str) -> None:
-    target = _MOUNT_POINT + path
+def _show(path: str, target: str) -> None:
     os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -153,10 +157,12 @@ def pass_on(status: int) -> None:
 
 
 def mount_scratch(size_bytes: int) -> None:
-    """An empty folder of memory at /tmp, where the program starts; nothing else can be written."""
+    """A folder of memory at /tmp, where the program starts, without files of its own; nothing else can be written."""
     options = f"size={size_bytes},nr_inodes={SCRATCH_FILES},mode=700"
-    _mount("scratch", "/tmp", "tmpfs", _NO_SETUID | _NO_DEVICES | _NO_EXEC, options)
-    os.chdir("/tmp")
+    _mount("scratch", _SCRATCH, "tmpfs", _NO_SETUID | _NO_DEVICES | _NO_EXEC, options)
+    for path in _covered:
+        _show(_HIDDEN + path, path)
+    os.chdir(_SCRATCH)
 
 
 def limit(memory_bytes: int, processor_s: int, file_bytes: int) -> None:
