@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2815,
     "algorithms": 2300,
-    "runtime": 3339,
+    "runtime": 3378,
     "observe": 3187,
     "models": 5965,
     "workers/engine": 3700,
@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 4392,
-    "trainer": 8324,
+    "rewards": 4686,
+    "trainer": 8326,
     "commands": 6379,
     "utils": 1812,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20824, 57429, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20865, 57764, 400
 
 
 def package_of(path: Path) -> str:

@@ -63,6 +63,23 @@ def batch(scorer: RunScorer) -> Reward:
     return scorer.function_reward(replace(scorer.rules, batched=True))
 
 
+@REWARD_MANAGERS.register("remote")
+def remote(scorer: RunScorer) -> Reward:
+    """The values of a function in processes of its own; in actors of Ray where the run is on Ray."""
+    return scorer.process_reward(may_use_ray=scorer.config.trainer.runtime in ("ray", "auto"))
+
+
+@REWARD_MANAGERS.register("prime")
+def prime(scorer: RunScorer) -> Reward:
+    """The values of a function in processes of this machine, of which each call has a limit."""
+    if scorer.config.reward.timeout_s is None:
+        raise ConfigError(
+            "reward.reward_manager.name=prime needs the limit of a call: reward.timeout_s=SECONDS; without one, use "
+            "reward.reward_manager.name=remote"
+        )
+    return scorer.process_reward(may_use_ray=False)
+
+
 @REWARD_MANAGERS.register("dapo")
 def dapo(scorer: RunScorer) -> Reward:
     """The scorer's value minus a penalty for answers that use the last part of the length budget."""

@@ -1,5 +1,6 @@
 """What scores the answers of a run, and how a manager may have it called."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +14,11 @@ from verl.rewards.model_reward import MixedReward, ModelReward
 from verl.rewards.process_state import ProcessGuard
 from verl.rewards.scorer_lookup import score_row
 from verl.rewards.scorers.sandbox_fusion import sandbox_arguments
+from verl.rewards.scoring_child import ScorerSource
+from verl.rewards.scoring_process import Child, LocalChild, ProcessFunction, RayChild
+from verl.runtime.ray_objects import is_joined
 from verl.utils.errors import ConfigError
-from verl.utils.external_code import load_object
+from verl.utils.external_code import load_object, user_file
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,36 @@ class RunScorer:
         """The values of the custom function or the built-in scorers; ConfigError where a reward model scores."""
         self.check_is_function()
         function, name, kwargs = self.function()
+        return self.beside_model(lambda rules: FunctionReward(function, name, kwargs, rules), rules)
+
+    def beside_model(self, make: Callable[[CallRules], FunctionReward], rules: CallRules) -> Reward:
+        """What `make` builds by `rules`, with the part of a reward model where there is one."""
         if self.model is None:
-            return FunctionReward(function, name, kwargs, rules)
+            return make(rules)
         others = self.other_weights
-        return MixedReward(
-            FunctionReward(function, name, kwargs, replace(rules, weights=others)), self.model, bool(others)
-        )
+        return MixedReward(make(replace(rules, weights=others)), self.model, bool(others))
+
+    def process_reward(self, may_use_ray: bool) -> Reward:
+        """The values of the function in `reward.num_workers` processes of its own, or actors of the Ray of the run."""
+        self.check_is_function()
+        config, custom = self.config.reward, self.config.reward.custom_reward_function
+        size, name, kwargs = config.num_workers, "default_compute_score", built_in_kwargs(config)
+        if kwargs.pop("concurrent_semaphore", None):  # which processes do not share: each makes one call at a time
+            size = min(size, config.sandbox_fusion.max_concurrent)
+        if custom.path is not None:
+            name, kwargs = f"{custom.name} ({custom.path})", {**self.model_kwargs, **custom.reward_kwargs}
+        path = user_file(custom.path, "reward.custom_reward_function") or custom.path
+        source = ScorerSource(path and str(path), custom.name, dict(kwargs), tuple(sys.path))
+        first = LocalChild(source)  # says now what is wrong with the function
+
+        def start() -> Child:
+            return RayChild(source) if may_use_ray and is_joined() else LocalChild(source)
+
+        if may_use_ray:
+            first.kill()
+        function = ProcessFunction(start, size, config.timeout_s, None if may_use_ray else first)
+        rules = replace(self.rules, num_threads=size, timeout_s=None)
+        return self.beside_model(lambda rules: FunctionReward(function, name, rules=rules), rules)
 
     def check_is_function(self) -> None:
         """ConfigError where a reward model scores, which the manager cannot call."""

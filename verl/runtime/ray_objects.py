@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -90,6 +91,44 @@ class ObjectOnRay(ObjectOnNode):
 
         with contextlib.suppress(Exception):  # Ray may have ended
             ray.kill(self.actor)
+
+
+class FreeActor:
+    """`factory(*arguments)` in an actor of Ray on any node; it takes no core. VerlError where that fails."""
+
+    def __init__(self, factory: Callable[..., Any], *arguments: Any):
+        import ray
+
+        remote = cast(Any, ray.remote)
+        self._actor = (
+            remote(factory).options(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD").remote(*arguments)
+        )
+        try:
+            ray.get(self._actor.__ray_ready__.remote())
+        except ray.exceptions.RayError as error:
+            raise VerlError(plain(error)) from error
+
+    def call(self, method: str, *arguments: Any, limit_s: float | None) -> Any:
+        """TimeoutError after `limit_s`, EOFError where the actor is gone."""
+        import ray
+
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=limit_s)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"no answer in {limit_s:g} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise EOFError(plain(error)) from error
+
+    def end(self) -> None:
+        import ray
+
+        with contextlib.suppress(Exception):  # Ray may have ended
+            ray.kill(self._actor)
+
+
+def is_joined() -> bool:
+    """Whether this program has joined a Ray; it is not loaded for that."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def plain(error: Exception) -> str:

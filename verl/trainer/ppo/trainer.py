@@ -27,6 +27,7 @@ from verl.data.random_streams import sequence_draws
 from verl.data.reward_parts import with_reward_columns
 from verl.observe.timers import StageTimer
 from verl.rewards.canary import Canary
+from verl.rewards.scoring_process import end_scoring_processes
 from verl.runtime.driver_loop import DriverLoop
 from verl.runtime.pools import WorkerPools
 from verl.trainer.batch_metrics import (
@@ -317,6 +318,7 @@ class PPOTrainer:
     def close(self) -> None:
         """End what still generates, then the rollout engine and the ranks."""
         with ExitStack() as ending:  # the last first, each also where one before it fails
+            ending.callback(end_scoring_processes)
             ending.callback(self.pools.close)
             ending.callback(self.source.close)
             ending.callback(self.loop.close)
