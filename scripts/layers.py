@@ -24,6 +24,7 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 SHIMS = {
     "verl.__main__",
     "verl.experimental.agent_loop",
+    "verl.experimental.reward_loop",
     "verl.model_merger",
     "verl.single_controller",
     "verl.tools",

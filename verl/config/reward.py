@@ -24,10 +24,19 @@ class CustomRewardConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardManagerModuleConfig(Section):
+    """The file of a reward manager of your own."""
+
+    path: str | None = key(None, "source=importlib: Python file, file://... or pkg://module that holds the class.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardManagerConfig(Section):
     """The reward manager: how the scorer is called, or how its value is changed."""
 
-    name: str = key("naive", "Reward manager by name; naive puts the score on the last token.")
+    source: str = key("register", "Where `name` is looked up.", choices=("register", "importlib"))
+    name: str = key("naive", "Reward manager by name; with source=importlib the name of the class in module.path.")
+    module: RewardManagerModuleConfig = section(RewardManagerModuleConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verl.config.reward import RewardManagerConfig
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.call_limits import limits_of_process
 from verl.utils.errors import ConfigError
+from verl.utils.external_code import check_user_object, load_object
 from verl.utils.registry import Registry
 from verl.utils.suggest import did_you_mean
 
@@ -18,12 +20,38 @@ if TYPE_CHECKING:
 RewardManager = Callable[["RunScorer"], Reward]
 REWARD_MANAGERS: Registry[RewardManager] = Registry("reward.reward_manager.name")
 
+MODULE, NAME = "reward.reward_manager.module", "reward.reward_manager.name"  # keys, in messages
 PENALTY_KEYS = ("overlong_buffer_cfg", "max_resp_len")  # keys of reward.reward_kwargs that are not passed to scorers
 
 
-def find_reward_manager(name: str) -> RewardManager:
-    """The manager registered as `name`; ConfigError when it is unknown."""
-    return REWARD_MANAGERS.get(name)
+def find_reward_manager(config: RewardManagerConfig) -> RewardManager:
+    """The manager that `reward.reward_manager` names; ConfigError when there is none."""
+    if config.source == "register":
+        return REWARD_MANAGERS.get(config.name)
+    from verl.rewards.manager_class import manager_of_class  # loads torch
+    from verl.rewards.process_state import ProcessGuard
+
+    with ProcessGuard(f"the import of {config.module.path}").importing():
+        cls = load_object(module_path(config), config.name, MODULE, NAME)
+    return manager_of_class(cls, f"{NAME}={config.name!r} in {config.module.path}")
+
+
+def check_reward_manager(config: RewardManagerConfig) -> None:
+    """ConfigError where the name is unknown, or the file of a class is not there or lacks it. Runs nothing."""
+    if config.source == "register":
+        find_reward_manager(config)
+    else:
+        check_user_object(module_path(config), config.name, MODULE, NAME)
+
+
+def module_path(config: RewardManagerConfig) -> str:
+    """The file of a user's manager; ConfigError without one."""
+    if config.module.path is None:
+        raise ConfigError(
+            "reward.reward_manager.source=importlib needs the class's file, reward.reward_manager.module.path=FILE, "
+            "beside its name"
+        )
+    return config.module.path
 
 
 @REWARD_MANAGERS.register("naive")

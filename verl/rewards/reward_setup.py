@@ -27,7 +27,7 @@ def build_reward(
     (`reward_router_address`, `reward_model_tokenizer`) with every call; its own reward_kwargs win.
     """
     scorer = RunScorer(config, tokenizer, model, model_kwargs or {})
-    return find_reward_manager(config.reward.reward_manager.name)(scorer)
+    return find_reward_manager(config.reward.reward_manager)(scorer)
 
 
 def custom_reward(config: RewardConfig) -> FunctionReward:

@@ -13,7 +13,7 @@ from verl.models.model_place import existing_folder, reward_model_folder
 from verl.observe.tracker_checks import check_trackers
 from verl.plugin.loading import GROUP, MODULES_VARIABLE
 from verl.plugin.platform.platform_manager import check_device_name
-from verl.rewards.managers import find_reward_manager
+from verl.rewards.managers import check_reward_manager
 from verl.trainer.engine_installed import check_rollout_engine_is_installed
 from verl.utils.errors import ConfigError, Mistakes, VerlError
 from verl.utils.external_code import check_user_object
@@ -89,7 +89,7 @@ def check_names(config: RunConfig | SFTConfig, mistakes: Mistakes) -> None:
     if not isinstance(config, RunConfig):
         return
     with mistakes:
-        find_reward_manager(config.reward.reward_manager.name)
+        check_reward_manager(config.reward.reward_manager)
     if "verl.algorithms.advantage_registry" in sys.modules:  # a program that calls us may have registered its own
         return
     estimator, loss = config.algorithm.adv_estimator, trained_actor(config).policy_loss.loss_mode

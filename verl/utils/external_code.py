@@ -21,21 +21,23 @@ from verl.utils.suggest import did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def load_object(path: str, name: str, key: str) -> Any:
+def load_object(path: str, name: str, key: str, name_key: str = "") -> Any:
     """Object `name` of the Python file or module `path`; `key` is the config section named in errors.
+
+    `name_key` is the key of the name, where it is not the section's.
 
     `path` is a plain file path, `file://path`, or `pkg://dotted.module` (slashes are allowed too). A file runs only
     once per process.
     """
     module = load_module(path, key)
     if not hasattr(module, name):
-        raise _not_defined(path, name, key, vars(module))
+        raise _not_defined(path, name, name_key or f"{key}.name", vars(module))
     return getattr(module, name)
 
 
 def _not_defined(path: str, name: str, key: str, names: Iterable[str]) -> ConfigError:
     public = [item for item in names if not item.startswith("_")]
-    return ConfigError(f"{key}.name={name!r} is not defined in {path}; {did_you_mean(name, public)}")
+    return ConfigError(f"{key}={name!r} is not defined in {path}; {did_you_mean(name, public)}")
 
 
 def load_module(path: str, key: str) -> ModuleType:
@@ -59,7 +61,7 @@ def user_file(path: str | None, key: str) -> Path | None:
     return file
 
 
-def check_user_object(path: str | None, name: str, key: str) -> None:
+def check_user_object(path: str | None, name: str, key: str, name_key: str = "") -> None:
     """ConfigError where the Python file `path` is not there, cannot be parsed, or does not define `name`. Runs nothing.
 
     Silent about a module, and about a file that may make names while it runs.
@@ -71,7 +73,7 @@ def check_user_object(path: str | None, name: str, key: str) -> None:
         tree = ast.parse(file.read_bytes(), str(file))
     names = _names_of_module(tree)
     if names is not None and name not in names:
-        raise _not_defined(path, name, key, names)
+        raise _not_defined(path, name, name_key or f"{key}.name", names)
 
 
 _MAKES_NAMES = {

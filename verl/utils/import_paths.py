@@ -13,6 +13,10 @@ from typing import Any, NoReturn
 
 _REWARD = "write a function compute_score(data_source, solution_str, ground_truth, extra_info) and name its file in "
 _REWARD += "reward.custom_reward_function.path"
+_MANAGER = (
+    "a manager of your own derives from verl.experimental.reward_loop.reward_manager.RewardManagerBase and scores "
+)
+_MANAGER += "one answer in `async run_single(data)` (reward.reward_manager.source=importlib); or " + _REWARD
 _DATA_PROTO = "batches are packed (verl.data.batch.Batch) and rewards get plain arguments; " + _REWARD
 _WORKERS = "worker groups have two verbs, broadcast and scatter (verl.runtime.group.WorkerGroup), and the training "
 _WORKERS += "loop reaches models through verl.workers.actor.Actor"
@@ -35,7 +39,7 @@ REPLACEMENTS = {
     "verl.experimental.dynamic_dataset": "derive from verl.utils.dataset.RLHFDataset and name it in data.custom_cls",
     "verl.experimental.fully_async_policy": _ASYNC,
     "verl.experimental.one_step_off_policy": _ASYNC,
-    "verl.experimental.reward_loop": _REWARD,
+    "verl.experimental.reward_loop": _MANAGER,
     "verl.interactions": "an agent loop of your own takes the user's turns: verl.experimental.agent_loop.AgentLoopBase",
     "verl.models.mcore": _MEGATRON,
     "verl.models.transformers": "verl.models.registry.register_family adds a model family",
@@ -75,7 +79,7 @@ REPLACEMENTS = {
     "verl.workers.engine_workers": _WORKERS,
     "verl.workers.fsdp_workers": _WORKERS,
     "verl.workers.megatron_workers": _MEGATRON,
-    "verl.workers.reward_manager": _REWARD,
+    "verl.workers.reward_manager": _MANAGER,
     "verl.workers.rollout.llm_server": "an agent loop asks its server_manager (verl.experimental.agent_loop)",
     "verl.workers.sharding_manager": "verl.weight_sync brings new weights to the rollout engine",
 }
