@@ -110,7 +110,6 @@ def test_unused_parts_are_not_held_against_a_run():
         (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
         ("model_engine=megatron", "the Megatron-LM engine"),
         ("trainer.logger=[console,swanlab]", "this tracker"),
-        ("reward.reward_manager.name=prime", "the prime reward manager"),
     ],
 )
 def test_a_feature_to_come_loads_and_is_refused_by_name_before_the_run(override, feature):
