@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
-    "rewards": 4970,
+    "rewards": 4997,
     "trainer": 8326,
     "commands": 6379,
     "utils": 1818,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20874, 58083, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20874, 58110, 400
 
 
 def package_of(path: Path) -> str:
