@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl.config import RunConfig, load_config
+from verl.observe.tracking import Tracking
 from verl.trainer import main_ppo
 from verl.trainer.interrupt import BeforeFirstStep
 from verl.trainer.ppo import run_setup
@@ -152,7 +152,7 @@ class Run:
         def call(name: str) -> Callable[[], None]:
             return partial(calls.append, name)
 
-        self.train, self.stop_requested, self.complete, self.tracking = train, stop, False, nullcontext()
+        self.train, self.stop_requested, self.complete, self.tracking = train, stop, False, Tracking("toy", "run", [])
         self.header_lines, self.summary = list, SimpleNamespace(lines=lambda complete: ["reached"])
         self.trainer, self.checkpoints = SimpleNamespace(close=call("close")), SimpleNamespace()
         self.checkpoints.wait_for_copies = call("copies")
