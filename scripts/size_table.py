@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4391,
+    "config": 4437,
     "plugin": 1350,
     "data": 2815,
     "algorithms": 2300,
@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 3187,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5190,
+    "workers/rollout": 5410,
     "workers": 1140,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4997,
-    "trainer": 8326,
+    "trainer": 8404,
     "commands": 6379,
     "utils": 1818,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20874, 58110, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20998, 58454, 400
 
 
 def package_of(path: Path) -> str:

@@ -94,10 +94,12 @@ def surviving(events: list[dict]) -> list[dict]:
     for event in events:
         if event["event"] == "resumed":
             known = {e["group"] for e in out if e["event"] == "admitted"}
-            assert set(event["groups"]) <= known
+            under_way = set(event["groups"])
+            assert under_way <= known
             out = [e for e in out if e["event"] != "take" or e["version"] < event["version"]]
-            lost = {e["group"] for e in out if e["event"] == "admitted" and e["version"] >= event["version"]}
-            out = [e for e in out if e.get("group") not in lost]
+            out = [e for e in out if e["event"] != "dropped" or e["group"] not in under_way]
+            gone = {group for e in out for group in e.get("groups", [e["group"]] if e["event"] == "dropped" else [])}
+            out = [e for e in out if e["event"] != "admitted" or e["group"] in under_way | gone]
         out.append(event)
     return out
 

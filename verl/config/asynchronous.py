@@ -10,10 +10,11 @@ from verl.utils.errors import ConfigError
 if TYPE_CHECKING:
     from verl.config.run_config import RunConfig
 
-SYNC, COLOCATED = "sync", "colocate_async"
+SYNC, COLOCATED, SEPARATE = "sync", "colocate_async", "separate_async"
 _MODE = (
     "sync: a step waits for all of its answers. colocate_async: a step takes the answers that are finished; the others "
-    "are parked while the policy is trained on the same devices, and go on under the new weights."
+    "are parked while the policy is trained on the same devices, and go on under the new weights. separate_async: the "
+    "rollout has devices of its own (actor_rollout_ref.hybrid_engine=False) and samples while the policy is trained."
 )
 _STRATEGY = (
     "What happens to a group that would become older than max_off_policy_threshold: the step waits for it, or it is "
@@ -49,12 +50,27 @@ class ColocateAsyncConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeparateAsyncConfig(Section):
+    """Asynchronous training with devices of its own for the rollout."""
+
+    num_warmup_batches: int = key(
+        1, "Batches of prompts under way beside the one of the step; staleness_threshold is the same with fractions.",
+        minimum=0,
+    )  # fmt: skip
+    parameter_sync_step: int | None = key(
+        None, "Mini-batches a publish; null is data.train_batch_size / ppo_mini_batch_size, and no other is allowed.",
+        minimum=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class V1Config(Section):
     """Where trajectories come from."""
 
-    trainer_mode: str = key(SYNC, _MODE, choices=(SYNC, COLOCATED, "separate_async"))
+    trainer_mode: str = key(SYNC, _MODE, choices=(SYNC, COLOCATED, SEPARATE))
     sampler: SamplerConfig = section(SamplerConfig)
     colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig)
+    separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +87,9 @@ def is_asynchronous(config: "RunConfig") -> bool:
 
 def staleness(config: "RunConfig") -> float:
     """Mean age of the answers when they are trained, in versions."""
-    given = config.async_training.staleness_threshold
-    return float(config.trainer.v1.colocate_async.num_warmup_batches) if given is None else given
+    v1, given = config.trainer.v1, config.async_training.staleness_threshold
+    mode = v1.separate_async if v1.trainer_mode == SEPARATE else v1.colocate_async
+    return float(mode.num_warmup_batches) if given is None else given
 
 
 def check_ages(mean: float, largest: int) -> None:
@@ -103,6 +120,7 @@ def check_asynchronous(config: "RunConfig") -> None:
                 f"trainer.v1.trainer_mode=sync; set trainer_mode={COLOCATED}, or staleness_threshold=0"
             )
         return
+    _check_devices(config)
     if config.algorithm.filter_groups.max_inflight_gen_batches != 1 and staleness(config):
         raise ConfigError(
             "algorithm.filter_groups.max_inflight_gen_batches="
@@ -124,4 +142,31 @@ def check_asynchronous(config: "RunConfig") -> None:
             f"kv_cache_on_publish={rollout.kv_cache_on_publish}), so answers of older weights have no old log-probs; "
             "use name=native, dtype=auto, top_p=1, top_k=-1 and kv_cache_on_publish=recompute, or the rollout's own by "
             "algorithm.rollout_correction.bypass_mode=True"
+        )
+
+
+def _check_devices(config: "RunConfig") -> None:
+    """ConfigError where the mode does not fit the devices of the rollout, or the mini-batches of a publish."""
+    arr, mode = config.actor_rollout_ref, config.trainer.v1.trainer_mode
+    own = not arr.hybrid_engine or arr.rollout.nnodes > 0
+    if mode == COLOCATED and own:
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={COLOCATED} trains and samples on the same devices, and the rollout has its own "
+            f"(actor_rollout_ref.hybrid_engine={arr.hybrid_engine}, rollout.nnodes={arr.rollout.nnodes}); set "
+            f"trainer_mode={SEPARATE}, or hybrid_engine=True and nnodes=0"
+        )
+    if mode == COLOCATED:
+        return
+    if not own:
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={SEPARATE} needs devices of its own for the rollout; set "
+            "actor_rollout_ref.hybrid_engine=False and actor_rollout_ref.rollout.n_gpus_per_node (with "
+            f"rollout.nnodes=N, those of N machines), or trainer_mode={COLOCATED}"
+        )
+    steps, batch, mini = config.trainer.v1.separate_async.parameter_sync_step, config.data.train_batch_size, arr.actor
+    if steps is not None and steps * mini.ppo_mini_batch_size != batch:
+        raise ConfigError(
+            f"trainer.v1.separate_async.parameter_sync_step={steps} x actor.ppo_mini_batch_size="
+            f"{mini.ppo_mini_batch_size} is not data.train_batch_size={batch}, the prompts of a publish; set "
+            f"train_batch_size={steps * mini.ppo_mini_batch_size}, or leave parameter_sync_step out"
         )

@@ -39,6 +39,7 @@ DIFFERENT_DEFAULTS = (
     ("trainer.logger", "[console, wandb]", "[console, file]", "no account is needed"),
     ("trainer.experiment_name", "gsm8k; test", "auto: grpo-2026-11-23-1", "a run overwrites no other"),
     ("trainer.v1.sampler.max_off_policy_strategy", "drop", "wait", "slow answers, the long ones, stay in training"),
+    ("trainer.v1.separate_async.parameter_sync_step", "4", "null: derived", "batch and mini-batch say it already"),
     ("trainer.save_freq", "-1 (never)", "null: the last step", "the trained model is kept"),
     ("*rollout.name", "required", "native; reward model: null", "nothing to install"),
     ("*rollout.tensor_model_parallel_size", "2", "1", "one device"),

@@ -4,7 +4,6 @@ import pytest
 
 from verl.config import ConfigError, RunConfig, load_config
 from verl.config.asynchronous import is_asynchronous, records_old_logprobs, staleness
-from verl.config.check import check_values_can_start
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -52,6 +51,27 @@ def test_the_rollouts_own_log_probs_or_no_staleness_make_it_good(override: str):
     load(ASYNC, override, "async_training.staleness_threshold=0")
 
 
-def test_devices_of_its_own_are_still_to_come():
-    with pytest.raises(ConfigError, match="asynchronous training on devices of its own is still to come"):
-        check_values_can_start(load("trainer.v1.trainer_mode=separate_async"))
+SEPARATE = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False"]
+
+
+def test_the_mean_age_of_the_mode_with_devices_apart():
+    assert staleness(load(*SEPARATE, "trainer.v1.separate_async.num_warmup_batches=2")) == 2.0
+    load(*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=4", "data.train_batch_size=32",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=8")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (SEPARATE[:1], "needs devices of its own.*hybrid_engine=False"),
+        ([ASYNC, SEPARATE[1]], "the rollout has its own .* set trainer_mode=separate_async"),
+        (
+            [*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=3", "data.train_batch_size=32",
+             "actor_rollout_ref.actor.ppo_mini_batch_size=8"],
+            "parameter_sync_step=3 .* set train_batch_size=24",
+        ),
+    ],
+)  # fmt: skip
+def test_modes_and_devices_that_do_not_go_together_are_refused(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(*overrides)

@@ -131,7 +131,7 @@ def test_a_value_beside_the_default_of_a_refused_key_is_refused(name):
         "reward.reward_model.rollout.mtp.enable=True",
         "data.image_patch_size=16",
         "reward.reward_model.rollout.expert_parallel_size=False0",
-        "trainer.v1.separate_async.parameter_sync_step=2",
+        "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
         "async_training.trigger_parameter_sync_step=4",
         "async_training.partial_rollout=False",
         "trainer.v1.sampler.custom_sampler.path=mine.py",

@@ -16,7 +16,7 @@ from verl.trainer import preflight, rank_launch, sft_trainer
 from verl.trainer.ppo import placement, plan
 from verl.trainer.ppo.placement import announce_plan, devices_apart, place_roles, plan_run, start_pools
 from verl.trainer.preflight import chosen_runtime
-from verl.workers.rollout.registry import find_rollout_engine
+from verl.workers.rollout.registry import find_rollout_engine, rollout_engine_of
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]
@@ -41,8 +41,11 @@ def start_on_the_drivers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As engines do that somebody else has registered without `starts_on_nodes`."""
     for module in (placement, plan):
         monkeypatch.setattr(
-            module, "find_rollout_engine", lambda *which: replace(find_rollout_engine(*which), starts_on_nodes=False)
+            module, "rollout_engine_of", lambda arr: replace(rollout_engine_of(arr), starts_on_nodes=False)
         )
+    monkeypatch.setattr(
+        placement, "find_rollout_engine", lambda *which: replace(find_rollout_engine(*which), starts_on_nodes=False)
+    )
 
 
 def test_one_pool_holds_every_role_unless_the_critic_has_ranks_of_its_own():

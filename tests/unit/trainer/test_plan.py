@@ -146,7 +146,12 @@ def test_the_native_engine_samples_on_every_rank_and_says_what_it_does_not_read(
         f"{ROLLOUT}.tensor_model_parallel_size=2",
         f"{ROLLOUT}.data_parallel_size=2",
     ]
-    assert "samples in the trainer's own ranks" in refusal(*GRPO, SPLIT, f"{ROLLOUT}.n_gpus_per_node=4")
+
+
+def test_the_native_engine_apart_has_a_replica_on_each_device():
+    apart = [*GRPO, SPLIT, f"{ROLLOUT}.n_gpus_per_node=4"]
+    assert plan(*apart).rollout == Replicas("rollout", "rollout", 4)
+    assert "a replica of which has one device" in refusal(*apart, f"{ROLLOUT}.tensor_model_parallel_size=2")
 
 
 def test_where_no_devices_are_counted_data_parallel_size_means_replicas_and_says_so():

@@ -1,5 +1,6 @@
 """Metrics of asynchronous training: ages, what was dropped, and who waited for whom."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,36 @@ class AsyncCounts:
         self.__dict__.update(state)
 
 
+class IdleClock:
+    """Seconds in which no answer was being sampled."""
+
+    def __init__(self) -> None:
+        self._sampled: set[int] = set()  # groups
+        self._idle_s, self._since = 0.0, time.perf_counter()
+
+    def begin(self, group: int) -> None:
+        """The answers of `group` are being sampled from now on."""
+        self._count()
+        self._sampled.add(group)
+
+    def end(self, group: int) -> None:
+        """They are complete, or not wanted any more."""
+        self._count()
+        self._sampled.discard(group)
+
+    def seconds(self) -> float:
+        """Idle seconds since the last call."""
+        self._count()
+        idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        if not self._sampled:
+            self._idle_s += now - self._since
+        self._since = now
+
+
 def step_metrics(
     source: "AsyncSource",
     ages: Sequence[int],
@@ -49,11 +80,12 @@ def step_metrics(
     """fully_async/*, training/off_policy/* and training/*/evicted_samples of the groups that a step has taken.
 
     `ages`: versions between the admission of each group and its training; `waited_s`: seconds of the trainer in
-    `take`, which are those in which the rollout works; `trained_s`: seconds between the last two `take`s.
+    `take`, which are those in which a colocated rollout works; `trained_s`: seconds between the last two `take`s.
     """
     counts, admission, version = source.counts, source.admission, source.admission.version
     spans = [t.policy_version[1] - t.policy_version[0] for t in trajectories]
     partial, whole_s = sum(span > 0 for span in spans), max(waited_s + trained_s, 1e-9)
+    rollout_idle_s = source.idle.seconds() if source.goes_on else trained_s
     failed = [group for group in evicted if all(t.reward is None for t, _ in group)]
     out: dict[str, Any] = {
         "fully_async/count/current_param_version": version,
@@ -67,7 +99,7 @@ def step_metrics(
         "fully_async/partial/partial_ratio": partial / max(len(spans), 1),
         "fully_async/partial/max_partial_span": max(spans, default=0),
         "fully_async/trainer/idle_ratio": waited_s / whole_s,
-        "fully_async/rollouter/idle_ratio": trained_s / whole_s,
+        "fully_async/rollouter/idle_ratio": min(rollout_idle_s / whole_s, 1.0),
         "fully_async/total_wait_time": waited_s,
         "training/off_policy/evicted_samples": counts.dropped_now * source.sampling.n,
         "training/rollout_failure/evicted_samples": sum(map(len, failed)),

@@ -1,4 +1,4 @@
-"""Trajectories from prompts that stay under way while the policy is trained (colocated asynchronous training)."""
+"""Trajectories from prompts that stay under way while the policy is trained (asynchronous training)."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.observe.events import EventLog
 from verl.trainer.ppo.admission import AdmissionRules
-from verl.trainer.ppo.async_metrics import AsyncCounts, step_metrics
+from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, step_metrics
 from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
 from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.trajectory_source import (
@@ -25,7 +25,7 @@ from verl.trainer.ppo.trajectory_source import (
 )
 from verl.utils.errors import VerlError
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.engine_stats import metrics_between
+from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
 
 @dataclass(eq=False)
@@ -43,7 +43,8 @@ class Flight:
 class AsyncSource:
     """Keeps (1 + staleness) x batch groups under way; a step takes the oldest finished ones (`AdmissionRules`).
 
-    Between `take`s the engine is parked: what is unfinished waits for the next weights and goes on under them. A group
+    Between `take`s the engine is parked: what is unfinished waits for the next weights and goes on under them. With
+    `goes_on` the engine has devices of its own and is never parked; `published` sends prompts for new weights. A group
     is finished when its last answer is complete; scoring goes on beside generation, and a step waits for the scores
     of what it takes. So which groups a step takes does not depend on how fast a reward function is, unless groups are
     evicted by their scores.
@@ -58,15 +59,18 @@ class AsyncSource:
         rules: GroupRules,
         events: EventLog,
         with_baselines: bool = False,
+        goes_on: bool = False,
     ):
         self.prompts, self.collector, self.sampling = prompts, collector, sampling
         self.admission, self.rules, self.events, self.with_baselines = admission, rules, events, with_baselines
+        self.goes_on, self.idle = goes_on, IdleClock()
         self.flights: dict[int, Flight] = {}  # by number; in flight or queued
         self.counts = AsyncCounts()
         self._drawn: deque[PromptRow] = deque()  # of the sampler's last batch, not admitted yet
         self._changed = asyncio.Event()
         self._saved: dict[str, Any] | None = None  # what a checkpoint had under way, until the first `take`
         self._evicted_since_take: list[Group] = []
+        self._stats_before: list[EngineStats] | None = None  # of an engine that goes on, at the last `take`
         self._last_take_ended = time.perf_counter()
 
     async def take(self, num_prompts: int) -> RolloutBatch:
@@ -74,22 +78,18 @@ class AsyncSource:
         engine, start = self.collector.engine, time.perf_counter()
         trained_s = start - self._last_take_ended
         await engine.wake()
-        if self._saved is not None:
-            await self._begin_again(self._saved)
-        if engine.can_park:
-            await engine.resume()
-        stats_before = await engine.stats()
-        self._publish(engine.version)
-        self._admit()
-        for _ in range(2):  # the new requests, and those of greedy answers, are at the engine before it may be parked
-            await asyncio.sleep(0)
+        stats_before = self._stats_before or await engine.stats()
+        if not self.goes_on:
+            await self.published(engine.version)
         await self._until_ready(num_prompts)
-        if engine.can_park:
+        if engine.can_park and not self.goes_on:
             await engine.park()
         taken = [self.flights.pop(number) for number in self.admission.take()]
         out = RolloutBatch(generate_s=time.perf_counter() - start)
         groups = [await self._scored(flight) for flight in taken]
-        out.engine_stats = metrics_between(stats_before, await engine.stats())
+        stats = await engine.stats()
+        out.engine_stats = metrics_between(stats_before, stats)
+        self._stats_before = stats if self.goes_on else None
         if self.collector.free_cache:
             await engine.sleep_until_update()
         out.rows = [flight.row for flight in taken]
@@ -110,11 +110,26 @@ class AsyncSource:
             waited_s = self._last_take_ended - start
             self.counts.add_step(ages, out.trajectories, engine.version)
             out.metrics |= step_metrics(self, ages, out.trajectories, waited_s, trained_s, self._evicted_since_take)
+            self._evicted_since_take = []
         return out
+
+    async def published(self, version: int) -> None:
+        """`version` is in use from now on: what waits goes on under it, and prompts are sent while there is room."""
+        if self._saved is not None:
+            await self._begin_again(self._saved)
+        if self.collector.engine.can_park and not self.goes_on:
+            await self.collector.engine.resume()
+        self._publish(version)
+        self._admit()
+        for _ in range(2):  # the new requests, and those of greedy answers, are at the engine before it may be parked
+            await asyncio.sleep(0)
+
+    async def keep_going(self) -> None:
+        """Never returns: while it waits, the event loop runs on beside the training."""
+        await asyncio.Event().wait()
 
     def _publish(self, version: int) -> None:
         """Note the weights that are published now; groups that have become too old are dropped."""
-        self._evicted_since_take = []
         self.events.add("publish", version=version)
         dropped = self.admission.publish(version)
         for number in dropped:
@@ -141,8 +156,14 @@ class AsyncSource:
 
     def _send(self, flight: Flight) -> None:
         self.flights[flight.number] = flight
+        if flight.answers is None:
+            self.idle.begin(flight.number)
         flight.task = asyncio.create_task(self._answer(flight))
-        flight.task.add_done_callback(lambda _: self._changed.set())
+        flight.task.add_done_callback(lambda _: self._done(flight.number))
+
+    def _done(self, number: int) -> None:
+        self.idle.end(number)
+        self._changed.set()
 
     async def _answer(self, flight: Flight) -> Group:
         """The scored answers to one prompt. All that the engine has to do for them comes before any score: it may be
@@ -168,6 +189,7 @@ class AsyncSource:
         return await self.collector.agent_runner.answer(flight.row, request_id, sampling, self.collector.engine)
 
     def _note_answers(self, flight: Flight, answers: Sequence[Trajectory]) -> None:
+        self.idle.end(flight.number)
         segments = [t.segments or ((t.policy_version[0], t.num_sampled),) for t in answers]
         self.events.add("answered", group=flight.number, segments=segments)
         if not self.rules.replace_groups:
@@ -222,9 +244,9 @@ class AsyncSource:
     async def _begin_again(self, saved: dict[str, Any]) -> None:
         """Send what a checkpoint had under way: queued groups are scored again, unfinished answers go on."""
         self._saved, engine = None, self.collector.engine
-        if engine.can_park:
+        if engine.can_park and not self.goes_on:
             await engine.park()
-            engine.restore(saved["engine"])
+        engine.restore(saved["engine"])
         rows = self.prompts.rows_of([group["row"] for group in saved["groups"]])
         for group, row in zip(saved["groups"], rows, strict=True):
             flight = Flight(group["group"], row, group["version"])
@@ -242,8 +264,14 @@ class AsyncSource:
         self.events.write()
         self.collector.engine.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The prompts that come next, what is under way with its tokens, and the order of admissions."""
+    async def saved(self) -> dict[str, Any]:
+        """`state_dict` of a source whose engine goes on. What it completes after it was asked is complete here, too."""
+        requests = await self.collector.engine.in_flight()
+        return self.state_dict(requests)
+
+    def state_dict(self, in_flight: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """The prompts that come next, what is under way with its tokens, and the order of admissions. `in_flight`: what
+        the engine says about the requests of an unparked one."""
         self.events.write()
         if self._saved is not None:  # nothing was taken since it was loaded
             return self._saved
@@ -257,7 +285,7 @@ class AsyncSource:
                 | {"answers": trajectories_as_json(f.answers), "greedy": trajectories_as_json(f.greedy)}
                 for f in self.flights.values()
             ],
-            "engine": self.collector.engine.parked() if self.collector.engine.can_park else [],
+            "engine": self.collector.engine.parked() if in_flight is None else in_flight,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from verl.trainer.preflight import check_devices_asked_for, chosen_runtime, repo
 from verl.trainer.run_header import say
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
-from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.registry import Weights, find_rollout_engine, rollout_engine_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,7 @@ def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> l
 
 def _has_copies_on_devices(config: RunConfig, plan: Plan) -> bool:
     """Whether the rollout's engine has weights of its own, on counted devices."""
-    return (
-        plan.rollout.on_devices and find_rollout_engine(config.actor_rollout_ref.rollout.name).weights is Weights.COPIED
-    )
+    return plan.rollout.on_devices and rollout_engine_of(config.actor_rollout_ref).weights is Weights.COPIED
 
 
 def _check_reward_model_can_start(config: RunConfig, plan: Plan) -> None:

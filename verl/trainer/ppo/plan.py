@@ -12,7 +12,7 @@ from verl.config.distillation import role_name, teachers
 from verl.config.reward import reward_model_place
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.registry import Weights, rollout_engine_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD_MODEL = "reward.reward_model"
@@ -285,7 +285,7 @@ def _rollout_replicas(
             f"{ROLLOUT}.{DEVICES}={rollout.n_gpus_per_node} has no effect: the rollout is on the actor's devices; set "
             f"actor_rollout_ref.hybrid_engine=False or {ROLLOUT}.nnodes to give it devices of its own"
         )
-    registered = find_rollout_engine(rollout.name, arr.model.external_lib)
+    registered = rollout_engine_of(arr)
     if registered.weights is Weights.IN_PLACE:
         if split:
             raise ConfigError(
@@ -299,6 +299,11 @@ def _rollout_replicas(
                 )
         return Replicas("rollout", pool.name, pool.num_devices)
     tensor, data = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    if registered.is_apart and tensor * data > 1:
+        raise ConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size={tensor} x data_parallel_size={data} with rollout.name="
+            f"{rollout.name}, a replica of which has one device; set both to 1, or use {ROLLOUT}.name=vllm"
+        )
     joins_server = registered.joins_server and rollout.server.url is not None
     if joins_server or registered.weights is Weights.REMOTE or (machine.kind == "cpu" and not split):
         return Replicas("rollout", pool.name, replicas_without_devices(rollout, notes), tensor, on_devices=False)

@@ -19,7 +19,7 @@ from verl.utils.errors import ConfigError
 from verl.workers.rollout.adapters import publishes_adapters
 from verl.workers.rollout.base import rollout_dtype
 from verl.workers.rollout.cache_limits import CPU_CACHE_BYTES
-from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.registry import Weights, rollout_engine_of
 
 STATES_OF_OPTIMIZER = {"SGD": 0, "RMSprop": 1, "Adagrad": 1}  # numbers a parameter; Adam and its relatives have 2
 
@@ -113,7 +113,7 @@ def _phases(config: RunConfig, plan: Plan) -> list[Phase]:
 
 
 def _is_in_place(config: RunConfig) -> bool:
-    return find_rollout_engine(config.actor_rollout_ref.rollout.name).weights is Weights.IN_PLACE
+    return rollout_engine_of(config.actor_rollout_ref).weights is Weights.IN_PLACE
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _PoolEstimate:
             cache = self._cache(weights, rollout.gpu_memory_utilization, ROLLOUT, tensor, taken)
         stays = not rollout.free_cache_engine or (rollout.name == "vllm" and not rollout.enable_sleep_mode)
         always = splits_rollout(self.config) or stays
-        engine = find_rollout_engine(rollout.name)
+        engine = rollout_engine_of(self.config.actor_rollout_ref)
         rows = self._of_server("rollout", weights, cache, always, always or engine.sleeps_with_weights)
         return rows, 0.0 if cache is not None else rollout.gpu_memory_utilization
 

@@ -39,6 +39,7 @@ from verl.workers.rollout.registry import (
     EngineInputs,
     Weights,
     find_rollout_engine,
+    rollout_engine_of,
     why_not_trained,
 )
 from verl.workers.rollout.server_process import ServerOnNode, start_on_node
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 def build_rollout_engine(config: RunConfig, actor: Actor, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The rollout engine of `rollout.name`, which takes the actor's weights; one that only generates is refused."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    registered = find_rollout_engine(rollout.name, model.external_lib)
+    registered = rollout_engine_of(config.actor_rollout_ref)
     if not registered.can_train:
         raise ConfigError(why_not_trained(rollout.name))
     if registered.weights is Weights.IN_PLACE:
@@ -153,7 +154,7 @@ def copied_inputs(
 
 def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
     """ConfigError where the engine of `rollout.name` cannot train, or what it needs is not installed."""
-    rollout, registered = arr.rollout, find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    rollout, registered = arr.rollout, rollout_engine_of(arr)
     if not registered.can_train:
         raise ConfigError(why_not_trained(rollout.name))
     if registered.weights is Weights.IN_PLACE and rollout.checkpoint_engine.backend != "naive":
@@ -168,7 +169,8 @@ def check_rollout_engine_can_train(arr: ActorRolloutRefConfig) -> None:
 def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) -> WeightSync:
     """In-place sync for an engine that samples from the actor's module, copy sync with a receipt for every other."""
     rollout = config.actor_rollout_ref.rollout
-    if find_rollout_engine(rollout.name).weights is Weights.IN_PLACE:
+    registered = rollout_engine_of(config.actor_rollout_ref)
+    if registered.weights is Weights.IN_PLACE:
         return InPlaceSync(actor.model, engine)
     engine = cast(CopyingEngine, engine)
     transport, weight_transfer = rollout.checkpoint_engine, None
@@ -193,6 +195,8 @@ def build_weight_sync(config: RunConfig, actor: Actor, engine: RolloutEngine) ->
     vocab_size = load_config(config.actor_rollout_ref.model.path or "").get_text_config().vocab_size
     sequences = probe_sequences(vocab_size, min(24, max_length - 1))
     probe = LogprobProbe(sequences, trainer_logprobs, cast_logprobs if actor.can_cast else None, dtype)
+    if registered.is_apart:  # the trainer's own decoder, whose every tensor is read back
+        return CopySync(actor.export_weights, engine, None, 0, weight_transfer)
     adapters = actor.export_adapters if publishes_adapters(config.actor_rollout_ref) else None
     return CopySync(actor.export_weights, engine, probe, transport.probe_every, weight_transfer, adapters)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import RunConfig
-from verl.config.asynchronous import is_asynchronous, staleness
+from verl.config.asynchronous import SEPARATE, is_asynchronous, staleness
 from verl.config.check import replaces_groups, uses_critic, uses_reference
 from verl.config.foreign_keys import not_yet_supported_message
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
@@ -47,7 +47,7 @@ from verl.workers.critic import Critic
 from verl.workers.ranks_engine import MultiRankRolloutEngine
 from verl.workers.reference import Reference
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.registry import Weights, rollout_engine_of
 from verl.workers.teacher import Teachers
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,9 @@ def assemble_run(
     )
     trainer.canary = canary
     started.callback(trainer.loop.close)
+    if isinstance(trainer.source, AsyncSource) and trainer.source.goes_on:
+        trainer.beside = trainer.source
+        trainer.loop.start(trainer.source.keep_going())
     tracking = build_tracking(config)
     started.callback(tracking.finish, 1)
     run = TrainingRun(config, trainer, build_validation(config, prepared, collector), total_steps, tracking)
@@ -134,13 +137,16 @@ def assemble_run(
 
 def build_source(config: RunConfig, prompts: PromptSampler, collector: RolloutCollector) -> TrajectorySource:
     """The source of `trainer.v1.trainer_mode`. Without staleness all do the same: the synchronous one is taken where
-    it alone replaces groups, or lets a reward model take turns with the rollout on its devices."""
+    it alone replaces groups, lets a reward model take turns with the rollout on its devices, or waits for devices of
+    the rollout's own."""
     sampling, rules = training_sampling(config.actor_rollout_ref.rollout), GroupRules.of(config)
     mean_age = staleness(config) if is_asynchronous(config) else 0.0
+    splits = config.trainer.v1.trainer_mode == SEPARATE
     takes_turns = collector.reward_model is not None and collector.reward_model.shares_devices
-    if not is_asynchronous(config) or (mean_age == 0 and (rules.replace_groups or takes_turns)):
+    if not is_asynchronous(config) or (mean_age == 0 and (rules.replace_groups or takes_turns or splits)):
         return SyncSource(prompts, collector, sampling, needs_baselines(config), rules)
-    if mean_age > 0 and not collector.engine.can_park:
+    goes_on = splits and rollout_engine_of(config.actor_rollout_ref).is_apart
+    if (mean_age > 0 and not (collector.engine.can_park or goes_on)) or (splits and not goes_on):
         what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a staleness of {mean_age:g}"
         raise ConfigError(not_yet_supported_message(what, "keeping unfinished answers with this rollout engine"))
     if takes_turns:
@@ -151,7 +157,7 @@ def build_source(config: RunConfig, prompts: PromptSampler, collector: RolloutCo
         config.data.train_batch_size, mean_age, settings.max_off_policy_threshold, settings.max_off_policy_strategy
     )
     events = EventLog(Path(config.trainer.default_local_dir) / EVENTS_FILE)
-    return AsyncSource(prompts, collector, sampling, admission, rules, events, needs_baselines(config))
+    return AsyncSource(prompts, collector, sampling, admission, rules, events, needs_baselines(config), goes_on)
 
 
 def count_steps(config: RunConfig, prompts: PromptSampler) -> int:
@@ -166,7 +172,7 @@ def build_engine_and_weight_sync(
 ) -> tuple[RolloutEngine, WeightSync]:
     """The rollout engine, which `started` closes, and its weight sync; in place on several ranks, one per rank."""
     arr = config.actor_rollout_ref
-    registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    registered = rollout_engine_of(arr)
     if group.local_worker is None and registered.weights is Weights.IN_PLACE:
         ranks = MultiRankRolloutEngine(group)
         return ranks, GatherSync(ranks)

@@ -41,6 +41,7 @@ from verl.trainer.batch_metrics import (
     turn_metrics,
     variance_proxy_metrics,
 )
+from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
@@ -84,6 +85,7 @@ class PPOTrainer:
         self.reference, self.critic, self.teachers = reference, critic, teachers
         self.pools = pools  # closed with the trainer
         self.canary: Canary | None = None  # of the reward
+        self.beside: AsyncSource | None = None  # `source`, where its engine goes on while the policy is trained
         self.global_step = 0
         self.first_step = 1  # of this process
         self.version = -1
@@ -230,7 +232,10 @@ class PPOTrainer:
     def publish(self) -> Receipt:
         """Makes the rollout engine sample from the trainer's weights as the next version."""
         self.version += 1
-        return self.wait_for(self.weight_sync.publish(self.version))
+        receipt = self.wait_for(self.weight_sync.publish(self.version))
+        if self.beside is not None:
+            self.wait_for(self.beside.published(self.version))
+        return receipt
 
     def old_logprobs_are_redundant(self, batch: Batch) -> bool:
         """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.
@@ -298,7 +303,7 @@ class PPOTrainer:
         return {
             "global_step": self.global_step,
             "version": self.version,
-            "source": self.source.state_dict(),
+            "source": self.source.state_dict() if self.beside is None else self.wait_for(self.beside.saved()),
             "kl_controller": self.kl_controller.state_dict(),
             **({"critic": critic} if critic else {}),
             **({"canary": self.canary.state_dict()} if self.canary else {}),

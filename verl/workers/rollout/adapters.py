@@ -6,7 +6,7 @@ from verl.config import ActorRolloutRefConfig
 from verl.config.check import has_adapters
 from verl.models.lora import largest_rank
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.registry import Weights, find_rollout_engine
+from verl.workers.rollout.registry import Weights, rollout_engine_of
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its LoRA kernels are made for
 MODEL = "actor_rollout_ref.model"
@@ -16,7 +16,7 @@ def publishes_adapters(arr: ActorRolloutRefConfig) -> bool:
     """Whether a publish sends adapters alone, the base weights once; ConfigError where the engine cannot take them."""
     if not has_adapters(arr.model):
         return False
-    engine = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    engine = rollout_engine_of(arr)
     if engine.weights is not Weights.COPIED:
         return False
     merge = arr.model.lora.merge

@@ -106,10 +106,8 @@ Alternatives = list[tuple[int, float]]  # the most likely tokens of one position
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. `logprobs`: nats at the sampling temperature, one per token, before top-p, top-k and min-p.
-
-    Penalties and `logit_bias` change them. `alternatives`: one list per token, if `top_logprobs` asked for them.
-    """
+    """One sampled answer. `logprobs`: nats at the sampling temperature, one per token, before top-p, top-k and min-p;
+    penalties and `logit_bias` change them. `alternatives`: one list per token, if `top_logprobs` asked for them."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -208,14 +206,13 @@ class RolloutEngine(ABC):
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token given the preceding ones; 0 for the first token.
 
-        Uses the same forward pass as sampling, so that the log-probs verify a publish. An engine of several
-        data-parallel ranks returns those of all `sequences` by its first rank, then by the next.
+        By the forward pass that samples, so that they verify a publish. Of several data-parallel ranks, those of the
+        first for all `sequences` come first.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot compute log-probs of given tokens")
 
     async def park(self) -> None:
-        """Stop sampling between two tokens; the `generate` calls in flight wait. What follows may be `sleep` and a
-        publish, and then `resume`."""
+        """Stop sampling between two tokens, until `resume`; the `generate` calls wait, over `sleep` and a publish."""
         raise NotImplementedError(f"{type(self).__name__} cannot keep unfinished answers over a publish")
 
     async def resume(self) -> None:  # noqa: B027
@@ -224,6 +221,10 @@ class RolloutEngine(ABC):
     def parked(self) -> list[dict[str, Any]]:
         """What is parked, as JSON values: per request its unfinished and its finished samples."""
         return []
+
+    async def in_flight(self) -> list[dict[str, Any]]:
+        """What `parked` says, while sampling goes on."""
+        return self.parked()
 
     def restore(self, parked: Sequence[dict[str, Any]]) -> None:  # noqa: B027
         """Let the next `generate` of each request in `parked` go on from there, in another process."""
@@ -320,14 +321,13 @@ def named_weights(weights: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterable
     return weights.named_parameters() if isinstance(weights, nn.Module) else weights
 
 
-MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIAS = 100
+MAX_TOP_LOGPROBS, MAX_LOGIT_BIAS = 20, 100
 
 
 def same_on_all_ranks(replica: int, by_rank: list[Manifest]) -> Manifest:
     """The fingerprints that every rank of a replica reports of what arrived."""
-    first, *others = by_rank
-    for rank, arrived in enumerate(others, 1):
+    first = by_rank[0]
+    for rank, arrived in enumerate(by_rank):
         differs = [name for name in first if arrived.get(name) != first[name]]
         if differs:
             raise StaleWeightsError(f"replica {replica}: rank {rank} received another {differs[0]} than rank 0")

@@ -51,6 +51,20 @@ def build_vllm_engine(config: RolloutConfig, model_path: str, eos_token_ids: lis
     return engine(config, model_path, tokenizer, eos_token_ids, replica)
 
 
+def build_native_engine(
+    config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int
+) -> CopyingEngine:
+    """The native engine of one replica."""
+    from transformers import AutoTokenizer
+
+    from verl.workers.rollout.native_replica import NativeReplica
+
+    tokenizer = None
+    if any(Path(model_path).glob("tokenizer*")):
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    return NativeReplica(config, model_path, tokenizer, eos_token_ids, replica)
+
+
 def build_sglang_engine(
     config: RolloutConfig, model_path: str, eos_token_ids: list[int], replica: int
 ) -> CopyingEngine:
@@ -86,9 +100,11 @@ class RolloutServer:
                 call_id, method, arguments = deserialize(await self.reader.readexactly(size))
             except asyncio.IncompleteReadError:
                 return
-            call = asyncio.create_task(self.answer(call_id, method, arguments))
-            self.calls.add(call)
-            call.add_done_callback(self.calls.discard)
+            calls = arguments["calls"] if method == "together" else [[call_id, method, arguments]]
+            for each in calls:  # all of them begin before any goes on
+                call = asyncio.create_task(self.answer(*each))
+                self.calls.add(call)
+                call.add_done_callback(self.calls.discard)
 
     async def answer(self, call_id: int, method: str, arguments: dict[str, Any]) -> None:
         def send_tokens(*message: Any) -> None:
@@ -106,13 +122,14 @@ class RolloutServer:
 
     async def dispatch(self, method: str, arguments: dict[str, Any]) -> Any:
         if method == "start":
-            is_sglang = arguments["config"].name == "sglang"
-            self.engine = (build_sglang_engine if is_sglang else build_vllm_engine)(**arguments)
+            name = arguments["config"].name
+            build = {"native": build_native_engine, "sglang": build_sglang_engine}.get(name, build_vllm_engine)
+            self.engine = build(**arguments)
             return None
         assert self.engine is not None, "the first call is start"
         match method:
             case "generate":
-                return await self.engine.generate(arguments["request"])
+                return await self.engine.generate(**arguments)
             case "stream":
                 return await self.engine.stream(**arguments)
             case "abort":
@@ -126,6 +143,8 @@ class RolloutServer:
                 return await self.engine.compute_logprobs(arguments["sequences"])
             case "stats":
                 return await self.engine.stats()
+            case "in_flight":
+                return await self.engine.in_flight()
             case "set_profiling":
                 return (
                     await self.engine.set_profiling(arguments["on"]) if isinstance(self.engine, VLLMProfiling) else None

@@ -85,7 +85,8 @@ class NativeEngine(RolloutEngine):
         params = request.sampling
         eos = () if params.ignore_eos else self.eos_token_ids
         state = self.core.submit(request, tuple(dict.fromkeys((*eos, *params.stop_token_ids))))
-        if (saved := self._restored.pop(request.request_id, None)) is not None:
+        saved = self._restored.pop(request.request_id, None)
+        if saved is not None and saved["prompt"] == request.prompt_ids:  # a turn may begin otherwise than before
             self.core.take_back(state, saved)
         future = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future

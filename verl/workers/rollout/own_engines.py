@@ -5,12 +5,27 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.registry import EngineInputs, Weights, register_rollout_engine
+from verl.workers.rollout.registry import EngineInputs, Weights, register_apart, register_rollout_engine
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import CopyingEngine, RolloutEngine
 
 Engine = TypeVar("Engine", bound="CopyingEngine")
+
+
+@register_apart("native")
+def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
+    """A process per replica, which sees the replica's devices alone; one that is lost is replaced."""
+    from verl.workers.rollout.remote_engine import RemoteEngine
+
+    config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
+
+    def start(number: int) -> RemoteEngine:
+        server = inputs.start_server(number) if inputs.start_server else None
+        return RemoteEngine(config, path, eos, number, inputs.devices_of(number), server)
+
+    shares_devices = bool(inputs.devices) and config.free_cache_engine
+    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
 
 
 @register_rollout_engine("native", "hf", weights=Weights.IN_PLACE)
@@ -78,20 +93,6 @@ def build_tgi(inputs: EngineInputs) -> "RolloutEngine":
     from verl.workers.rollout.tgi_engine import TGIEngine
 
     return TGIEngine(inputs.config, inputs.tokenizer)
-
-
-def in_own_processes(inputs: EngineInputs) -> "CopyingEngine":
-    """A process per replica, which sees the replica's devices alone; one that is lost is replaced."""
-    from verl.workers.rollout.remote_engine import RemoteEngine
-
-    config, path, eos = inputs.config, inputs.model_path, inputs.eos_token_ids
-
-    def start(number: int) -> RemoteEngine:
-        server = inputs.start_server(number) if inputs.start_server else None
-        return RemoteEngine(config, path, eos, number, inputs.devices_of(number), server)
-
-    shares_devices = bool(inputs.devices) and config.free_cache_engine
-    return routed(start_all(start, inputs.num_replicas), start, config.server.max_restarts, shares_devices)
 
 
 def start_all(start: Callable[[int], Engine], count: int) -> list[Engine]:

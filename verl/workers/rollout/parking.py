@@ -84,6 +84,7 @@ def saved_requests(
     return [
         {
             "request_id": state.request.request_id,
+            "prompt": state.request.prompt_ids,
             "started": state.started,
             "finished": {str(sample): asdict(completion) for sample, completion in state.completions.items()},
             "unfinished": parts.get(state.request.request_id, []),

@@ -10,7 +10,7 @@ in a module that `model.external_lib` names, or in a plug-in.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from verl.utils.suggest import closest
 if TYPE_CHECKING:
     from torch import device, nn
 
+    from verl.config import ActorRolloutRefConfig
     from verl.workers.rollout.base import RolloutEngine
     from verl.workers.rollout.server_process import Server
 
@@ -69,6 +70,7 @@ class RegisteredEngine:
     sleeps_with_weights: bool = False
     starts_on_nodes: bool = False
     takes_adapters: bool = False
+    is_apart: bool = False  # the form with copied weights of one that is in place on the trainer's devices
 
     @property
     def can_train(self) -> bool:
@@ -89,6 +91,7 @@ class RegisteredEngine:
 
 
 _ENGINES: Registry[RegisteredEngine] = Registry("rollout engine")
+_APART: "dict[str, Callable[[EngineInputs], RolloutEngine]]" = {}  # by name of an engine in place
 
 
 def register_rollout_engine(
@@ -122,6 +125,19 @@ def register_rollout_engine(
     return add
 
 
+def register_apart(
+    name: str,
+) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
+    """Decorator of the function that builds replicas, of one device each and with copied weights, of the engine in
+    place `name`, for a rollout with devices of its own."""
+
+    def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
+        _APART[name] = builder
+        return builder
+
+    return add
+
+
 def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = None) -> RegisteredEngine:
     """The engine of `rollout.name`; a name that is not known yet loads `model.external_lib` and the plug-ins."""
     import verl.workers.rollout.own_engines  # noqa: F401
@@ -137,6 +153,14 @@ def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = No
             "that actor_rollout_ref.model.external_lib names, or in a plug-in"
         )
     return _ENGINES.get(name)
+
+
+def rollout_engine_of(arr: "ActorRolloutRefConfig") -> RegisteredEngine:
+    """The engine of `rollout.name` as a run uses it: on devices of its own, one in place has copied weights there."""
+    registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
+    if registered.name not in _APART or (arr.hybrid_engine and not arr.rollout.nnodes):
+        return registered
+    return replace(registered, weights=Weights.COPIED, builder=_APART[registered.name], is_apart=True)
 
 
 def engines_with(weights: Weights) -> str:

@@ -34,6 +34,7 @@ from verl.workers.rollout.server_process import LocalServer, Server
 from verl.workers.rollout.server_profiles import ProfiledServer
 
 _SIGN_OF_LIFE = 0  # the number of calls whose answers nobody awaits
+_Call = list[Any]  # number, method, arguments
 
 
 class RemoteEngine(ProfiledServer, CopyingEngine):
@@ -64,6 +65,8 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         self._progress: Progress | None = None  # since it was asked for a sign of life
         self._silent_s = 0.0
         self._given_up = ""
+        self._together: list[_Call] = []  # requests of this turn of the event loop
+        self._restored: dict[int, dict[str, Any]] = {}  # by request id, until `generate`
         if server is None:
             server = LocalServer(config.server.python, get_platform().rollout_environment(devices))
         self.server: Server = server
@@ -100,11 +103,28 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
             self._pending[self._last_call_id] = future
             if on_tokens is not None:
                 self._token_callbacks[self._last_call_id] = on_tokens
-            if self.lost is None:
-                self._outgoing.put(encode_frame([self._last_call_id, method, arguments]))
+            call = [self._last_call_id, method, arguments]
+            if method == "generate":
+                self._together.append(call)
+            else:
+                self._send(call)
         if self.lost is not None:
             self._fail_all(self.lost)
         return future
+
+    def _send(self, *calls: _Call) -> None:
+        """Send what waits to be sent together, and then `calls`; with the lock held."""
+        waiting, self._together = self._together, []
+        if self.lost is not None:
+            return
+        if waiting:
+            self._outgoing.put(encode_frame([_SIGN_OF_LIFE, "together", {"calls": waiting}]))
+        for call in calls:
+            self._outgoing.put(encode_frame(call))
+
+    def _send_together(self) -> None:
+        with self._lock:
+            self._send()
 
     async def _call_async(self, method: str, **arguments: Any) -> Any:
         return await asyncio.wrap_future(self._call(method, **arguments))
@@ -214,7 +234,12 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         return ReplicaError(self.replica, method, f"rollout replica {self.replica}: {message}")
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        return await self._await_answer(request, self._call("generate", request=request))
+        """Requests of one turn of the event loop reach the server together, so that it begins with all of them."""
+        if not self._together:
+            asyncio.get_running_loop().call_soon(self._send_together)
+        saved = self._restored.pop(request.request_id, None)
+        more = {} if saved is None else {"saved": saved}
+        return await self._await_answer(request, self._call("generate", request=request, **more))
 
     async def stream(self, request: GenerationRequest, on_tokens: TokenCallback) -> list[Completion]:
         loop = asyncio.get_running_loop()
@@ -234,6 +259,12 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
 
     async def abort(self, request_id: int | None = None) -> None:
         await self._call_async("abort", request_id=request_id)
+
+    async def in_flight(self) -> list[dict[str, Any]]:
+        return await self._call_async("in_flight")
+
+    def restore(self, parked: Sequence[dict[str, Any]]) -> None:
+        self._restored = {saved["request_id"]: saved for saved in parked}
 
     async def begin_update(self) -> None:
         await self._call_async("begin_update")

@@ -279,6 +279,13 @@ class Router(ProfiledServer, CopyingEngine):
             except WorkerError as error:
                 self._replace(number, engine, error)
 
+    async def in_flight(self) -> list[dict[str, Any]]:
+        return [request for requests in (await self._each(lambda e: e.in_flight())).values() for request in requests]
+
+    def restore(self, parked: Sequence[dict[str, Any]]) -> None:
+        for engine in self.engines:  # the one that gets the request goes on with it
+            engine.restore(parked)
+
     async def begin_update(self) -> None:
         await asyncio.gather(*(engine.begin_update() for engine in self.replicas))
 

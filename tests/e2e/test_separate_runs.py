@@ -1,0 +1,109 @@
+"""Asynchronous runs with devices of its own for the rollout, which samples while the policy is trained."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import jobs
+from tests.e2e.test_async_runs import assert_trained_once_or_dropped, has_taken
+from tests.e2e.test_resume import assert_same_run, stopping
+from verl.observe.events import read_events
+from verl.observe.ledger import read_ledger
+from verl.trainer.checkpoints import read_state
+
+APART = ["trainer.device=cpu", f"{jobs.ARR}.hybrid_engine=False", f"{jobs.ARR}.rollout.n_gpus_per_node=1"]
+SEPARATE = [*APART, "trainer.v1.trainer_mode=separate_async"]
+EVERY_STEP = ["trainer.save_freq=1", "trainer.test_freq=1"]
+LONG = [
+    "data.max_response_length=120",
+    f"{jobs.ARR}.rollout.max_num_seqs=6",
+    f"{jobs.ARR}.rollout.ignore_eos=True",
+    "trainer.test_freq=3",
+]
+
+SLOW = [f"{jobs.ARR}.actor.ppo_epochs=4"]  # updates, beside which answers are sampled
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    return tmp_path
+
+
+def without_publishing(folder: Path, run: str) -> None:
+    """Leave out what a publish to another process counts, which one in place has not."""
+    file = folder / "metrics" / "e2e" / f"{run}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["data"] = {name: value for name, value in row["data"].items() if not name.startswith("weight_sync/")}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_without_staleness_a_run_is_the_synchronous_one_of_any_placement_bit_for_bit(folder: Path):
+    jobs.train(folder, "sync", *EVERY_STEP)
+    jobs.train(folder, "apart", *EVERY_STEP, *SEPARATE, "async_training.staleness_threshold=0")
+    without_publishing(folder, "apart")
+    assert_same_run(folder, "sync", "apart", step=6)
+
+
+def test_the_rollout_goes_on_while_the_policy_is_trained(folder: Path):
+    jobs.train(folder, "run", *SEPARATE, *LONG, "async_training.staleness_threshold=1.5", *SLOW, "trainer.save_freq=-1")
+    rows, spans = jobs.metrics(folder, "run"), 0
+    for step in range(1, 7):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        versions = batch["policy_versions"]
+        assert len(batch["group_ids"].unique()) == 4 and int((step - 1 - versions[:, 0]).max()) <= 8
+        spans += int((versions[:, 1] > versions[:, 0]).sum())
+        assert rows[step]["weight_sync/tensors_read_back"] == rows[step]["weight_sync/tensors_sent"] > 0
+    assert spans > 0  # answers were sampled before and after a publish
+    events = read_events(folder / "run" / "events.jsonl")
+    times = {name: [e["time"] for e in events if e["event"] == name] for name in ("take", "publish", "answered")}
+    trained = list(zip(times["take"], times["publish"][1:], strict=False))  # from a take to the next publish
+    halves = [(begin, (begin + end) / 2) for begin, end in trained]  # a publish is later
+    assert any(begin < answered < end for answered in times["answered"] for begin, end in halves)
+    assert_trained_once_or_dropped(folder / "run")
+
+
+def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path):
+    how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", "trainer.save_freq=1"]
+    how += ["trainer.test_freq=-1"]  # it would let the answers end before the save
+    jobs.train(folder, "run", *how, *stopping(folder, 3))
+    state = read_state(folder / "run" / "global_step_3")["source"]
+    in_flight = {
+        (one["request_id"], part["sample"]): part
+        for one in state["engine"]
+        for part in one["unfinished"]
+        if part["first_version"] < 3  # with the weights of the checkpoint the same tokens would be sampled again
+    }
+    assert in_flight
+    jobs.train(folder, "run", *how)
+    assert_trained_once_or_dropped(folder / "run")
+    found = 0
+    for step in range(4, 7):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        for row, group in enumerate(batch["group_ids"].tolist()):
+            start, end = batch.cu_seqlens[row : row + 2].tolist()
+            sampled = batch["tokens"][start:end][batch["loss_mask"][start:end]].tolist()
+            if (part := in_flight.get((group, row % 4))) is not None:
+                assert sampled[: len(part["tokens"])] == part["tokens"]
+                assert int(batch["policy_versions"][row, 0]) == part["first_version"]
+                found += 1
+    assert found > 0
+
+
+def test_a_killed_run_trains_every_prompt_once(folder: Path):
+    how = [*EVERY_STEP, *SEPARATE, *LONG[:3], "async_training.staleness_threshold=1.5"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *jobs.overrides(folder, "killed", *how)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        while run.poll() is None and not has_taken(folder / "killed" / "events.jsonl", step=4):
+            time.sleep(0.005)
+        run.kill()
+    assert run.returncode == -signal.SIGKILL
+    jobs.train(folder, "killed", *how)
+    assert_trained_once_or_dropped(folder / "killed")
