@@ -24,6 +24,8 @@ RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 SHIMS = {
     "verl.__main__",
     "verl.experimental.agent_loop",
+    "verl.experimental.fully_async_policy",
+    "verl.experimental.one_step_off_policy",
     "verl.experimental.reward_loop",
     "verl.model_merger",
     "verl.single_controller",
@@ -35,6 +37,7 @@ SHIMS = {
     "verl.trainer.main_generation_server",
     "verl.trainer.ppo.core_algos",
     "verl.trainer.ppo.padded_advantages",
+    "verl.trainer.ppo.v1",
     "verl.utils.dataset",
     "verl.utils.device",
     "verl.utils.distributed",

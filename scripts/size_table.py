@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4437,
+    "config": 4495,
     "plugin": 1350,
     "data": 2815,
     "algorithms": 2300,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2040,
     "rewards": 4997,
-    "trainer": 8404,
+    "trainer": 8412,
     "commands": 6379,
-    "utils": 1818,
+    "utils": 1835,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 20998, 58454, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21064, 58583, 400
 
 
 def package_of(path: Path) -> str:

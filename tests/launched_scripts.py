@@ -19,7 +19,8 @@ class LaunchedScripts:
             "#!/bin/bash\n"
             f"test -e {folder}/arguments && exit\n"
             f'printf "%s\\0" "$@" >{folder}/arguments\nenv -0 >{folder}/environment\n'
-            '[[ "$1 $2" =~ ^-m\\ verl.trainer.main_(ppo|generation_server)$ ]]\n'
+            'programs="trainer.main_ppo|trainer.main_generation_server|experimental.fully_async_policy.fully_async_main"\n'
+            '[[ "$1 $2" =~ ^-m\\ verl.($programs)$ ]]\n'
         )
         stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
 

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e import jobs
 from tests.e2e.test_async_runs import assert_trained_once_or_dropped, has_taken
 from tests.e2e.test_resume import assert_same_run, stopping
+from verl.experimental.fully_async_policy import fully_async_main
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
 from verl.trainer.checkpoints import read_state
@@ -107,3 +109,18 @@ def test_a_killed_run_trains_every_prompt_once(folder: Path):
     assert run.returncode == -signal.SIGKILL
     jobs.train(folder, "killed", *how)
     assert_trained_once_or_dropped(folder / "killed")
+
+
+def test_the_program_by_its_old_name_and_keys_runs(folder: Path):
+    old = ["data.train_batch_size=0", "data.gen_batch_size=1", f"{jobs.ARR}.actor.ppo_mini_batch_size=2"]
+    old += ["async_training.trigger_parameter_sync_step=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
+    old += ["rollout.n=4", "rollout.total_rollout_steps=12", "rollout.test_freq=1", "trainer.device=cpu"]
+    named = ("data.train_batch_size", f"{jobs.ARR}.rollout.n=", f"{jobs.ARR}.actor.ppo_mini", "trainer.total_training")
+    words = [word for word in jobs.overrides(folder, "run", *old) if word in old or not word.startswith(named)]
+    assert fully_async_main.main(words) == 0
+    rows = jobs.metrics(folder, "run")
+    assert sorted(rows) == [0, 1, 2, 3] and rows[3]["fully_async/count/current_param_version"] == 2
+    for step in range(1, 4):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        assert batch.num_sequences == 4 * 4
+        assert torch.equal(batch["old_logprobs"], batch["rollout_logprobs"])  # the preset's bypass mode

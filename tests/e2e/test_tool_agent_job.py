@@ -113,6 +113,20 @@ def test_grpo_trains_exactly_what_was_sampled_and_survives_failing_tools(folder:
     assert all(not torch.equal(saved[name], before[name]) for name in before)
 
 
+def test_tools_are_called_while_the_policy_is_trained(folder: Path):
+    """Conversations go on beside the updates, also over a publish; each turn follows from the one before."""
+    apart = ["trainer.device=cpu", f"{jobs.ARR}.hybrid_engine=False", f"{jobs.ARR}.rollout.n_gpus_per_node=2"]
+    jobs.train(folder, "run", *SETTINGS, *apart, "trainer.v1.trainer_mode=separate_async")
+    tokenizer, said, stale = PreTrainedTokenizerFast.from_pretrained(folder / "model"), Counter[str](), 0
+    for step in range(1, STEPS + 1):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        for start, end in pairwise(batch.cu_seqlens.tolist()):
+            tokens, mask = (batch[name][start:end].tolist() for name in ("tokens", "loss_mask"))
+            said.update(check_replies(tokenizer, tokens, mask))
+        stale += int((batch["policy_versions"][:, 0] < step - 1).sum())
+    assert set(said) == set(REPLIES) and stale > 0
+
+
 def sequences(batch):
     """(version of the weights, tokens, mask, log-probs) of every trajectory."""
     bounds = batch.cu_seqlens.tolist()

@@ -78,6 +78,24 @@ class AsyncTrainingConfig(Section):
     """How far the rollout may be ahead of the trainer."""
 
     staleness_threshold: float | None = key(None, _STALENESS, minimum=0.0)
+    trigger_parameter_sync_step: int | None = key(
+        None, "Mini-batches a publish, in units of require_batches; data.train_batch_size may be 0 or left out.",
+        minimum=1,
+    )  # fmt: skip
+    require_batches: int | None = key(
+        None,
+        "Factor of trigger_parameter_sync_step: train_batch_size is their product x ppo_mini_batch_size.",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOfRunConfig(Section):
+    """What a run samples in all."""
+
+    total_rollout_steps: int | None = key(
+        None, "Prompts to train on in all, in whole steps, instead of trainer.total_training_steps.", minimum=1
+    )
 
 
 def is_asynchronous(config: "RunConfig") -> bool:
@@ -114,11 +132,12 @@ def check_asynchronous(config: "RunConfig") -> None:
     """ConfigError for settings that have no effect in a synchronous run, or would give wrong old log-probs."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     if not is_asynchronous(config):
-        if config.async_training.staleness_threshold:
-            raise ConfigError(
-                f"async_training.staleness_threshold={config.async_training.staleness_threshold:g} has no effect with "
-                f"trainer.v1.trainer_mode=sync; set trainer_mode={COLOCATED}, or staleness_threshold=0"
-            )
+        for name in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches"):
+            if value := config.async_training[name]:
+                raise ConfigError(
+                    f"async_training.{name}={value:g} has no effect with trainer.v1.trainer_mode=sync; set "
+                    f"trainer_mode={COLOCATED} or {SEPARATE}, or leave it out"
+                )
         return
     _check_devices(config)
     if config.algorithm.filter_groups.max_inflight_gen_batches != 1 and staleness(config):
@@ -155,18 +174,26 @@ def _check_devices(config: "RunConfig") -> None:
             f"(actor_rollout_ref.hybrid_engine={arr.hybrid_engine}, rollout.nnodes={arr.rollout.nnodes}); set "
             f"trainer_mode={SEPARATE}, or hybrid_engine=True and nnodes=0"
         )
-    if mode == COLOCATED:
-        return
-    if not own:
+    if mode == SEPARATE and not own:
         raise ConfigError(
             f"trainer.v1.trainer_mode={SEPARATE} needs devices of its own for the rollout; set "
             "actor_rollout_ref.hybrid_engine=False and actor_rollout_ref.rollout.n_gpus_per_node (with "
             f"rollout.nnodes=N, those of N machines), or trainer_mode={COLOCATED}"
         )
-    steps, batch, mini = config.trainer.v1.separate_async.parameter_sync_step, config.data.train_batch_size, arr.actor
-    if steps is not None and steps * mini.ppo_mini_batch_size != batch:
-        raise ConfigError(
-            f"trainer.v1.separate_async.parameter_sync_step={steps} x actor.ppo_mini_batch_size="
-            f"{mini.ppo_mini_batch_size} is not data.train_batch_size={batch}, the prompts of a publish; set "
-            f"train_batch_size={steps * mini.ppo_mini_batch_size}, or leave parameter_sync_step out"
-        )
+    for name, steps in _mini_batches_a_publish(config).items():
+        batch, mini = config.data.train_batch_size, arr.actor.ppo_mini_batch_size
+        if steps * mini != batch:
+            raise ConfigError(
+                f"{name}={steps} x actor.ppo_mini_batch_size={mini} is not data.train_batch_size={batch}, the prompts "
+                f"of a publish; set train_batch_size={steps * mini}, or leave {name} out"
+            )
+
+
+def _mini_batches_a_publish(config: "RunConfig") -> dict[str, int]:
+    """How many each of the keys asks for that says so."""
+    own, fully = config.trainer.v1.separate_async.parameter_sync_step, config.async_training
+    asked = {} if own is None else {"trainer.v1.separate_async.parameter_sync_step": own}
+    if (steps := fully.trigger_parameter_sync_step) is not None or fully.require_batches is not None:
+        name = "async_training.trigger_parameter_sync_step x require_batches"
+        asked[name] = (steps or 1) * (fully.require_batches or 1)
+    return asked

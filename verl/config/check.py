@@ -134,6 +134,11 @@ def _check_aliases_agree(config: RunConfig) -> None:
 def _check_prompts_per_step(config: RunConfig) -> None:
     """A mini-batch at most the batch, generation batches that fill it, ranks that divide it evenly; ConfigError."""
     data, actor = config.data, config.actor_rollout_ref.actor
+    if data.train_batch_size < 1:
+        raise ConfigError(
+            "data.train_batch_size=0 must be at least 1, except with async_training.trigger_parameter_sync_step, which "
+            "gives the prompts of a step"
+        )
     trained = [("actor_rollout_ref.actor", actor)] + ([("critic", config.critic)] if uses_critic(config) else [])
     for role, part in trained:
         if part.ppo_mini_batch_size > data.train_batch_size:

@@ -36,7 +36,11 @@ class DataConfig(Section):
     max_response_length: int = key(512, "Longest answer in tokens.", minimum=1)
     truncation: str = key("error", "What happens to longer prompts.", choices=TRUNCATION)
     filter_overlong_prompts: bool = key(False, "Leave out rows with longer prompts, and count them.")
-    train_batch_size: int = key(1024, "Prompts per training step, over all devices.", minimum=1)
+    train_batch_size: int = key(
+        1024,
+        "Prompts per step, over all devices; 0 with async_training.trigger_parameter_sync_step.",
+        minimum=0,
+    )
     gen_batch_size: int | None = key(
         None, "Prompts read from the data and sent to be answered together; null is train_batch_size.", minimum=1
     )

@@ -30,6 +30,7 @@ def derive(values: dict[str, Any], root: type) -> dict[str, tuple[Any, str]]:
         **_strategy(values),
         **_dynamic_batching(values),
         **_mini_batch(values),
+        **_asynchronous(values),
         **_reward_weights(values),
         **_determinism(values, _ENGINES),
     }
@@ -67,6 +68,22 @@ def _mini_batch(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     if path in values or not isinstance(batch, int) or not 0 < batch < 256:
         return {}
     return {path: (batch, "derived: not more than data.train_batch_size")}
+
+
+def _asynchronous(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Prompts of a step from the mini-batches of a publish, and steps from the prompts of the run."""
+    asked = [values.get(f"async_training.{name}") for name in ("trigger_parameter_sync_step", "require_batches")]
+    mini, batch = values.get(f"{_ARR}.actor.ppo_mini_batch_size", 256), values.get("data.train_batch_size")
+    total, result = values.get("rollout.total_rollout_steps"), dict[str, tuple[Any, str]]()
+    if any(asked) and not batch and all(isinstance(number, int | None) for number in (*asked, mini)):
+        batch = (asked[0] or 1) * (asked[1] or 1) * mini
+        why = "derived: async_training.trigger_parameter_sync_step x require_batches x ppo_mini_batch_size"
+        result["data.train_batch_size"] = (batch, why)
+    batch = 1024 if batch is None else batch
+    if isinstance(total, int) and isinstance(batch, int) and "trainer.total_training_steps" not in values:
+        steps = max(total // max(batch, 1), 1)
+        result["trainer.total_training_steps"] = (steps, "derived: rollout.total_rollout_steps / train_batch_size")
+    return result
 
 
 def _reward_weights(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -114,7 +114,8 @@ def pop_unread_keys(config: Any) -> list[str]:
 
     checkpoint_keys = ("save_contents", "load_contents", "async_save", "verify", "save_lora_only")
     parts = ("gdpo_reward_keys", "gdpo_reward_weights")  # become reward.weights
-    excepted = ("model_engine", *parts, *checkpoint_keys)  # read before the recording, or at the last step
+    checked = ("parameter_sync_step", "trigger_parameter_sync_step", "require_batches", "total_rollout_steps")
+    excepted = ("model_engine", *parts, *checked, *checkpoint_keys)  # read before the recording, or at the last step
     unread = [path for path in config._set if path.rpartition(".")[2] not in (*excepted, EXTRA) and not is_read(path)]
     own = [path for path in config._set if path.endswith("." + EXTRA)]
     return unread + [f"{path}.{name}" for path in own for name in own_values(config, path) if (path, name) not in reads]

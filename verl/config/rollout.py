@@ -132,6 +132,9 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = key(
         0.5, "Fraction of device memory for weights and KV cache, in (0, 1].", greater_than=0, maximum=1
     )
+    standalone_gpu_memory_utilization: float | None = key(
+        None, "gpu_memory_utilization of a rollout with devices of its own; null is that.", greater_than=0, maximum=1
+    )
     kv_cache_bytes: int | None = key(None, "native: size of the KV cache in bytes; null selects by device.", minimum=1)
     enforce_eager: bool = key(False, "No CUDA graphs.")
     cudagraph_capture_sizes: list[int] | None = key(None, "Batch sizes captured as CUDA graphs; null: automatic.")

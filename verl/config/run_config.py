@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.asynchronous import AsyncTrainingConfig
+from verl.config.asynchronous import AsyncTrainingConfig, RolloutOfRunConfig
 from verl.config.base import Section, key, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
@@ -40,6 +40,7 @@ class RunConfig(Section):
     reward: RewardConfig = section(RewardConfig)
     distillation: DistillationConfig = section(DistillationConfig)
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
+    rollout: RolloutOfRunConfig = section(RolloutOfRunConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 

@@ -22,7 +22,19 @@ _WORKERS = "worker groups have two verbs, broadcast and scatter (verl.runtime.gr
 _WORKERS += "loop reaches models through verl.workers.actor.Actor"
 _SFT = "verl.trainer.sft_trainer trains conversations; data.messages_key and data.tools_key name their columns"
 _MEGATRON = "the Megatron-LM engine is still to come; use FSDP (actor.strategy=fsdp2)"
-_ASYNC = "asynchronous training is still to come; python3 -m verl.trainer.main_ppo trains synchronously"
+_ASYNC = (
+    "trainer.v1.trainer_mode=separate_async of verl.trainer.main_ppo runs it (docs/asynchronous.md); a step takes what "
+    "verl.trainer.ppo.async_source.AsyncSource gives it, by the two rules of verl.trainer.ppo.admission"
+)
+_TRAINER = (
+    "there is one trainer for all modes, verl.trainer.ppo.trainer.PPOTrainer, and nothing to register: "
+    "trainer.v1.trainer_mode chooses where its trajectories come from, and a program of your own gives it a "
+    "verl.trainer.ppo.trajectory_source.TrajectorySource"
+)
+_POLICY = (
+    "there are no policies of a dynamic schedule: how many prompts are under way follows from "
+    "async_training.staleness_threshold, and devices are divided by trainer.n_gpus_per_node and rollout.n_gpus_per_node"
+)
 _SCORER = "verl.utils.reward_score.default_compute_score has the built-in scorers; else " + _REWARD
 _LOOPS = (
     "a loop derives from verl.experimental.agent_loop.AgentLoopBase; verl.agent.agent_runner.AgentRunner runs loops"
@@ -38,6 +50,7 @@ REPLACEMENTS = {
     "verl.experimental.dataset": "derive from verl.utils.dataset.RLHFDataset and name it in data.custom_cls",
     "verl.experimental.dynamic_dataset": "derive from verl.utils.dataset.RLHFDataset and name it in data.custom_cls",
     "verl.experimental.fully_async_policy": _ASYNC,
+    "verl.experimental.fully_async_policy.register_policy": _POLICY,
     "verl.experimental.one_step_off_policy": _ASYNC,
     "verl.experimental.reward_loop": _MANAGER,
     "verl.interactions": "an agent loop of your own takes the user's turns: verl.experimental.agent_loop.AgentLoopBase",
@@ -56,6 +69,10 @@ REPLACEMENTS = {
     "verl.trainer.ppo.rollout_corr_helper": "set algorithm.rollout_correction.*; verl.algorithms.rollout_correction "
     "computes it for packed batches",
     "verl.trainer.ppo.v1": "verl.trainer.ppo.trainer.PPOTrainer takes the step; verl.trainer.main_ppo runs it",
+    "verl.trainer.ppo.v1.get_trainer_cls": _TRAINER,
+    "verl.trainer.ppo.v1.register_trainer": _TRAINER,
+    "verl.trainer.ppo.v1.replay_buffer": "which groups a step takes is decided by verl.trainer.ppo.admission and "
+    "algorithm.filter_groups (trainer.v1.sampler.*)",
     "verl.utils.checkpoint": "checkpoints are written by verl.workers.engine.checkpoint; `verl merge` merges shards",
     "verl.utils.config": "verl.config.load_config loads a configuration and names every mistake",
     "verl.utils.dataset.multiturn_sft_dataset": _SFT,

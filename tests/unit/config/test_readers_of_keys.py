@@ -13,10 +13,9 @@ PACKAGE = Path(__file__).parents[3] / "verl"
 
 CHECKED_BY_CONFIG = ("model_engine", "actor_rollout_ref.rollout.pipeline_model_parallel_size")
 CHECKED_BY_CONFIG += ("distillation.teacher_models", "trainer.v1.trainer_mode", "async_training.staleness_threshold")
-CHECKED_BY_CONFIG += ("trainer.v1.colocate_async.num_warmup_batches",)
-CHECKED_BY_CONFIG += tuple(
-    f"trainer.v1.separate_async.{name}" for name in ("num_warmup_batches", "parameter_sync_step")
-)
+CHECKED_BY_CONFIG += tuple(f"trainer.v1.{mode}_async.num_warmup_batches" for mode in ("colocate", "separate"))
+CHECKED_BY_CONFIG += ("trainer.v1.separate_async.parameter_sync_step", "rollout.total_rollout_steps")
+CHECKED_BY_CONFIG += ("async_training.trigger_parameter_sync_step", "async_training.require_batches")
 CHECKED_BY_CONFIG += tuple(f"actor_rollout_ref.{role}.router_replay.mode" for role in ("actor", "ref"))
 """Keys that the loading itself uses up: other defaults, one allowed value, names that it makes into teachers,
 and a mode and an age that functions beside them tell."""

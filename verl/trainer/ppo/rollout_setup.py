@@ -94,7 +94,10 @@ def rollout_of_run(config: RunConfig) -> RolloutConfig:
     if arguments := adapter_arguments(config.actor_rollout_ref):
         kwargs = replace(rollout.engine_kwargs, vllm=arguments | rollout.engine_kwargs.vllm)
         rollout = replace(rollout, engine_kwargs=kwargs)
-    return replace(rollout, free_cache_engine=False) if splits_rollout(config) else rollout
+    if not splits_rollout(config):
+        return rollout
+    share = rollout.standalone_gpu_memory_utilization or rollout.gpu_memory_utilization
+    return replace(rollout, free_cache_engine=False, gpu_memory_utilization=share)
 
 
 def build_standalone_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
