@@ -11,26 +11,26 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4495,
+    "config": 4513,
     "plugin": 1350,
-    "data": 2815,
+    "data": 2817,
     "algorithms": 2300,
     "runtime": 3378,
-    "observe": 3187,
+    "observe": 3801,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 5410,
     "workers": 1140,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
-    "agent": 2040,
+    "agent": 2101,
     "rewards": 4997,
-    "trainer": 8412,
+    "trainer": 8447,
     "commands": 6379,
-    "utils": 1835,
+    "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21064, 58583, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21119, 59399, 400
 
 
 def package_of(path: Path) -> str:

@@ -4,16 +4,17 @@ import asyncio
 import copy
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.agent import single_turn
+from verl.agent.llm_server import LLMServerClient
 from verl.agent.loop import (
     AGENT_LOOPS,
     AgentLoopBase,
     ConfigWrap,
-    LLMServerClient,
     ToolListWrap,
     make_incremental_template,
 )
@@ -24,6 +25,7 @@ from verl.agent.tools import load_tools, read_yaml
 from verl.config.run_config import RunConfig
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
+from verl.observe.tracing.recorder import TracedPrompt, TraceRecorder
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import load_object
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
@@ -34,6 +36,7 @@ class AgentRunner:
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase):
         self.config, self.tokenizer = config, tokenizer
+        self.traces: TraceRecorder | None = None
         rollout = config.actor_rollout_ref.rollout
         self.default_loop = rollout.agent.default_agent_loop
         self.configured_loops = load_agent_loops(rollout.agent.agent_loop_config_path)
@@ -71,20 +74,51 @@ class AgentRunner:
         self, row: PromptRow, request_id: int, sampling: SamplingParams, engine: RolloutEngine
     ) -> list[Trajectory]:
         """Trajectories of `sampling.n` conversations; a loop may return several trajectories per conversation."""
+        traced = self._traced(row, request_id, engine)
         factory = self.loop_factory(self.loop_name(row.agent_name))
         if factory is None:
-            return await single_turn.single_turn(row, request_id, sampling, engine)
-        samples = [self._run_sample(factory, row, request_id, number, sampling, engine) for number in range(sampling.n)]
-        return [t for trajectories in await asyncio.gather(*samples) for t in trajectories]
+            trajectories = await single_turn.single_turn(row, request_id, sampling, engine)
+            if traced is not None:
+                traced.add_single_turns(single_turn.NAME, trajectories)
+        else:
+            one = partial(self._run_sample, factory, row, request_id, sampling, engine, traced)
+            several = await asyncio.gather(*(one(number) for number in range(sampling.n)))
+            trajectories = [t for of_sample in several for t in of_sample]
+        if traced is not None:
+            traced.answered()
+        return trajectories
+
+    def _traced(self, row: PromptRow, request_id: int, engine: RolloutEngine) -> TracedPrompt | None:
+        if self.traces is None:
+            return None
+        attributes = {"row": row.index, "data_source": row.data_source}
+        return self.traces.prompt(request_id, engine.version, {"prompt": row.messages}, attributes)
 
     async def _run_sample(
         self,
         factory: Callable[..., AgentLoopBase],
         row: PromptRow,
         request_id: int,
-        sample: int,
         sampling: SamplingParams,
         engine: RolloutEngine,
+        traced: TracedPrompt | None,
+        sample: int,
+    ) -> list[Trajectory]:
+        if traced is None:
+            return await self._converse(factory, row, request_id, sampling, engine, sample)
+        with traced.conversation(self.loop_name(row.agent_name), sample) as conversation:
+            trajectories = await self._converse(factory, row, request_id, sampling, engine, sample)
+            conversation.size = len(trajectories)
+        return trajectories
+
+    async def _converse(
+        self,
+        factory: Callable[..., AgentLoopBase],
+        row: PromptRow,
+        request_id: int,
+        sampling: SamplingParams,
+        engine: RolloutEngine,
+        sample: int,
     ) -> list[Trajectory]:
         rollout = self.config.actor_rollout_ref.rollout
         max_sequence_length = rollout.max_model_len or rollout.prompt_length + rollout.response_length

@@ -4,12 +4,10 @@ A loop gets token ids only from `server_manager.generate` and the `ct_*` helpers
 unchanged and the response mask is exact.
 """
 
-import asyncio
-import operator
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,26 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.agent.continuous_tokens import Merged, merge_answer, merge_turns
 from verl.agent.incremental_template import IncrementalTemplate
+from verl.agent.llm_server import LLMServerClient, TokenOutput, refuse_media
 from verl.agent.tool_schemas import schema_dict
 from verl.agent.tools import BaseTool
 from verl.data.chat import Message
 from verl.data.trajectory import Trajectory
 from verl.utils.errors import DataError
 from verl.utils.registry import Registry
-from verl.utils.seeds import derive_seed
-from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-
-
-@dataclass
-class TokenOutput:
-    """One answer of the policy."""
-
-    token_ids: list[int]
-    log_probs: list[float] | None = None
-    stop_reason: str | None = None  # "completed", "length" or "aborted"
-    num_preempted: int = -1
-    extra_fields: dict[str, Any] = field(default_factory=dict)  # min_global_steps, max_global_steps: policy versions
-    routed_experts: Any = None  # no engine reports them so far
 
 
 @dataclass
@@ -69,7 +54,7 @@ class AgentLoopOutput:
         """The fields by name, `metrics` as a dictionary."""
         return asdict(self)
 
-    def to_trajectory(self, group_id: int, row: int, answers: "Sequence[TokenOutput]") -> Trajectory:
+    def to_trajectory(self, group_id: int, row: int, answers: Sequence[TokenOutput]) -> Trajectory:
         """This output as a Trajectory. `answers` (all that the loop got) give the policy versions, and the log-probs
         where `response_logprobs` is None. DataError where other tokens are marked as sampled, or lengths differ."""
         refuse_media(image_or_video=any((self.multi_modal_data or {}).values()), image_options=self.mm_processor_kwargs)
@@ -111,8 +96,8 @@ _FIELDS_WITH_A_PLACE = ("reward_extra_info", "tool_rewards", "stop_reason", "min
 
 
 def sampled_logprobs(
-    ids: Sequence[int], mask: Sequence[int], answers: "Sequence[TokenOutput]"
-) -> "tuple[list[float], list[TokenOutput]]":
+    ids: Sequence[int], mask: Sequence[int], answers: Sequence[TokenOutput]
+) -> tuple[list[float], list[TokenOutput]]:
     """Log-probs of the tokens where `mask` is 1 (0 elsewhere), and the answers these tokens come from, in order.
 
     A run of marked tokens must consist of whole answers; the first may lack its beginning, the last its end.
@@ -146,7 +131,7 @@ class _Match(NamedTuple):
     size: int  # equal tokens from there; 0: there is no match
 
 
-def _match_answer(span: list[int], answers: "Sequence[TokenOutput]", anywhere: bool) -> _Match:
+def _match_answer(span: list[int], answers: Sequence[TokenOutput], anywhere: bool) -> _Match:
     """Where `span` begins in an answer: at the start of one, or else, with `anywhere`, inside one."""
 
     def overlap(number: int, start: int = 0) -> int:
@@ -158,115 +143,6 @@ def _match_answer(span: list[int], answers: "Sequence[TokenOutput]", anywhere: b
         return _Match(best, 0, overlap(best))
     places = ((n, i) for n, a in enumerate(answers) for i, token in enumerate(a.token_ids) if token == span[0])
     return next((_Match(n, i, overlap(n, i)) for n, i in places if anywhere and overlap(n, i)), _Match(0, 0, 0))
-
-
-class LLMServerClient:
-    """The policy for the agent loop of one sample; all turns of a conversation go to the same replica."""
-
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        sampling: SamplingParams,
-        max_sequence_length: int,
-        group_id: int,
-        sample_index: int,
-        vocabulary_size: int | None = None,
-    ):
-        self.vocabulary_size = vocabulary_size
-        self.generating = 0  # calls of `generate` in progress
-        self.failure: BaseException | None = None  # what the engine raised last
-        self.engine, self.sampling, self.max_sequence_length = engine, sampling, max_sequence_length
-        self.group_id, self.sample_index = group_id, sample_index
-        self.answers: list[TokenOutput] = []
-        self.turn = 0
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any] | None = None, **media: Any
-    ) -> TokenOutput:
-        """One answer to `prompt_ids`. Every turn of every sample has its own random stream.
-
-        It has at most `max_tokens` and fits `max_sequence_length`; it is empty (stop_reason "length") at that limit.
-        """
-        refuse_media(**media)
-        prompt_ids = self.check_tokens(prompt_ids, "prompt_ids of generate()")
-        if not prompt_ids:
-            raise DataError("prompt_ids of generate() is empty; give the conversation so far")
-        if self.turn >= (most := max(MIN_TURN_LIMIT, self.max_sequence_length)):
-            raise DataError(f"it asked for an answer {most} times, more often than tokens fit; end the loop before")
-        request_number = derive_seed(self.group_id, self.sample_index, self.turn)
-        self.turn += 1
-        params = {
-            n: v for n, v in (sampling_params or {}).items() if v is not None and v != _NEUTRAL_SAMPLING_VALUES.get(n)
-        }
-        params.pop("logprobs", None)  # log-probs are always returned
-        unknown = sorted(params.keys() - _SUPPORTED_SAMPLING_PARAMS)
-        if unknown:
-            raise DataError(
-                f"sampling_params[{unknown[0]!r}]={params[unknown[0]]!r} of an agent loop is not known to the rollout "
-                f"engines; known: {', '.join(sorted(_SUPPORTED_SAMPLING_PARAMS))}"
-            )
-        for name in ("stop", "stop_token_ids"):
-            more = params.get(name, ())
-            params[name] = (*getattr(self.sampling, name), *([more] if isinstance(more, str) else more))
-        token_budget = min(
-            params.get("max_tokens", self.sampling.max_tokens), self.max_sequence_length - len(prompt_ids)
-        )
-        if token_budget < 1:
-            await asyncio.sleep(0)  # a loop that asks on must not stop the others
-            return TokenOutput([], [], "length", extra_fields=dict.fromkeys(_VERSION_FIELDS, self.engine.version))
-        sampling = replace(self.sampling, **{**params, "n": 1, "max_tokens": token_budget})
-        request = GenerationRequest(
-            request_number, prompt_ids, sampling, conversation=derive_seed(self.group_id, self.sample_index)
-        )
-        completion = await self._ask_engine(request)
-        answer = TokenOutput(
-            completion.token_ids,
-            completion.logprobs,
-            "completed" if completion.stop_reason == "stop" else completion.stop_reason,
-            extra_fields=dict(zip(_VERSION_FIELDS, completion.policy_version, strict=True)),
-        )
-        self.answers.append(replace(answer, token_ids=list(answer.token_ids)))  # the loop may change its own list
-        return answer
-
-    async def _ask_engine(self, request: GenerationRequest) -> Completion:
-        self.generating += 1
-        try:
-            [completion] = await self.engine.generate(request)
-        except BaseException as error:
-            self.failure = error
-            raise
-        finally:
-            self.generating -= 1
-        return completion
-
-    def check_tokens(self, values: Any, name: str) -> list[int]:
-        """`values` as a list of token ids of the vocabulary; DataError names the first other one."""
-        ids = whole_numbers(values, name)
-        size = self.vocabulary_size
-        if size is None or not ids or (min(ids) >= 0 and max(ids) < size):
-            return ids
-        sampled = {token for answer in self.answers for token in answer.token_ids}  # also beyond the tokenizer's
-        for position, token in enumerate(ids):
-            if not 0 <= token < size and token not in sampled:
-                raise DataError(f"{name}[{position}]={token} is outside the vocabulary; allowed: 0 to {size - 1}")
-        return ids
-
-
-MIN_TURN_LIMIT = 1000  # turns of a conversation in which only few tokens fit
-_VERSION_FIELDS = ("min_global_steps", "max_global_steps")
-_SUPPORTED_SAMPLING_PARAMS = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-}
-_NEUTRAL_SAMPLING_VALUES = {
-    "n": 1, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -364,17 +240,6 @@ class AgentLoopBase(ABC):
             self.incremental_template = IncrementalTemplate(self.tokenizer, schemas, template_kwargs=kwargs)
 
 
-def whole_numbers(values: Any, name: str) -> list[int]:
-    """`values` (a list, an array or a one-dimensional tensor) as a list of Python integers."""
-    try:
-        items = values.tolist() if hasattr(values, "tolist") else list(values)
-        if any(isinstance(item, bool) for item in items):
-            raise TypeError
-        return [operator.index(item) for item in items]
-    except TypeError:
-        raise DataError(f"{name}={values!r:.80} must be a list of token ids, whole numbers") from None
-
-
 AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
 
@@ -385,13 +250,6 @@ def make_incremental_template(
     """The incremental template for `tools`, with the template variables of `data.apply_chat_template_kwargs`."""
     schemas = [schema_dict(tool.tool_schema) for tool in tools]
     return IncrementalTemplate(tokenizer, schemas, template_kwargs=config.data.apply_chat_template_kwargs)
-
-
-def refuse_media(**media: Any) -> None:
-    """DataError where an agent loop passes images, videos or audio."""
-    for name, value in media.items():
-        if value and name.startswith(("image", "video", "audio")):
-            raise DataError(f"an agent loop gives {name}={value!r:.80}; only text is supported so far")
 
 
 def new_request_id() -> str:

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
 from verl.agent.blocked_loop import watched
-from verl.agent.loop import AgentLoopOutput, LLMServerClient
+from verl.agent.llm_server import LLMServerClient
+from verl.agent.loop import AgentLoopOutput
 from verl.utils.errors import DataError, VerlError
 from verl.utils.external_code import user_traceback
 

@@ -17,6 +17,7 @@ import yaml
 
 from verl.agent.tool_schemas import OpenAIFunctionToolSchema
 from verl.config.bounded_yaml import BoundedYAMLLoader
+from verl.observe.tracing.spans import TOOL, span
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.external_code import load_module, load_object, user_traceback
 from verl.utils.paths import expand_home
@@ -253,6 +254,17 @@ async def call_tool(
     tools: dict[str, BaseTool], name: str, arguments: str, create_kwargs: dict[str, Any], agent_data: Any = None
 ) -> tuple[ToolResponse, float, dict[str, Any]]:
     """Run one tool call. Unknown tools, bad arguments, failures and timeouts become error replies with reward 0."""
+    with span(name, TOOL, arguments=arguments) as traced:
+        outcome = await _answered_call(tools, name, arguments, create_kwargs, agent_data)
+        if traced is not None:
+            response, reward, metrics = outcome
+            traced.outputs = {"response": response.text, "reward": reward, **metrics}
+    return outcome
+
+
+async def _answered_call(
+    tools: dict[str, BaseTool], name: str, arguments: str, create_kwargs: dict[str, Any], agent_data: Any
+) -> tuple[ToolResponse, float, dict[str, Any]]:
     if name not in tools:
         return ToolResponse(text=f"Error: there is no tool {name!r}; {did_you_mean(name, tools)}"), 0.0, {}
     try:

@@ -50,6 +50,23 @@ class PrometheusConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig(Section):
+    """Traces of conversations: prompt, turns, tool calls, rewards, policy versions."""
+
+    backend: str | None = key(
+        None, "Where traces go; null records none.", choices=("mlflow", "weave", "trackio", "opentelemetry")
+    )
+    token2text: bool = key(False, "Record the tokens of each turn too: their ids, texts and log-probs.")
+    max_samples_per_step_per_worker: int | None = key(
+        None,
+        "Prompts traced in a step, each with all answers; null is all. The driver is the one worker.",
+        minimum=1,
+    )
+    project_name: str | None = key(None, "Project of the traces; null is trainer.project_name.")
+    experiment_name: str | None = key(None, "Name of the run in them; null is trainer.experiment_name.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
     """Rollout engines in their own processes."""
 
@@ -179,4 +196,5 @@ class RolloutConfig(Section):
     server: ServerConfig = section(ServerConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
     prometheus: PrometheusConfig = section(PrometheusConfig)
+    trace: TraceConfig = section(TraceConfig)
     custom: dict[str, Any] | None = key(None, "Settings for rollout engines of your own.")

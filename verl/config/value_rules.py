@@ -30,7 +30,7 @@ def check_value(path: str, name: str, value: Any) -> None:
         raise ConfigError(f"{path}={value} must be two numbers from 0 up to, not including, 1")
     if name in ("save_freq", "test_freq") and isinstance(value, str) and value != "after_each_epoch":
         raise ConfigError(f"{path}={value!r} must be a number of steps or after_each_epoch")
-    if name in ("project_name", "experiment_name"):
+    if name in ("project_name", "experiment_name") and value is not None:
         _check_folder_name(path, value)
     if path == "reward.weights":
         for part, weight in value.items():

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FIRST_VALIDATION_GROUP = 1 << 40  # group ids of validations, above those of training: their random streams differ
+
 
 @dataclass(frozen=True)
 class Trajectory:

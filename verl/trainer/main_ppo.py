@@ -82,7 +82,8 @@ def _train(
                 for line in closing_lines(config, run.summary.lines(run.complete), run.complete):
                     announce(line)
 
-            for at_end in (say_end, progress.close, run.trainer.close):  # in the reverse order
+            close_traces = [run.traces.close] if run.traces is not None else []
+            for at_end in (say_end, progress.close, *close_traces, run.trainer.close):  # in the reverse order
                 stack.callback(at_end)
             try:
                 return run.fit()

@@ -10,12 +10,11 @@ import pytest
 from tests.agent_cases import ScriptedEngine, make_agent_runner, row, run_conversations, tool_call_text
 from tests.rollout_adapters import letters_tokenizer
 from verl.agent.agent_runner import AgentRunner
+from verl.agent.llm_server import LLMServerClient, TokenOutput
 from verl.agent.loop import (
     AgentLoopBase,
     AgentLoopOutput,
     ConfigWrap,
-    LLMServerClient,
-    TokenOutput,
     ToolListWrap,
     make_incremental_template,
     sampled_logprobs,

@@ -14,7 +14,10 @@ ADAPTERS = {
     "hydra": {"verl.config"},
     "omegaconf": {"verl.config"},
     "wandb": {"verl.observe.trackers"},
-    "mlflow": {"verl.observe.trackers"},
+    "mlflow": {"verl.observe.trackers", "verl.observe.tracing.backends"},
+    "weave": {"verl.observe.tracing.backends"},
+    "trackio": {"verl.observe.trackers", "verl.observe.tracing.backends"},
+    "opentelemetry": {"verl.observe.tracing.backends"},
     "tensorboard": {"verl.observe.trackers"},
     "ray": {f"verl.runtime.ray_{part}" for part in ("cluster", "group", "objects", "processes", "rank")},
     "vllm": {

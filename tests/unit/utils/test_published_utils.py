@@ -76,11 +76,11 @@ def test_paths_in_hdfs_without_the_command_are_an_error_that_says_so(tmp_path: P
         exists("hdfs://a/b")
 
 
-def test_a_traced_method_is_the_method_and_a_backend_is_refused():
+def test_a_traced_method_keeps_its_name_and_an_unknown_backend_is_refused():
     assert rollout_trace_op(test_local_paths_are_copied_and_made_as_python_does).__name__.startswith("test_local")
     RolloutTraceConfig.init("project", "experiment", None)
-    with pytest.raises(ConfigError, match=r"trace\.backend=mlflow"):
-        RolloutTraceConfig.init("project", "experiment", "mlflow")
+    with pytest.raises(ConfigError, match=r"trace\.backend='mlfow' is unknown; .*mlflow"):
+        RolloutTraceConfig.init("project", "experiment", "mlfow")
     assert RolloutTraceConfig.get_instance().get_backend() is None
 
 

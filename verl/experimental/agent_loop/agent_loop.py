@@ -1,11 +1,10 @@
 """Base class, results and settings of agent loops, where published loops import them."""
 
+from verl.agent.llm_server import LLMServerClient, TokenOutput
 from verl.agent.loop import (
     AgentLoopBase,
     AgentLoopMetrics,
     AgentLoopOutput,
-    LLMServerClient,
-    TokenOutput,
     ToolListWrap,
     register,
 )

@@ -17,6 +17,7 @@ from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
 from verl.models.load import load_tokenizer
+from verl.observe.tracing.backends import check_trace_backend
 from verl.plugin.platform import get_platform
 from verl.rewards.base import NoScorerError, Reward
 from verl.rewards.model_reward import ModelReward
@@ -142,6 +143,8 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
             key = f"trainer.{name}_data_dir"
             found.run(key, _writable(folder, key))
     check_logging(settings.logger, found)
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    found.check("rollout.trace", lambda: check_trace_backend(backend), backend or "off")
 
 
 def _writable(folder: str, key: str) -> Callable[[], Any]:

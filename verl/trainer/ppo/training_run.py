@@ -12,7 +12,7 @@ from verl.config.base import add_reads
 from verl.config.load import pop_unread_keys
 from verl.config.run_name import same_command
 from verl.data.prompts import PromptDataset
-from verl.data.trajectory import Trajectory
+from verl.data.trajectory import FIRST_VALIDATION_GROUP, Trajectory
 from verl.observe.ledger import Ledger, size_line
 from verl.observe.memory_metrics import memory_metrics
 from verl.observe.progress import Progress
@@ -20,6 +20,7 @@ from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
 from verl.observe.run_record import NUM_VALIDATION_SAMPLES, RUN_FILE, VALIDATION_SAMPLES, write_run_record
 from verl.observe.run_summary import RunSummary
 from verl.observe.timers import StageTimer, throughput_metrics
+from verl.observe.tracing.recorder import TraceRecorder
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.pools import describe_pools
@@ -44,8 +45,6 @@ from verl.workers.engine import rng
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.settings_advice import tuning_advice
 
-FIRST_VALIDATION_REQUEST_ID = 1 << 40  # above all training request ids, so that random streams differ
-
 
 @dataclass
 class Validation:
@@ -58,7 +57,7 @@ class Validation:
     async def run(self) -> tuple[dict[str, float], RolloutBatch]:
         """val-core/… and val-aux/… over all held-out prompts."""
         rows = list(self.prompts)
-        request_ids = [FIRST_VALIDATION_REQUEST_ID + i for i in range(len(rows))]
+        request_ids = [FIRST_VALIDATION_GROUP + i for i in range(len(rows))]
         rollouts = await self.collector.collect(rows, request_ids, self.sampling)
         return validation_metrics(rollouts), rollouts
 
@@ -118,6 +117,7 @@ class TrainingRun:
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
+        self.traces: TraceRecorder | None = None
         self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
         self.on_counts: Callable[[CollectCounts], None] = lambda counts: None  # of what is being collected
         self.after_step: Callable[[], None] = lambda: None

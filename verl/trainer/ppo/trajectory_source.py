@@ -115,6 +115,7 @@ class RolloutCollector:
 
     async def scored(self, row: PromptRow, trajectories: list[Trajectory]) -> Group:
         """The trajectories with their scores; what their agent loop has scored itself keeps that score."""
+        start_ns = time.time_ns()
         texts = [str(self.tokenizer.decode(t.response_ids, skip_special_tokens=True)) for t in trajectories]
         inputs = [
             RewardInput.from_row(row, text, t)
@@ -123,10 +124,13 @@ class RolloutCollector:
         ]
         new_scores = iter(await self.reward.score(inputs) if inputs else [])
         scores = [next(new_scores) if t.reward is None else Score(t.reward) for t in trajectories]
-        return [
+        group = [
             (t.with_reward(s.value, s.extra, row.data_source, text), s)
             for t, s, text in zip(trajectories, scores, texts, strict=True)
         ]
+        if self.agent_runner.traces is not None:
+            self.agent_runner.traces.scored([t for t, _ in group], [s.error for s in scores], start_ns)
+        return group
 
 
 class _Collection:
