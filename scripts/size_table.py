@@ -20,17 +20,17 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 5410,
-    "workers": 1140,  # the driver-side handles
+    "workers": 1142,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8447,
+    "trainer": 8549,
     "commands": 6379,
     "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21119, 59399, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21221, 59503, 400
 
 
 def package_of(path: Path) -> str:

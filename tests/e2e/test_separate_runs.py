@@ -12,7 +12,7 @@ import torch
 
 from tests.e2e import jobs
 from tests.e2e.test_async_runs import assert_trained_once_or_dropped, has_taken
-from tests.e2e.test_resume import assert_same_run, stopping
+from tests.e2e.test_resume import assert_same_run, checkpoint_tensors, stopping
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
@@ -23,12 +23,12 @@ SEPARATE = [*APART, "trainer.v1.trainer_mode=separate_async"]
 EVERY_STEP = ["trainer.save_freq=1", "trainer.test_freq=1"]
 LONG = [
     "data.max_response_length=120",
-    f"{jobs.ARR}.rollout.max_num_seqs=6",
+    f"{jobs.ARR}.rollout.max_num_seqs=4",
     f"{jobs.ARR}.rollout.ignore_eos=True",
     "trainer.test_freq=3",
 ]
 
-SLOW = [f"{jobs.ARR}.actor.ppo_epochs=4"]  # updates, beside which answers are sampled
+BUSY = ["data.max_response_length=30", f"{jobs.ARR}.rollout.max_num_seqs=2", f"{jobs.ARR}.actor.ppo_epochs=4"]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_without_staleness_a_run_is_the_synchronous_one_of_any_placement_bit_for
 
 
 def test_the_rollout_goes_on_while_the_policy_is_trained(folder: Path):
-    jobs.train(folder, "run", *SEPARATE, *LONG, "async_training.staleness_threshold=1.5", *SLOW, "trainer.save_freq=-1")
+    jobs.train(folder, "run", *SEPARATE, *LONG, *BUSY, "async_training.staleness_threshold=1.5", "trainer.save_freq=-1")
     rows, spans = jobs.metrics(folder, "run"), 0
     for step in range(1, 7):
         batch = read_ledger(folder / "run" / "ledger", step).batch
@@ -73,8 +73,8 @@ def test_the_rollout_goes_on_while_the_policy_is_trained(folder: Path):
 
 
 def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path):
-    how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", "trainer.save_freq=1"]
-    how += ["trainer.test_freq=-1"]  # it would let the answers end before the save
+    how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", "trainer.save_freq=3"]
+    how += [f"{jobs.ARR}.rollout.max_num_seqs=2", "trainer.test_freq=-1"]  # some have begun before the last publish
     jobs.train(folder, "run", *how, *stopping(folder, 3))
     state = read_state(folder / "run" / "global_step_3")["source"]
     in_flight = {
@@ -124,3 +124,28 @@ def test_the_program_by_its_old_name_and_keys_runs(folder: Path):
         batch = read_ledger(folder / "run" / "ledger", step).batch
         assert batch.num_sequences == 4 * 4
         assert torch.equal(batch["old_logprobs"], batch["rollout_logprobs"])  # the preset's bypass mode
+
+
+def test_a_step_trains_on_each_mini_batch_as_soon_as_it_is_there(folder: Path):
+    """Parts of a step give the weights of whole batches with the same mini-batches; the takes are apart in time."""
+    how = [*SEPARATE, f"{jobs.ARR}.actor.ppo_mini_batch_size=2", "trainer.save_freq=3", "trainer.test_freq=-1"]
+    how += ["trainer.total_training_steps=3"]
+    jobs.train(folder, "parts", *how)
+    jobs.train(folder, "whole", *how, "async_training.require_batches=2")
+    takes = [[e["groups"] for e in of(folder / run, "take")] for run in ("parts", "whole")]
+    assert [len(groups) for groups in takes[0]] == [2] * 6 and [len(groups) for groups in takes[1]] == [4] * 3
+    assert [takes[0][i] + takes[0][i + 1] for i in (0, 2, 4)] == takes[1]
+    parts, whole = (checkpoint_tensors(folder / run / "global_step_3") for run in ("parts", "whole"))
+    assert all(torch.allclose(parts[name].float(), whole[name].float(), atol=2e-5) for name in whole)
+    rows, wholes = jobs.metrics(folder, "parts"), jobs.metrics(folder, "whole")
+    for step in range(1, 4):
+        batch = read_ledger(folder / "parts" / "ledger", step).batch
+        assert batch.num_sequences == 16 and len(batch["group_ids"].unique()) == 4
+        for name in ("training/off_policy/lag/mean", "actor/lr", "critic/score/mean", "fully_async/count/queued"):
+            assert rows[step][name] == wholes[step][name], name
+    second = read_ledger(folder / "parts" / "ledger", 1).batch.select(range(8, 16))
+    assert torch.equal(second["old_logprobs"], second["rollout_logprobs"])  # the policy had moved on
+
+
+def of(run: Path, name: str) -> list[dict]:
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == name]

@@ -76,9 +76,10 @@ class Actor:
         """(name, full tensor) as `BaseEngine.export_adapters` has them; only when the worker runs in this process."""
         return self.group.local_worker.engine.export_adapters(with_base)
 
-    def update(self, batch: Batch, step: int) -> tuple[Metrics, dict[str, Tensor]]:
+    def update(self, batch: Batch, step: int, is_last: bool = True) -> tuple[Metrics, dict[str, Tensor]]:
         """Run all optimiser steps on one batch; return metrics, and (T,) outputs of each token's first forward pass.
 
+        With `is_last`, the learning rate goes on: no other part of the training step comes.
         The outputs are `logprobs`, and `entropy` where the loss names it. Without a column `old_logprobs` the loss
         treats the current policy as the sampling policy. A mini-batch whose tokens are all rejected makes no step;
         DataError if there is no other.
@@ -104,7 +105,8 @@ class Actor:
             for name, column in outputs.items() if tokens_seen < batch.num_tokens else ():  # the first epoch
                 first.setdefault(name, torch.zeros(batch.num_tokens))[mini["token_indices"]] = column.float()
             tokens_seen += mini.num_tokens
-        self.group.broadcast("advance_schedule")
+        if is_last:
+            self.group.broadcast("advance_schedule")
         if not updates:
             raise DataError(all_rejected_message(self.config.algorithm.rollout_correction, step + 1))
         return metrics, first

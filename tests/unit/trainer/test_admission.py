@@ -94,6 +94,28 @@ def test_a_group_that_would_be_late_is_waited_for():
     assert rules.ready and rules.take() == [slow]
 
 
+def test_a_step_may_take_its_groups_in_parts_and_none_becomes_too_old():
+    """Groups of heavy-tailed durations, two at a time; each part is waited for by the same rule."""
+    draws, rules, lags, waits = random.Random(3), AdmissionRules(6, 1.0, 3), list[int](), 0
+    ends: dict[int, float] = {}
+    now = 0.0
+    for version in range(1, 400):
+        for _ in range(rules.room):
+            ends[rules.admit()] = now + draws.lognormvariate(0, 2.5)
+        admitted_at = dict(rules.versions)
+        for _ in range(3):
+            while not rules.is_ready(2):
+                waits += rules.num_queued >= 2
+                number = min(ends, key=lambda one: ends[one])
+                now = max(now, ends.pop(number))
+                rules.finish(number)
+            lags += [rules.version - admitted_at[number] for number in rules.take(2)]
+        assert len(rules.in_training) == 6 and rules.room == 12 - 6 - len(rules.versions)
+        rules.publish(version)
+        now += 1.0
+    assert max(lags) == 3 and waits > 0
+
+
 def test_an_evicted_group_leaves_and_makes_room():
     rules = AdmissionRules(2, 0.0)
     numbers = [rules.admit(), rules.admit()]

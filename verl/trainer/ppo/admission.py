@@ -23,7 +23,8 @@ class AdmissionRules:
 
     Rule 2: a step takes finished groups, the oldest first, and none that is older than `max_lag` versions. With `wait`,
     it begins only once the groups that it leaves can all be trained in time, `batch` a step; an unfinished group that
-    would be late is waited for. With `drop`, groups that have become too old leave untrained.
+    would be late is waited for. With `drop`, groups that have become too old leave untrained. A step may take its
+    groups in parts, each as soon as it is there: the parts to come are room for what a part leaves.
     """
 
     def __init__(self, batch: int, staleness: float = 0.0, max_lag: int = 8, strategy: str = WAIT):
@@ -74,28 +75,34 @@ class AdmissionRules:
 
     @property
     def ready(self) -> bool:
-        """Whether a step can begin: enough finished groups, and none left behind that would be late."""
-        if self.num_queued < self.batch:
+        """Whether a step can take all its groups now."""
+        return self.is_ready(self.batch)
+
+    def is_ready(self, count: int) -> bool:
+        """Whether a step can take `count` groups: so many are finished, and none is left behind that would be late."""
+        if self.num_queued < count:
             return False
         if self.strategy == DROP:
             return True
         waiting = finished = 0
+        later = self.batch - len(self.in_training) - count  # of this version
         for version in sorted(self._outstanding):
             waiting += self._outstanding[version]
             finished += self._finished[version]
             steps_left = version + self.max_lag - self.version  # after this one
-            if waiting - min(self.batch, finished) > steps_left * self.batch:
+            if waiting - min(count, finished) > steps_left * self.batch + later:
                 return False
         return True
 
-    def take(self) -> list[int]:
-        """The oldest finished groups, which a step trains on until `publish`. Only when `ready`."""
+    def take(self, count: int | None = None) -> list[int]:
+        """The oldest finished groups, `batch` or `count` of them, which a step trains on until `publish`. Only when it
+        `is_ready`, and no more than `batch` a version in all."""
         taken: list[int] = []
-        while len(taken) < self.batch:
+        while len(taken) < (self.batch if count is None else count):
             if (number := heapq.heappop(self._oldest)) in self._queued:
                 self._leave(number)
                 taken.append(number)
-        self.in_training = taken
+        self.in_training = self.in_training + taken
         return taken
 
     def publish(self, version: int) -> list[int]:

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,24 @@ class AsyncCounts:
         self.__dict__.update(state)
 
 
+@dataclass
+class StepTally:
+    """What a step has taken so far, and how long it took."""
+
+    ages: list[int] = field(default_factory=list)  # of each group: versions between its admission and its training
+    trajectories: list[Trajectory] = field(default_factory=list)
+    waited_s: float = 0.0  # the trainer in `take`, in which a colocated rollout works
+    trained_s: float = 0.0  # between one `take` and the next
+    idle_s: float = 0.0  # of a rollout apart
+
+    def add(self, ages: Sequence[int], trajectories: Sequence[Trajectory], waited_s: float, idle_s: float) -> None:
+        """One `take` more."""
+        self.ages += ages
+        self.trajectories += trajectories
+        self.waited_s += waited_s
+        self.idle_s += idle_s
+
+
 class IdleClock:
     """Seconds in which no answer was being sampled."""
 
@@ -69,23 +87,13 @@ class IdleClock:
         self._since = now
 
 
-def step_metrics(
-    source: "AsyncSource",
-    ages: Sequence[int],
-    trajectories: Sequence[Trajectory],
-    waited_s: float,
-    trained_s: float,
-    evicted: Sequence[Group],
-) -> dict[str, float]:
-    """fully_async/*, training/off_policy/* and training/*/evicted_samples of the groups that a step has taken.
-
-    `ages`: versions between the admission of each group and its training; `waited_s`: seconds of the trainer in
-    `take`, which are those in which a colocated rollout works; `trained_s`: seconds between the last two `take`s.
-    """
+def step_metrics(source: "AsyncSource", step: StepTally, evicted: Sequence[Group]) -> dict[str, float]:
+    """fully_async/*, training/off_policy/* and training/*/evicted_samples of the groups that a step has taken."""
     counts, admission, version = source.counts, source.admission, source.admission.version
+    ages, trajectories, waited_s, trained_s = step.ages, step.trajectories, step.waited_s, step.trained_s
     spans = [t.policy_version[1] - t.policy_version[0] for t in trajectories]
     partial, whole_s = sum(span > 0 for span in spans), max(waited_s + trained_s, 1e-9)
-    rollout_idle_s = source.idle.seconds() if source.goes_on else trained_s
+    rollout_idle_s = step.idle_s if source.goes_on else trained_s
     failed = [group for group in evicted if all(t.reward is None for t, _ in group)]
     out: dict[str, Any] = {
         "fully_async/count/current_param_version": version,

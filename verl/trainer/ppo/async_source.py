@@ -12,7 +12,7 @@ from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.observe.events import EventLog
 from verl.trainer.ppo.admission import AdmissionRules
-from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, step_metrics
+from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
 from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
 from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.trajectory_source import (
@@ -69,27 +69,32 @@ class AsyncSource:
         self._drawn: deque[PromptRow] = deque()  # of the sampler's last batch, not admitted yet
         self._changed = asyncio.Event()
         self._saved: dict[str, Any] | None = None  # what a checkpoint had under way, until the first `take`
-        self._evicted_since_take: list[Group] = []
-        self._stats_before: list[EngineStats] | None = None  # of an engine that goes on, at the last `take`
+        self._evicted: list[Group] = []
+        self._step = StepTally()
+        # of an engine that goes on: at the last `take` of the step before, and at the last one
+        self._stats_before: list[EngineStats] | None = None
+        self._last_stats: list[EngineStats] | None = None
         self._last_take_ended = time.perf_counter()
 
     async def take(self, num_prompts: int) -> RolloutBatch:
-        """The oldest finished groups, scored, in the order of their prompts; waits until there are enough."""
+        """The oldest finished groups, scored, in the order of their prompts; waits until there are enough. A step that
+        takes its groups in parts has its metrics, and those of the engine, with the last one."""
         engine, start = self.collector.engine, time.perf_counter()
         trained_s = start - self._last_take_ended
         await engine.wake()
         stats_before = self._stats_before or await engine.stats()
         if not self.goes_on:
             await self.published(engine.version)
+        self._step.trained_s += trained_s
         await self._until_ready(num_prompts)
         if engine.can_park and not self.goes_on:
             await engine.park()
-        taken = [self.flights.pop(number) for number in self.admission.take()]
+        taken = [self.flights.pop(number) for number in self.admission.take(num_prompts)]
         out = RolloutBatch(generate_s=time.perf_counter() - start)
         groups = [await self._scored(flight) for flight in taken]
         stats = await engine.stats()
         out.engine_stats = metrics_between(stats_before, stats)
-        self._stats_before = stats if self.goes_on else None
+        self._last_stats = stats if self.goes_on else None
         if self.collector.free_cache:
             await engine.sleep_until_update()
         out.rows = [flight.row for flight in taken]
@@ -107,10 +112,10 @@ class AsyncSource:
         self.events.add("take", version=engine.version, groups=[flight.number for flight in taken], ages=ages)
         self.events.write()
         if self.admission.max_lag:
-            waited_s = self._last_take_ended - start
             self.counts.add_step(ages, out.trajectories, engine.version)
-            out.metrics |= step_metrics(self, ages, out.trajectories, waited_s, trained_s, self._evicted_since_take)
-            self._evicted_since_take = []
+            self._step.add(ages, out.trajectories, self._last_take_ended - start, self.idle.seconds())
+            out.metrics |= step_metrics(self, self._step, self._evicted)
+            self._evicted = [] if len(self._step.ages) == self.admission.batch else self._evicted
         return out
 
     async def published(self, version: int) -> None:
@@ -130,6 +135,7 @@ class AsyncSource:
 
     def _publish(self, version: int) -> None:
         """Note the weights that are published now; groups that have become too old are dropped."""
+        self._step, self._stats_before = StepTally(), self._last_stats
         self.events.add("publish", version=version)
         dropped = self.admission.publish(version)
         for number in dropped:
@@ -203,13 +209,13 @@ class AsyncSource:
             self.admission.evict(flight.number)
             del self.flights[flight.number]
             self.events.add("evicted", group=flight.number, row=flight.row.index, reason=reason)
-            self._evicted_since_take.append(group)
+            self._evicted.append(group)
             self._check_evictions()
             self._admit()
         self._changed.set()
 
     def _check_evictions(self) -> None:
-        evicted, limit = len(self._evicted_since_take), self.rules.max_gen_batches
+        evicted, limit = len(self._evicted), self.rules.max_gen_batches
         size = self.rules.gen_batch_size or self.admission.batch
         if evicted >= (limit * size if limit else len(self.prompts)):
             raise VerlError(
@@ -221,7 +227,7 @@ class AsyncSource:
 
     async def _until_ready(self, num_prompts: int) -> None:
         total = num_prompts * self.sampling.n
-        while not self.admission.ready:
+        while not self.admission.is_ready(num_prompts):
             counts = CollectCounts(total, min(total, self.admission.num_queued * self.sampling.n))
             self.collector.on_answers(counts)
             await self._changed.wait()

@@ -3,6 +3,7 @@
 from verl.algorithms.advantages import get_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
+from verl.config.asynchronous import SEPARATE, staleness
 from verl.config.check import trained_actor, uses_critic, uses_reference
 from verl.data.columns import COLUMNS, REWARD_PART
 from verl.trainer.ppo.padded_adapters import PolicyLossAdapter
@@ -13,6 +14,21 @@ from verl.utils.suggest import did_you_mean
 def needs_baselines(config: RunConfig) -> bool:
     """Whether each prompt gets a greedy answer, whose reward is the baseline of the others."""
     return "reward_baselines" in get_advantage(config.algorithm.adv_estimator).columns_for(config.algorithm)
+
+
+def num_parts(config: RunConfig) -> int:
+    """In how many parts a step takes its trajectories and trains on them: each has the mini-batches of
+    async_training.require_batches, and begins as soon as they are there.
+
+    One where nothing is sampled beside the step, and where a part cannot be trained on before the others are there: for
+    a critic, a KL term in the reward, and what draws sequences or tokens of the whole batch.
+    """
+    actor, algorithm, batch = trained_actor(config), config.algorithm, config.data.train_batch_size
+    size = actor.ppo_mini_batch_size * (config.async_training.require_batches or 1)
+    whole = uses_critic(config) or algorithm.use_kl_in_reward or algorithm.use_pf_ppo or actor.shuffle
+    if config.trainer.v1.trainer_mode != SEPARATE or not staleness(config) or whole or batch % size:
+        return 1
+    return 1 if get_policy_loss(actor.policy_loss.loss_mode).choose_tokens else batch // size
 
 
 def check_columns_are_filled(config: RunConfig) -> None:

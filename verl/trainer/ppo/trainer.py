@@ -4,12 +4,13 @@ Synchronous and asynchronous training use the same step with different sources. 
 training_run.py.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ from verl.trainer.batch_metrics import (
     variance_proxy_metrics,
 )
 from verl.trainer.ppo.async_source import AsyncSource
+from verl.trainer.ppo.needs import num_parts
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
@@ -66,6 +68,33 @@ class StepRecord:
     receipt: Receipt
 
 
+@dataclass
+class TrainedPart:
+    """Data and results of a step before it is published, or of a part of it."""
+
+    rollouts: RolloutBatch
+    batch: Batch
+    trained: Batch
+    metrics: Metrics
+    tokens_per_rank: np.ndarray  # that each rank was trained on
+
+
+def joined(parts: Sequence[TrainedPart]) -> TrainedPart:
+    """The parts of a step as one."""
+    if len(parts) == 1:
+        return parts[0]
+    metrics = Metrics()
+    for part in parts:
+        metrics.merge(part.metrics)
+    return TrainedPart(
+        RolloutBatch.cat([part.rollouts for part in parts]),
+        Batch.cat([part.batch for part in parts]),
+        Batch.cat([part.trained for part in parts]),
+        metrics,
+        np.sum([part.tokens_per_rank for part in parts], axis=0),
+    )
+
+
 class PPOTrainer:
     """Trains `actor` (and `critic`) on what `source` collects. `version` counts published weights."""
 
@@ -85,6 +114,8 @@ class PPOTrainer:
         self.reference, self.critic, self.teachers = reference, critic, teachers
         self.pools = pools  # closed with the trainer
         self.canary: Canary | None = None  # of the reward
+        self.num_parts = num_parts(config)  # in which a step takes its trajectories
+        self.has_moved = False  # whether the policy was trained since it was published
         self.beside: AsyncSource | None = None  # `source`, where its engine goes on while the policy is trained
         self.global_step = 0
         self.first_step = 1  # of this process
@@ -93,29 +124,32 @@ class PPOTrainer:
 
     def step(self, timer: StageTimer) -> StepRecord:
         """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
-        rollouts = self.collect(timer)
+        parts = []
+        for left in reversed(range(self.num_parts)):
+            parts.append(self.train_on(self.collect(timer), timer, is_last=left == 0))
+            self.has_moved = left > 0
+        part = joined(parts)
+        self.global_step += 1
+        with timer("update_weights"):
+            receipt = self.publish()
+        metrics = self.step_metrics(part) | receipt.metrics()
+        return StepRecord(
+            self.global_step, self.source.epoch, part.rollouts, part.batch, part.trained, metrics, receipt
+        )
+
+    def train_on(self, rollouts: RolloutBatch, timer: StageTimer, is_last: bool) -> TrainedPart:
+        """Evaluates the trajectories of a step, or of a part of it, and updates the policy by them."""
         batch = self.evaluate(self.pack(rollouts), timer)
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
             trained = self.resample(batch, metrics)
-        batch, update_metrics = self.update(batch, trained, timer)
+        batch, update_metrics = self.update(batch, trained, timer, is_last)
         metrics.merge(update_metrics)
-        self.global_step += 1
-        with timer("update_weights"):
-            receipt = self.publish()
-        return StepRecord(
-            self.global_step,
-            self.source.epoch,
-            rollouts,
-            batch,
-            trained,
-            self.step_metrics(batch, trained, rollouts, metrics) | receipt.metrics(),
-            receipt,
-        )
+        return TrainedPart(rollouts, batch, trained, metrics, self.actor.dispatcher.tokens_per_rank.copy())
 
     def collect(self, timer: StageTimer) -> RolloutBatch:
         """Scored trajectories of the next prompts."""
-        take = partial(self.source.take, self.config.data.train_batch_size)
+        take = partial(self.source.take, self.config.data.train_batch_size // self.num_parts)
         with timer.slice("collect"):
             rollouts = self.wait_for(self.canary.beside(take, self.global_step + 1) if self.canary else take())
             timer.add("gen", rollouts.generate_s)
@@ -202,9 +236,9 @@ class PPOTrainer:
         metrics.merge(resample_metrics)
         return trained
 
-    def update(self, batch: Batch, trained: Batch, timer: StageTimer) -> tuple[Batch, Metrics]:
-        """Updates the critic, then (after its warm-up) the actor by `trained`; fills old_logprobs and entropy of
-        `batch`, if left out.
+    def update(self, batch: Batch, trained: Batch, timer: StageTimer, is_last: bool = True) -> tuple[Batch, Metrics]:
+        """Updates the critic, then (after its warm-up) the actor by `trained`, the `is_last` part of the step; fills
+        old_logprobs and entropy of `batch`, if left out.
 
         Rejected tokens are in `loss_mask` again afterwards.
         """
@@ -214,7 +248,7 @@ class PPOTrainer:
                 metrics.merge(self.critic.update(trained, self.global_step).with_prefix("critic/"))
         if self.global_step >= self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                update_metrics, outputs = self.actor.update(trained, self.global_step)
+                update_metrics, outputs = self.actor.update(trained, self.global_step, is_last)
                 metrics.merge(update_metrics.with_prefix("actor/", unless="distillation/"))
                 metrics.merge(self.actor.correction_metrics)
             for name, value in self.compare_policies(batch, outputs["logprobs"]).items():
@@ -249,10 +283,11 @@ class PPOTrainer:
 
     def stale_sequences(self, batch: Batch) -> Tensor | None:
         """(N,) bool: the answers whose old log-probs are what the rollout has recorded, because older weights sampled a
-        token; None where there is none, or the trainer of that version would not compute the same numbers."""
+        token, or the trainer has trained since it published; None where there is none, or the trainer of that version
+        would not compute the same numbers."""
         if not is_asynchronous(self.config) or not records_old_logprobs(self.config):
             return None
-        stale = batch["policy_versions"][:, 0] < self.version
+        stale = batch["policy_versions"][:, 0] < self.version + self.has_moved
         return stale if bool(stale.any()) else None
 
     def compare_policies(self, batch: Batch, updated: Tensor) -> dict[str, float]:
@@ -261,14 +296,19 @@ class PPOTrainer:
         current = batch["current_logprobs"] if "current_logprobs" in batch else updated  # noqa: SIM401  (no mapping)
         if self.config.algorithm.rollout_correction.bypass_mode:
             return mismatch_metrics(batch, current)
-        return {} if self.stale_sequences(batch) is None else off_policy_metrics(batch, current, self.version)
+        return (
+            {}
+            if self.stale_sequences(batch) is None
+            else off_policy_metrics(batch, current, self.version + self.has_moved)
+        )
 
-    def step_metrics(self, batch: Batch, trained: Batch, rollouts: RolloutBatch, metrics: Metrics) -> dict[str, float]:
+    def step_metrics(self, part: TrainedPart) -> dict[str, float]:
         """Every metric of the step except timings; VerlError where a loss is not finite."""
         config, actor = self.config, trained_actor(self.config)
-        out = metrics.values()
+        batch, trained, rollouts = part.batch, part.trained, part.rollouts
+        out = part.metrics.values()
         out.update(data_metrics(batch, config.data.max_prompt_length, config.data.max_response_length))
-        tokens_per_rank = self.actor.dispatcher.tokens_per_rank / actor.ppo_epochs
+        tokens_per_rank = part.tokens_per_rank / actor.ppo_epochs
         out.update(
             entropy_metrics(batch, aggregation_mode(actor), actor.loss_scale_factor or config.data.max_response_length)
         )

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -17,46 +17,11 @@ from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.process_state import one_batch
 from verl.trainer.ppo.device_turns import SAMPLE, SCORE, DeviceTurns
 from verl.trainer.ppo.group_filter import FixedPrompts, Group, GroupFilter, GroupPlan, GroupRules
+from verl.trainer.ppo.rollout_batch import CollectCounts, RolloutBatch
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
 TOKENS_EVERY_S = 1.0  # how often the engine is asked how many tokens it has sampled
-
-
-@dataclass
-class RolloutBatch:
-    """Scored trajectories, grouped prompt by prompt, and the prompts they answer.
-
-    The lists are left out of its repr, which asyncio calls four times a step.
-    """
-
-    trajectories: list[Trajectory] = field(default_factory=list, repr=False)
-    rows: list[PromptRow] = field(default_factory=list, repr=False)  # one per prompt, in order
-    generate_s: float = 0.0  # until the last answer was complete
-    reward_s: float = 0.0  # from then until the last was scored
-    num_reward_errors: int = 0
-    num_abstained: int = 0
-    num_reward_retries: int = 0
-    num_reward_processes_lost: int = 0
-    scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
-    engine_stats: dict[str, float] = field(default_factory=dict)  # metrics of the rollout engine meanwhile
-    metrics: dict[str, float] = field(default_factory=dict)  # of dynamic sampling
-
-
-@dataclass
-class CollectCounts:
-    """How far the answers to some prompts are."""
-
-    total: int
-    answered: int = 0
-    scored: int = 0
-    tokens: int = 0  # sampled, also of unfinished answers; 0 where the engine does not say
-
-    def text(self) -> str:
-        """`64 of 512 answers, 8,300 tokens`, or how many are scored once all are there."""
-        if self.answered == self.total and self.scored < self.total:
-            return f"{self.scored:,} of {self.total:,} answers scored"
-        return f"{self.answered:,} of {self.total:,} answers" + (f", {self.tokens:,} tokens" if self.tokens else "")
 
 
 class RewardModelServing(Protocol):

@@ -1,0 +1,60 @@
+"""What a step trains on: scored trajectories with their prompts, and how far they are while they are collected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl.data.prompts import PromptRow
+from verl.data.trajectory import Trajectory
+from verl.rewards.base import Score
+
+
+@dataclass
+class RolloutBatch:
+    """Scored trajectories, grouped prompt by prompt, and the prompts they answer.
+
+    The lists are left out of its repr, which asyncio calls four times a step.
+    """
+
+    trajectories: list[Trajectory] = field(default_factory=list, repr=False)
+    rows: list[PromptRow] = field(default_factory=list, repr=False)  # one per prompt, in order
+    generate_s: float = 0.0  # until the last answer was complete
+    reward_s: float = 0.0  # from then until the last was scored
+    num_reward_errors: int = 0
+    num_abstained: int = 0
+    num_reward_retries: int = 0
+    num_reward_processes_lost: int = 0
+    scores: list[Score] = field(default_factory=list, repr=False)  # one per trajectory
+    engine_stats: dict[str, float] = field(default_factory=dict)  # metrics of the rollout engine meanwhile
+    metrics: dict[str, float] = field(default_factory=dict)  # of dynamic sampling
+
+    @classmethod
+    def cat(cls, parts: "Sequence[RolloutBatch]") -> "RolloutBatch":
+        """The parts of a step one after the other; the last has the metrics of them all."""
+        out = cls(engine_stats=parts[-1].engine_stats, metrics=parts[-1].metrics)
+        for part in parts:
+            out.trajectories += part.trajectories
+            out.rows += part.rows
+            out.scores += part.scores
+            out.generate_s += part.generate_s
+            out.reward_s += part.reward_s
+            out.num_reward_errors += part.num_reward_errors
+            out.num_abstained += part.num_abstained
+            out.num_reward_retries += part.num_reward_retries
+            out.num_reward_processes_lost += part.num_reward_processes_lost
+        return out
+
+
+@dataclass
+class CollectCounts:
+    """How far the answers to some prompts are."""
+
+    total: int
+    answered: int = 0
+    scored: int = 0
+    tokens: int = 0  # sampled, also of unfinished answers; 0 where the engine does not say
+
+    def text(self) -> str:
+        """`64 of 512 answers, 8,300 tokens`, or how many are scored once all are there."""
+        if self.answered == self.total and self.scored < self.total:
+            return f"{self.scored:,} of {self.total:,} answers scored"
+        return f"{self.answered:,} of {self.total:,} answers" + (f", {self.tokens:,} tokens" if self.tokens else "")
