@@ -1,4 +1,4 @@
-"""Write examples/monitoring/*.json: Grafana's dashboards of a run, its rollout engines, and the cluster.
+"""Write examples/monitoring: Grafana's dashboards of a run, its rollout engines, and the cluster, and alert rules.
 
 Run as `python -m scripts.dashboards`; a test compares the files with it and runs every query on a Prometheus.
 """
@@ -6,6 +6,10 @@ Run as `python -m scripts.dashboards`; a test compares the files with it and run
 import json
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from verl.observe.alerts import rules_for_prometheus
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "monitoring"
 RUN = 'experiment=~"$experiment"'
@@ -122,6 +126,14 @@ def text(name: str) -> str:
     return json.dumps(dashboard(name), indent=1) + "\n"
 
 
+def alerts_text() -> str:
+    """The file of the alert rules."""
+    head = "# Alerts of a run. Prometheus reads it by `rule_files: [alerts.yml]`; "
+    head += "`promtool check rules alerts.yml` checks a change.\n"
+    return head + yaml.safe_dump(rules_for_prometheus(), sort_keys=False, width=1000)
+
+
 if __name__ == "__main__":
+    (FOLDER / "alerts.yml").write_text(alerts_text())
     for each in DASHBOARDS:
         (FOLDER / f"{each}.json").write_text(text(each))

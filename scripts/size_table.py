@@ -16,7 +16,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2817,
     "algorithms": 2300,
     "runtime": 3378,
-    "observe": 3801,
+    "observe": 4139,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 5410,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8549,
-    "commands": 6379,
+    "trainer": 8565,
+    "commands": 6414,
     "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21221, 59503, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21237, 59892, 400
 
 
 def package_of(path: Path) -> str:

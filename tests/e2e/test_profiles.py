@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from tests.e2e import jobs
+from verl.commands import report
 from verl.config import load_config
 from verl.trainer.sft_trainer import run_sft
 
@@ -91,6 +94,11 @@ def test_two_ranks_write_a_trace_each_of_consecutive_steps_together(folder):
     assert [path.name for path in traces] == ["actor_rank0.json.gz", "actor_rank1.json.gz"]
     for trace in traces:
         check_trace(trace, jobs.metrics(folder, "run")[2], steps=2)
+    assert report.main([str(folder / "run")]) == 0
+    page = (folder / "run" / "report.html").read_text()
+    links = re.findall(r'<a href="([^"]*)">actor_rank[01].json.gz</a>', page)
+    assert [(folder / "run" / unquote(link)).resolve() for link in links] == traces
+    assert "replica 1, step 3: " in page and "VerlMismatch" in page
 
 
 def test_discrete_writes_a_trace_a_stage_and_a_schedule_one_a_cycle(folder):

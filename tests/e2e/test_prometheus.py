@@ -97,6 +97,10 @@ def test_the_rules_of_alerts_are_valid(server):
     assert done.returncode == 0 and "6 rules found" in done.stdout, done.stdout + done.stderr
 
 
+def test_the_committed_alerts_are_those_of_the_library():
+    assert ALERTS.read_text() == dashboards.alerts_text()
+
+
 @pytest.mark.parametrize("name", list(dashboards.DASHBOARDS))
 def test_the_committed_dashboards_are_those_of_the_script(name):
     assert (dashboards.FOLDER / f"{name}.json").read_text() == dashboards.text(name)

@@ -2,14 +2,19 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from verl.observe.html_report import AnswerHistory, RunData, write_page
+from verl.observe.alerts import Timeline, alert_states
+from verl.observe.html_report import AnswerHistory, Profile, RunData, write_page
 from verl.observe.run_record import VALIDATION_SAMPLES, RunRecord, find_run
+from verl.observe.step_records import PROFILES_FILE, REPLICAS_FILE, latest_by_step, read_records, replica_points
 from verl.observe.trackers import format_number, read_metrics
 from verl.trainer.ppo.health import HealthCheck
 from verl.utils.errors import DataError, VerlError
@@ -47,7 +52,7 @@ def report(names: Sequence[str], out: Path | None, refresh_s: int) -> int:
     records = [find_run(name) for name in names]
     path = expand_home(out, "--out") if out else default_path(records[0])
     while True:
-        data = [read_run(record) for record in records]
+        data = [read_run(record, path.parent, refresh_s > 0) for record in records]
         ended = all(last_step(run) >= record.total_steps for run, record in zip(data, records, strict=True))
         follow = refresh_s > 0 and not ended
         title, summary = " against ".join(run.name for run in data), summary_of_runs(data, records)
@@ -66,13 +71,43 @@ def default_path(record: RunRecord) -> Path:
     return record.metrics.with_suffix(".report.html")
 
 
-def read_run(record: RunRecord) -> RunData:
-    """What is on disk of a run now; DataError where it keeps no metrics."""
+def read_run(record: RunRecord, page_folder: Path, is_followed: bool = False) -> RunData:
+    """What is on disk of a run now; DataError where it keeps no metrics.
+
+    Links to profiles start at `page_folder`. The time since the last step counts for the alerts of one `is_followed`.
+    """
     if record.metrics is None:
         raise DataError(f"{record.name} keeps no metrics file: add `file` to trainer.logger to have reports")
     if not record.metrics.is_file():
         raise DataError(f"{record.name} has no metrics yet: {record.metrics} is not there; the first step writes it")
-    return RunData(record.name, read_metrics(record.metrics), record.config, answer_histories(record.folder))
+    metrics = read_metrics(record.metrics)
+    run = RunData(record.name, metrics, record.config, answer_histories(record.folder))
+    last = last_step(run)
+    replicas: list[Any] = []
+    if record.folder is not None:
+        replicas = latest_by_step(read_records(record.folder / REPLICAS_FILE), last)
+    goes_on = is_followed and last < record.total_steps
+    idle_s = max(0.0, time.time() - record.metrics.stat().st_mtime) if goes_on else 0.0
+    return replace(
+        run,
+        alerts=alert_states(Timeline.of(metrics, replicas, idle_s)),
+        profiles=profiles_of(record.folder, metrics, page_folder),
+        replicas=replica_points(replicas),
+    )
+
+
+def profiles_of(folder: Path | None, metrics: Sequence[dict[str, Any]], page_folder: Path) -> list[Profile]:
+    """The profiles that the run has noted, the newest of each name, with links from a page in `page_folder`."""
+    seconds = {int(record["step"]): record["data"].get("timing_s/step") for record in metrics}
+    records = {str(record["name"]): record for record in read_records(folder / PROFILES_FILE)} if folder else {}
+    found = []
+    for name, record in records.items():
+        [first, *rest] = [int(part) for part in name.split("_")[1:]]
+        times = [seconds.get(step) for step in range(first, (rest or [first])[-1] + 1)]
+        took = ", ".join(f"step {first + i}: {s:.3g} s" for i, s in enumerate(times) if s is not None)
+        links = [(quote(os.path.relpath(file, page_folder)), Path(file).name) for file in record["files"]]
+        found.append(Profile(name, took, links))
+    return found
 
 
 def answer_histories(folder: Path | None) -> list[AnswerHistory]:

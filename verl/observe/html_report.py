@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.observe.alerts import AlertState
+from verl.observe.step_records import ReplicaPoints
 from verl.observe.svg_curves import (
     GEOMETRY,
     Curve,
@@ -16,6 +18,7 @@ from verl.observe.svg_curves import (
     stack_times,
     tick_label,
 )
+from verl.observe.timers import BESIDE_STEP
 from verl.utils.paths import atomic_write_text
 
 # What people open the report for, in this order; a name that ends in "/" stands for all that begin with it.
@@ -72,6 +75,15 @@ class AnswerHistory:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """A profiled step, or several: its name (`step_5`), seconds by `timing_s/step`, and (link, text) of its files."""
+
+    name: str
+    seconds: str
+    files: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class RunData:
     """What a page shows of one run: lines of its metrics file and its configuration, nested or flat."""
 
@@ -79,6 +91,9 @@ class RunData:
     records: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any] = field(default_factory=dict)
     histories: Sequence[AnswerHistory] = ()
+    alerts: Sequence[AlertState] = ()
+    profiles: Sequence[Profile] = ()
+    replicas: ReplicaPoints = field(default_factory=dict)
 
 
 def write_report(
@@ -117,6 +132,13 @@ def write_page(
         headline=headline,
         times=[(run.name, times) for run in runs if (times := stage_times(run.records)) is not None],
         groups=groups,
+        alerts=[(run.name, state) for run in runs for state in run.alerts],
+        profiles=[(run.name, profile) for run in runs for profile in run.profiles],
+        replicas=[
+            (run.name, names, [make_curve(name, points) for name, points in sorted(run.replicas.items())])
+            for run in runs
+            if (names := [f"replica {n}" for n in sorted({n for points in run.replicas.values() for n in points})])
+        ],
         samples=list(samples),
         prompts=answers_side_by_side(runs),
         configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],
@@ -190,7 +212,7 @@ def stage_times(records: Sequence[Mapping[str, Any]]) -> StackedTimes | None:
     if not stages or f"{prefix}step" not in points:
         return None
     known: dict[float, float] = {}
-    for values in stages.values():
+    for values in (values for name, values in stages.items() if name not in BESIDE_STEP):
         for step, seconds in values:
             known[step] = known.get(step, 0.0) + seconds
     stages["other"] = [(step, max(0.0, s - known.get(step, 0.0))) for step, s in points[f"{prefix}step"]]
@@ -232,6 +254,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 __all__ = [
     "AnswerComparison",
     "AnswerHistory",
+    "Profile",
     "RunData",
     "differing_keys",
     "metric_points",

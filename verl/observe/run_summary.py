@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl.observe.progress import STAGE_WORDS, format_duration
+from verl.observe.timers import BESIDE_STEP
 from verl.observe.trackers import format_number, parse_metrics
 
 ACCURACY = "rewards/accuracies"
 SCORES = ("critic/score/mean", *(f"{part}/{name}" for part in ("train", "val") for name in ("loss", ACCURACY)))
 _QUANTITIES = {"loss": "loss", "accuracies": "accuracy"}
 _NUM_STAGES = 5
-_NOT_STAGES = ("step", "agent_loop")  # the whole, and parts of other stages
+_NOT_STAGES = ("step", "agent_loop", *BESIDE_STEP)  # the whole, parts of other stages, and what is not in the whole
 
 
 class RunSummary:

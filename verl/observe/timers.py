@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
+BESIDE_STEP = ("start_profile", "stop_profile")  # stages of a profiled step that `timing_s/step` is without
+
 
 class StageRecorder(Protocol):
     """What a `StageTimer` tells of its stages, besides measuring them."""

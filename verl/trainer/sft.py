@@ -28,6 +28,7 @@ from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
 from verl.observe.run_summary import RunSummary
+from verl.observe.step_records import note_profile
 from verl.observe.timers import StageTimer
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
@@ -88,6 +89,7 @@ class SFTTrainer:
         rank_profiler = RankProfiler(config.profiler, "sft", self.collectives.rank)
         steps = list(range(first, last + 1)) if first > 0 and config.profiler.enable else []
         self.profiler = StepProfiler(steps, True, rank_profiler.call, note)
+        self.profiler.on_written = note_profile(self.root)
         self.micro = self.objective.micro_batching(config.training_engine.ranks_per_sequence)
 
     @property

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -204,3 +205,46 @@ def test_a_run_that_failed_before_its_first_step_is_not_told_to_turn_the_ledger_
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**record, "config": {"trainer": {"ledger": False}}}))
     assert show.main(["demo/first"]) == 2 and "has no ledger" in capsys.readouterr().err
+
+
+def test_seconds_beside_the_step_are_not_taken_from_what_no_stage_accounts_for() -> None:
+    seconds = {"timing_s/step": 4.0, "timing_s/gen": 1.0, "timing_s/stop_profile": 40.0}
+    stack = stage_times(
+        [{"step": 1, "data": seconds}, {"step": 2, "data": {"timing_s/step": 4.0, "timing_s/gen": 1.0}}]
+    )
+    assert stack is not None
+    shares = {name: share for name, _, share in stack.areas}
+    assert shares == {"stop_profile": "83%", "other": "12%", "gen": "4%"}  # 40, 6 and 2 of 48 seconds
+
+
+def test_the_page_links_profiles_draws_replicas_and_says_which_alerts_fired(runs: Path) -> None:
+    folder = runs / "checkpoints" / "demo" / "first"
+    metrics = [
+        {"step": step, "data": {"timing_s/step": 400.0, "rollout_corr/k3_kl": 0.3 if step > 1 else 0.0}}
+        for step in (1, 2, 3, 4)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    record = json.loads((folder / "run.json").read_text()) | {"metrics": str(folder / "metrics.jsonl")}
+    (folder / "run.json").write_text(json.dumps(record))
+    trace = folder / "a profile" / "step_2" / "actor_rank0.json.gz"
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"")
+    profiles = [{"name": "step_2", "files": [str(trace)]}, {"name": "steps_3_4", "files": []}]
+    (folder / "profiles.jsonl").write_text("".join(json.dumps(line) + "\n" for line in profiles))
+    counted = [(1, 10, 20), (2, 30, 50), (3, 5, 90), (4, 25, 91), (9, 999, 999)]  # the first was begun anew at step 3
+    lines = [
+        {"step": step, "lost": 0, "replicas": [{"counts": {"tokens": n}, "gauges": {"bytes": 7}} for n in values]}
+        for step, *values in counted
+    ]
+    (folder / "replicas.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.main(["demo/first"]) == 0
+    page = (folder / "report.html").read_text()
+    [link] = re.findall(r'<a href="([^"]*)">actor_rank0.json.gz</a>', page)
+    assert (folder / unquote(link)).is_file() and "step 2: 400 s" in page and "step 3: 400 s, step 4: 400 s" in page
+    [alert] = [row for row in re.findall("<tr>.*?</tr>", page, re.S) if "VerlMismatch" in row]
+    assert "firing, fired after step 2" in alert
+    replicas = page[page.index("Rollout replicas") : page.index("<h2>Validation")]
+    [tokens] = [svg for svg in re.findall("<svg.*?</svg>", replicas, re.S) if 'aria-label="tokens ' in svg]
+    titles = re.findall("<title>(.*?)</title>", tokens)
+    assert titles[:4] == [f"replica 0, step {step}: {n}" for step, n in ((1, 10), (2, 20), (3, 5), (4, 20))]
+    assert titles[4:] == [f"replica 1, step {step}: {n}" for step, n in ((1, 20), (2, 30), (3, 40), (4, 1))]

@@ -21,6 +21,8 @@ def test_the_best_score_is_the_highest_and_the_best_loss_the_lowest():
     assert lines[1] == "validation   score 0.1 before training (val-core/math/reward/mean@1)"
     assert lines[2] == "training     reward 0.5 at step 3, best 0.75 at step 2, first 0.2 at step 1 (critic/score/mean)"
     assert lines[3] == "time         generating 50%, updating 25%, the rest 25%"
+    summary.add(4, step(0.5, 2.0) | {"timing_s/stop_profile": 30.0})  # beside the step, not inside
+    assert summary.lines(complete=True)[3] == "time         generating 50%, updating 25%, the rest 25%"
     tuned = RunSummary()
     tuned.add(1, {"train/loss": 2.0, "timing_s/step": 1.0})
     tuned.add(2, {"train/loss": 3.0, "timing_s/step": 1.0})

@@ -1,6 +1,7 @@
 """Profiling of chosen steps from the driver: it starts and stops the ranks' profilers, and records its own stages."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ class StepProfiler:
         self.steps, self.together = set(steps), together
         self.broadcast, self.note = broadcast, note
         self.servers: ProfiledServers | None = None
+        self.on_written: Callable[[str, list[str]], object] = lambda name, files: None  # of one profile
         self.slices: list[Slice] = []
         self._open: list[tuple[str, int]] = []
         self._cursor = 0  # where the last slice that `add` placed has ended
@@ -95,6 +97,7 @@ class StepProfiler:
     def _end(self) -> None:
         name, self._name = self._name, ""
         written = self._all("end", self.slices) + (self.servers.stop(name) if self.servers else [])
+        self.on_written(name, [line for line in written if os.path.isabs(line)])
         self.note(f"profile of {name}: {', '.join(written) or 'nothing was written'}")
 
     def _all(self, method: str, *args: Any) -> list[str]:

@@ -19,6 +19,7 @@ from verl.observe.progress import Progress
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
 from verl.observe.run_record import NUM_VALIDATION_SAMPLES, RUN_FILE, VALIDATION_SAMPLES, write_run_record
 from verl.observe.run_summary import RunSummary
+from verl.observe.step_records import note_profile
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracing.recorder import TraceRecorder
 from verl.observe.tracking import Tracking
@@ -114,13 +115,14 @@ class TrainingRun:
         self.last_validation: dict[str, float] = {}
         self.advice_given: set[str] = set()
         self.profiler = step_profiler(config, trainer.pools, note)
+        self.profiler.on_written = note_profile(self.root)
         self.health = HealthCheck(aggregation_mode(config.actor_rollout_ref.actor))
         self.progress, self.summary, self.is_validating = Progress.silent(), RunSummary(), False
         self.num_prompts = 0  # to train on; for header_lines
         self.traces: TraceRecorder | None = None
         self.on_begin: Callable[[int], object] = lambda step: None  # gets the step it goes on from, or 0
         self.on_counts: Callable[[CollectCounts], None] = lambda counts: None  # of what is being collected
-        self.after_step: Callable[[], None] = lambda: None
+        self.after_step: Callable[[], object] = lambda: None
         self.num_devices = trainer.pools.num_ranks  # and those of a rollout apart, once the plan is known
         self.planned_memory: dict[str, float] = {}  # metrics of the plan, of every step
 

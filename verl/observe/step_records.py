@@ -1,0 +1,58 @@
+"""What a run's folder keeps of its steps beside the metrics: profiles, and what each rollout replica counted."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PROFILES_FILE = "profiles.jsonl"  # {"name": "step_5", "files": [...]}
+REPLICAS_FILE = "replicas.jsonl"  # {"step": 5, "lost": 0, "replicas": [{"counts": {...}, "gauges": {...}}]}
+ReplicaPoints = dict[str, dict[int, list[tuple[float, float]]]]  # name -> replica -> (step, value)
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line; a file that cannot be written is said and does not end the training."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the report will lack it", path, error)
+
+
+def note_profile(folder: Path) -> Callable[[str, list[str]], None]:
+    """What notes the files of a profile in the run's folder."""
+    return lambda name, files: append_record(folder / PROFILES_FILE, {"name": name, "files": files})
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of such a file, in order; none without it. What a killed process left incomplete is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def latest_by_step(records: Sequence[Mapping[str, Any]], last_step: int) -> list[Mapping[str, Any]]:
+    """One record a step, the newest where a resume ran it again, up to `last_step`."""
+    by_step = {int(record["step"]): record for record in records}
+    return [by_step[step] for step in sorted(by_step) if step <= last_step]
+
+
+def replica_points(records: Sequence[Mapping[str, Any]]) -> ReplicaPoints:
+    """What each replica counted in each step, and how it stood at the end of it; a count that fell was begun anew."""
+    points: ReplicaPoints = {}
+    before: dict[tuple[int, str], float] = {}
+    for record in records:
+        for number, replica in enumerate(record["replicas"]):
+            for name, count in replica["counts"].items():
+                was = before.get((number, name), 0.0)
+                before[number, name] = count
+                done = count - was if count >= was else count
+                points.setdefault(name, {}).setdefault(number, []).append((float(record["step"]), done))
+            for name, value in replica["gauges"].items():
+                points.setdefault(name, {}).setdefault(number, []).append((float(record["step"]), value))
+    return points
