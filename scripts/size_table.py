@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8565,
+    "trainer": 8567,
     "commands": 6414,
     "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21237, 59892, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21239, 59894, 400
 
 
 def package_of(path: Path) -> str:

@@ -155,6 +155,7 @@ class Run:
         self.train, self.stop_requested, self.complete, self.tracking = train, stop, False, Tracking("toy", "run", [])
         self.header_lines, self.summary = list, SimpleNamespace(lines=lambda complete: ["reached"])
         self.trainer, self.checkpoints = SimpleNamespace(close=call("close")), SimpleNamespace()
+        self.traces = None
         self.checkpoints.wait_for_copies = call("copies")
         self.on_begin: Callable[[int], None] = print
         calls.append("build")

@@ -128,7 +128,7 @@ def assemble_run(
     started.callback(tracking.finish, 1)
     run = TrainingRun(config, trainer, build_validation(config, prepared, collector), total_steps, tracking)
     export_metrics(config, run, engine)
-    run.traces = prepared.agent_runner.traces = record_traces(config, tokenizer, run.note)
+    run.traces = prepared.agent_runner.traces = collector.traces = record_traces(config, tokenizer, run.note)
     run.profiler.servers = ReplicaProfiles(engine, config.actor_rollout_ref.rollout.profiler, trainer.wait_for)
     collector.on_answers, run.num_prompts = run.count_answers, len(prepared.prompts)
     dispatchers = [role.dispatcher for role in (actor, reference, critic) if role is not None]

@@ -13,6 +13,7 @@ from verl.agent.agent_runner import AgentRunner
 from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
+from verl.observe.tracing.recorder import TraceRecorder
 from verl.rewards.base import Reward, RewardInput, Score
 from verl.rewards.process_state import one_batch
 from verl.trainer.ppo.device_turns import SAMPLE, SCORE, DeviceTurns
@@ -54,6 +55,7 @@ class RolloutCollector:
         self.reward_model = reward_model
         self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
         self.free_cache = free_cache
+        self.traces: TraceRecorder | None = None  # that of the agent runner
         self.on_answers: Callable[[CollectCounts], None] = lambda counts: None
 
     async def collect(
@@ -93,8 +95,8 @@ class RolloutCollector:
             (t.with_reward(s.value, s.extra, row.data_source, text), s)
             for t, s, text in zip(trajectories, scores, texts, strict=True)
         ]
-        if self.agent_runner.traces is not None:
-            self.agent_runner.traces.scored([t for t, _ in group], [s.error for s in scores], start_ns)
+        if self.traces is not None:
+            self.traces.scored([t for t, _ in group], [s.error for s in scores], start_ns)
         return group
 
 
