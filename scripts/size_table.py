@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4513,
+    "config": 4517,
     "plugin": 1350,
     "data": 2817,
     "algorithms": 2300,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8567,
+    "trainer": 8574,
     "commands": 6414,
     "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21239, 59894, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21250, 59905, 400
 
 
 def package_of(path: Path) -> str:

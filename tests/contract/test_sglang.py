@@ -6,7 +6,9 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from scripts import dashboards
 from tests.conftest import skip_or_fail
 from tests.engine_work import work_of
 from tests.rollout_adapters import CONFIG, EOS, PROMPT, letters_tokenizer, native_behind, small_model
@@ -23,6 +27,7 @@ from tests.standins import SGLANG_PATHS, SGLANG_QUESTIONS, FakeSGLangServer
 from verl.config import load_config
 from verl.config.profiler import ProfilerConfig, ToolConfig, TorchToolConfig
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, ServerConfig
+from verl.observe.prometheus_targets import ROLLOUT_JOB, write_targets
 from verl.rewards.reward_servers import classifier_command
 from verl.utils.errors import ConfigError, WorkerError
 from verl.weight_sync.copy_sync import CopySync
@@ -119,6 +124,38 @@ def test_requests_have_the_fields_of_the_packages_classes(sources: zipfile.ZipFi
     assert bodies["release"].keys() <= fields_of(sources, "managers/io_struct.py", "ReleaseMemoryOccupationReqInput")
     routes = sources.read("sglang/srt/entrypoints/http_server.py").decode()
     assert all(f'"/{name}"' in routes for name in (*SGLANG_PATHS, *SGLANG_QUESTIONS))
+
+
+def test_the_server_answers_prometheus_at_the_path_and_with_the_series_that_dashboards_draw(sources: zipfile.ZipFile):
+    assert 'Mount("/metrics"' in sources.read("sglang/srt/utils/common.py").decode()
+    names = [n for n in sources.namelist() if n.startswith("sglang/srt/observability/")]
+    collected = " ".join(sources.read(name).decode() for name in names)
+    queries = [query for _, panels in dashboards.DASHBOARDS.values() for _, query, _, _ in panels]
+    drawn = {series for query in queries for series in re.findall(r"sglang:\w+", query)}
+    assert drawn and all(f'"{series}"' in collected for series in drawn)
+
+
+def test_targets_are_the_addresses_of_the_servers_that_show_their_statistics(tmp_path: Path):
+    servers = [FakeSGLangServer(native_behind(small_model(), CONFIG), letters_tokenizer()) for _ in range(2)]
+    shown, hidden = replace(CONFIG, disable_log_stats=False), replace(CONFIG, disable_log_stats=True)
+    arguments = (sglang_arguments(shown, "m")["enable_metrics"], sglang_arguments(hidden, "m")["enable_metrics"])
+    assert arguments == (True, False)
+
+    def engine(config: RolloutConfig, url: str) -> SGLangEngine:
+        return SGLangEngine(replace(config, server=ServerConfig(url=url)), "nowhere", (EOS,))
+
+    urls = [servers[0].url, f"{servers[1].url}/"]
+    both = Router([engine(shown, url) for url in urls])
+    assert list(both.metrics_addresses) == [server.url.removeprefix("http://") for server in servers]
+    assert list(engine(hidden, servers[0].url).metrics_addresses) == []
+    file = tmp_path / "prometheus.yml"
+    write_targets(file, {ROLLOUT_JOB: (list(both.metrics_addresses), {"served_model_name": "m"})})
+    [job] = yaml.safe_load(file.read_text())["scrape_configs"]
+    for target in job["static_configs"][0]["targets"]:
+        host, port = target.split(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+    for server in servers:
+        server.close()
 
 
 def test_a_server_that_is_selected_records_and_another_does_not():

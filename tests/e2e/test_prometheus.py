@@ -1,6 +1,7 @@
 """A real Prometheus reads a run that trains; what it answers is what the file tracker wrote."""
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import yaml
 from scripts import dashboards
 from tests.conftest import skip_or_fail
 from tests.e2e import jobs
+from verl.config import load_config
+from verl.trainer.sft_trainer import run_sft
 
 PROMETHEUS = f"{jobs.ARR}.rollout.prometheus"
 ALERTS = dashboards.FOLDER / "alerts.yml"
@@ -104,3 +107,33 @@ def test_the_committed_alerts_are_those_of_the_library():
 @pytest.mark.parametrize("name", list(dashboards.DASHBOARDS))
 def test_the_committed_dashboards_are_those_of_the_script(name):
     assert (dashboards.FOLDER / f"{name}.json").read_text() == dashboards.text(name)
+
+
+def test_fine_tuning_exports_what_its_file_tracker_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    words = [f"model.path={tmp_path / 'model'}", f"data.train_files={tmp_path / 'data' / 'worked.jsonl'}"]
+    words += ["data.train_batch_size=2", "data.max_length=64", "trainer.total_training_steps=3", "engine.dtype=float32"]
+    words += ["trainer.logger=[file]", "trainer.save_freq=-1", f"trainer.default_local_dir={tmp_path / 'sft'}"]
+    words += ["trainer.project_name=e2e", "trainer.experiment_name=sft", "trainer.prometheus_port=0"]
+    scraped: list[str] = []
+
+    def scrape_each_step(trainer: Any) -> None:
+        url, log = trainer.tracking.backends["prometheus"].url, trainer.tracking.log
+
+        def log_and_scrape(metrics: dict[str, float], step: int) -> None:
+            log(metrics, step)
+            with urlopen(url) as answer:
+                scraped.append(answer.read().decode())
+
+        trainer.tracking.log = log_and_scrape
+
+    run_sft(load_config(words, config_name="sft_trainer"), before_steps=scrape_each_step)
+    assert "metrics for Prometheus: http://127.0.0.1:" in capsys.readouterr().out
+    rows = jobs.metrics(tmp_path, "sft")
+    assert len(scraped) == 3
+    for step, text in enumerate(scraped, start=1):
+        pattern = r'verl_metric\{project="e2e",experiment="sft",name="([^"]+)"\} (\S+)'
+        found = {name: float(value) for name, value in re.findall(pattern, text)}
+        assert found == pytest.approx(rows[step]) and found["train/loss"] > 0
+        assert f'verl_steps_total{{project="e2e",experiment="sft"}} {step}.0' in text

@@ -110,6 +110,10 @@ class SFTTrainerConfig(Section):
     project_name: str = key("gsm8k-sft", "Name of the project in trackers and paths.")
     experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is sft-<date>-<counter>.")
     logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
+    prometheus_port: int | None = key(
+        None, "Port where rank 0 exports metrics for Prometheus; 0 is any, null is off.", minimum=0, maximum=65535
+    )
+    prometheus_address: str = key("127.0.0.1", "Address it listens at; 0.0.0.0 lets every machine read the metrics.")
     seed: int = key(1, "Seed of data order and initialisation.", minimum=0, maximum=LARGEST_SEED)
     runtime: str = key("auto", _RUNTIME, choices=RUNTIMES)
     device: str = key("auto", "Device type (cuda, npu, cpu, ...); auto is what the platform detects.")

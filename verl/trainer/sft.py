@@ -22,6 +22,7 @@ from verl.data.metrics import Metrics
 from verl.data.micro_batches import MicroBatching
 from verl.data.prompt_sampler import warn_about_unused_rows
 from verl.models.fastest import keep_choices_in
+from verl.observe.exporter import NAME, Exporter
 from verl.observe.profiling.nsys import check_nsys
 from verl.observe.profiling.rank_profiler import RankProfiler
 from verl.observe.profiling.step_profiler import StepProfiler
@@ -30,6 +31,7 @@ from verl.observe.run_record import write_run_record
 from verl.observe.run_summary import RunSummary
 from verl.observe.step_records import note_profile
 from verl.observe.timers import StageTimer
+from verl.observe.trackers import RunInfo
 from verl.observe.tracking import Tracking
 from verl.plugin.platform import get_platform
 from verl.runtime.collectives import Collectives
@@ -307,6 +309,11 @@ def build_sft(
             note(line)
     trackers = list(settings.logger) if collectives.is_rank_zero else []
     tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config)
+    if collectives.is_rank_zero and settings.prometheus_port is not None:
+        run = RunInfo(settings.project_name, settings.experiment_name)
+        exporter = Exporter(run, settings.prometheus_port, settings.prometheus_address)
+        tracking.backends[NAME] = exporter
+        note(f"metrics for Prometheus: {exporter.url}")
     trainer = SFTTrainer(config, train, held_out, tracking, note, collectives)
     progress.stage("loading the model")
     trainer.progress = progress
