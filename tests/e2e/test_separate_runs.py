@@ -74,15 +74,18 @@ def test_the_rollout_goes_on_while_the_policy_is_trained(folder: Path):
 
 def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path):
     how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", "trainer.save_freq=3"]
-    how += [f"{jobs.ARR}.rollout.max_num_seqs=2", "trainer.test_freq=-1"]  # some have begun before the last publish
+    how += [f"{jobs.ARR}.rollout.max_num_seqs=3", "trainer.test_freq=-1"]
     jobs.train(folder, "run", *how, *stopping(folder, 3))
     state = read_state(folder / "run" / "global_step_3")["source"]
-    in_flight = {
-        (one["request_id"], part["sample"]): part
-        for one in state["engine"]
-        for part in one["unfinished"]
-        if part["first_version"] < 3  # with the weights of the checkpoint the same tokens would be sampled again
-    }
+    in_flight = {}  # of older weights: by those of the checkpoint the same tokens would be sampled again
+    for one in state["engine"]:
+        parts = {part["sample"]: (part["tokens"], part["first_version"]) for part in one["unfinished"]}
+        parts |= {int(n): (done["token_ids"], done["policy_version"][0]) for n, done in one["finished"].items()}
+        in_flight |= {(one["request_id"], sample): part for sample, part in parts.items() if part[1] < 3}
+    for group in state["groups"]:  # and what was complete a moment before the save
+        for sample, answer in enumerate(group["answers"] or ()):
+            sampled = [t for t, is_sampled in zip(answer["tokens"], answer["loss_mask"], strict=True) if is_sampled]
+            in_flight[group["group"], sample] = sampled, answer["policy_version"][0]
     assert in_flight
     jobs.train(folder, "run", *how)
     assert_trained_once_or_dropped(folder / "run")
@@ -93,8 +96,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path)
             start, end = batch.cu_seqlens[row : row + 2].tolist()
             sampled = batch["tokens"][start:end][batch["loss_mask"][start:end]].tolist()
             if (part := in_flight.get((group, row % 4))) is not None:
-                assert sampled[: len(part["tokens"])] == part["tokens"]
-                assert int(batch["policy_versions"][row, 0]) == part["first_version"]
+                assert sampled[: len(part[0])] == part[0] and int(batch["policy_versions"][row, 0]) == part[1]
                 found += 1
     assert found > 0
 
