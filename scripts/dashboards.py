@@ -95,7 +95,8 @@ def panel(number: int, parts: Panel) -> dict[str, Any]:
         "title": title,
         "datasource": source,
         "gridPos": {"h": 8, "w": 12, "x": 12 * (number % 2), "y": 8 * (number // 2)},
-        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+        # of a validation there is a value in some steps only
+        "fieldConfig": {"defaults": {"unit": unit, "custom": {"spanNulls": "val-core" in query}}, "overrides": []},
         "targets": [{"refId": "A", "datasource": source, "expr": query, "legendFormat": legend}],
     }
 

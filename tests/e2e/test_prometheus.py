@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from scripts import dashboards
+from scripts import dashboards, draw_dashboard
 from tests.conftest import skip_or_fail
 from tests.e2e import jobs
 from verl.config import load_config
@@ -92,6 +92,8 @@ def test_prometheus_answers_with_the_numbers_of_the_file_tracker(tmp_path, serve
     for name in dashboards.DASHBOARDS:
         for panel in dashboards.dashboard(name)["panels"]:
             ask(server, panel["targets"][0]["expr"].replace("$experiment", ".*"))
+    drawn = draw_dashboard.page(f"http://127.0.0.1:{server}", "run", 10).split("<article>")[1:]
+    assert len(drawn) == len(dashboards.DASHBOARDS["run"][1]) and "<path" in drawn[0] and "<li" in drawn[0]
 
 
 def test_the_rules_of_alerts_are_valid(server):
