@@ -61,7 +61,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
             given.append(f"reward.custom_reward_function.path={mine}")
         page = tmp_path / "page.html"
         code = cli.main(["check-reward", "--html", str(page), "--seed", "3", *given, *words])
-        return Checked(code, capsys.readouterr().out, page.read_text())
+        return Checked(code, "".join(capsys.readouterr()), page.read_text())
 
     return check
 
@@ -73,6 +73,19 @@ def test_a_sound_reward_passes_in_every_way(check):
     assert "means 1 and 0; gold answers: the worked answer of my/own" in done.texts[ABOVE["empty"]]
     assert re.search(r"120 calls; median [\d.]+ ms, p99 [\d.]+ ms, largest [\d.]+ ms", done.texts["time of a call"])
     assert "rows: 24 of 24 of" in done.out and "seed: 3" in done.out
+
+
+def test_a_row_that_a_run_refuses_is_named_with_its_file_and_number(check):
+    broken = row(1)
+    del broken["reward_model"]
+    done = check(f"return {RIGHT}", rows=[row(0), broken, *(row(n) for n in range(2, 12))])
+    assert done.code == 1 and "rows: 11 of 12 of" in done.out
+    assert done.levels["rows: rows a run can read"] == "wrong"
+    said = " ".join(re.sub("[^\x20-\x7e]", " ", done.out).split())
+    assert "rows.jsonl line 2" in said and "no column 'reward_model'" in said
+    assert "repair them or take them out of the file" in said
+    alone = check(f"return {RIGHT}", rows=[broken])
+    assert alone.code == 2 and re.search(r"rows\.jsonl line 1: .*reward_model", alone.out)
 
 
 WRONG_ABOVE = {ABOVE[kind]: "wrong" for kind in ("empty", "garbage", "another prompt's")}

@@ -36,7 +36,7 @@ def found(
 
 
 def check_readable(split: Split) -> CheckResult:
-    text = "rows are refused by a run"
+    text = "rows are refused by a run; repair them or take them out of the file"
     return found(f"{split.name}: rows a run can read", split.refused, split.count, text, WRONG)
 
 

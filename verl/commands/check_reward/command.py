@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.commands.check_data.checks import found, worst
+from verl.commands.check_data.checks import check_readable, found, worst
 from verl.commands.check_data.rows import read_split
 from verl.commands.check_reward import findings, passes
 from verl.commands.check_reward.answers import Answer, Answers, Call
@@ -69,7 +69,8 @@ class CheckOfReward:
             template = tokenizer if data.custom_cls.path else None  # which a class of the user's gets
             split = read_split("rows", data.train_files or [], -1, data, template, count)
             if not split.rows:
-                raise DataError(f"{split.source} has no row that a run can read; `verl check-data` says why")
+                first = ": ".join(split.refused[0]) if split.refused else "it is empty"
+                raise DataError(f"{split.source} has no row that a run can read; the first: {first}")
             number = self.options.rows or ROWS[may_cost_money(reward_config)]
             rows = random.Random(self.seed).sample(split.rows, min(number, len(split.rows)))
             answers = Answers(rows, self.seed, tokenizer, self.options.gold_key)
@@ -78,7 +79,7 @@ class CheckOfReward:
             self.progress.stage("scoring")
             asked = answers.all()
             calls = await passes.one_by_one(reward, [answer.given for answer in asked], count)
-            results = self.results_of(asked, calls, answers.forms)
+            results = [check_readable(split), *self.results_of(asked, calls, answers.forms)]
             results += await self.score_again(asked, calls, reward, tokenizer)
         texts = [("", text) for text in changes]
         results.append(found("what calls leave behind", texts, len(calls), "changes of the process", WARNING))
