@@ -26,11 +26,11 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2101,
     "rewards": 4997,
     "trainer": 8574,
-    "commands": 6414,
+    "commands": 6415,
     "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21250, 59905, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21250, 59906, 400
 
 
 def package_of(path: Path) -> str:
