@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from tests.e2e import jobs
-from tests.e2e.test_async_runs import assert_trained_once_or_dropped, has_taken
+from tests.e2e.replayed import RecordedArrivals
+from tests.e2e.test_async_runs import ASYNC, assert_trained_once_or_dropped, has_taken
 from tests.e2e.test_resume import assert_same_run, checkpoint_tensors, stopping
+from verl.config import load_config
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
 from verl.trainer.checkpoints import read_state
+from verl.trainer.ppo.run_setup import build_run
 
 APART = ["trainer.device=cpu", f"{jobs.ARR}.hybrid_engine=False", f"{jobs.ARR}.rollout.n_gpus_per_node=1"]
 SEPARATE = [*APART, "trainer.v1.trainer_mode=separate_async"]
@@ -101,8 +104,15 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path)
     assert found > 0
 
 
-def test_a_killed_run_trains_every_prompt_once(folder: Path):
-    how = [*EVERY_STEP, *SEPARATE, *LONG[:3], "async_training.staleness_threshold=1.5"]
+MODES = {
+    "in parts": ["async_training.staleness_threshold=1.5", f"{jobs.ARR}.actor.ppo_mini_batch_size=2"],
+    "one step off": ["--config-name=one_step_off_ppo_trainer"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_run_trains_every_prompt_once(folder: Path, mode: str):
+    how = [*SEPARATE, *LONG[:3], *MODES[mode], "trainer.save_freq=1", "trainer.test_freq=-1"]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *jobs.overrides(folder, "killed", *how)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not has_taken(folder / "killed" / "events.jsonl", step=4):
@@ -111,6 +121,38 @@ def test_a_killed_run_trains_every_prompt_once(folder: Path):
     assert run.returncode == -signal.SIGKILL
     jobs.train(folder, "killed", *how)
     assert_trained_once_or_dropped(folder / "killed")
+
+
+def test_where_a_replica_is_killed_the_others_answer_and_every_prompt_is_trained_once(folder: Path):
+    how = [*SEPARATE, *LONG, "async_training.staleness_threshold=1.5", f"{jobs.ARR}.rollout.n_gpus_per_node=2"]
+    run = build_run(load_config(jobs.overrides(folder, "run", *how, "trainer.save_freq=-1")))
+    router = run.trainer.beside.collector.engine
+
+    def kill_one() -> None:
+        if run.trainer.global_step == 2:
+            router.engines[1].server.kill()
+
+    run.after_step = kill_one
+    try:
+        run.fit()
+    finally:
+        run.trainer.close()
+    assert router.restarts == [0, 1]
+    assert_trained_once_or_dropped(folder / "run")
+
+
+def test_recorded_arrivals_over_the_tokens_of_the_ledger_give_the_same_weights(folder: Path):
+    how = [f"{jobs.ARR}.actor.ppo_mini_batch_size=2", "trainer.save_freq=6", "trainer.test_freq=-1"]
+    jobs.train(folder, "run", *how, *SEPARATE, *LONG[:3], "async_training.staleness_threshold=1.5")
+    replay = build_run(load_config(jobs.overrides(folder, "replay", *how, ASYNC)))
+    replay.trainer.source = RecordedArrivals(folder / "run")
+    replay.trainer.num_parts = 2
+    try:
+        replay.fit()
+    finally:
+        replay.trainer.close()
+    first, second = (checkpoint_tensors(folder / run / "global_step_6") for run in ("run", "replay"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_the_program_by_its_old_name_and_keys_runs(folder: Path):

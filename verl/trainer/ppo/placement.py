@@ -127,7 +127,7 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
         raise ConfigError(
             f"{key} with rollout.name={name} on Ray is planned by `verl plan`, but there this version starts one "
             "replica of it, on the driver's machine; drop it, use trainer.runtime=processes on one machine, or "
-            "rollout.name=vllm or native"
+            f"rollout.name=vllm{'' if splits else ' or native'}"
         )
 
 

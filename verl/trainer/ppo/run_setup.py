@@ -121,7 +121,7 @@ def assemble_run(
     )
     trainer.canary = canary
     started.callback(trainer.loop.close)
-    if isinstance(trainer.source, AsyncSource) and trainer.source.goes_on:
+    if isinstance(trainer.source, AsyncSource) and trainer.source.goes_on and not config.trainer.val_only:
         trainer.beside = trainer.source
         trainer.loop.start(trainer.source.keep_going())
     tracking = build_tracking(config)
