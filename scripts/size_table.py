@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4139,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5410,
+    "workers/rollout": 5635,
     "workers": 1142,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8574,
+    "trainer": 8634,
     "commands": 6415,
     "utils": 1922,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21250, 59906, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21310, 60191, 400
 
 
 def package_of(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Colocated asynchronous runs: without staleness they are the synchronous run, and with it nothing is lost."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.e2e import jobs
 from tests.e2e.test_resume import assert_same_run, stopping
+from verl.config import load_config
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
+from verl.trainer.ppo.preparation import prepare_run
+from verl.trainer.preflight import Findings
 from verl.utils.errors import VerlError
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
@@ -150,3 +155,55 @@ def test_a_killed_run_ends_like_one_that_never_was(folder: Path):
 
 def has_taken(events: Path, step: int) -> bool:
     return events.exists() and sum(event["event"] == "take" for event in read_events(events)) >= step
+
+
+def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path):
+    """Each rank decodes with a copy of the weights, which it drops while the policy is trained. Float32 throughout: an
+    answer's log-probs are the trainer's of the versions that sampled it."""
+    how = [*EVERY_STEP, ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", "data.max_response_length=12"]
+    jobs.train(folder, "run", *how, *stopping(folder, 3))
+    jobs.train(folder, "run", *how)
+    assert_trained_once_or_dropped(folder / "run")
+    events = read_events(folder / "run" / "events.jsonl")
+    mixed = [s for e in events if e["event"] == "answered" for s in e["segments"] if len(s) > 1]
+    assert mixed
+    assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
+
+
+def assert_old_logprobs_of_each_version(folder: Path, run: str, steps: range) -> None:
+    """The old log-probs of answers that one older version sampled are those of a plain forward in float64 by its
+    checkpoint."""
+    checked = 0
+    for step in steps:
+        batch = read_ledger(folder / run / "ledger", step).batch
+        versions, ids = batch["policy_versions"], batch.sequence_ids()
+        for number in range(batch.num_sequences):
+            first, last = versions[number].tolist()
+            if not 0 < first == last < step - 1:
+                continue
+            checkpoint = folder / run / f"global_step_{first}" / "actor" / "huggingface"
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+            tokens, mask = batch["tokens"][ids == number], batch["loss_mask"][ids == number]
+            with torch.no_grad():
+                logits = model(tokens[None], use_cache=False).logits[0, :-1]
+            plain = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][mask[1:]]
+            torch.testing.assert_close(batch["old_logprobs"][ids == number][mask].double(), plain, atol=1e-5, rtol=0)
+            checked += 1
+    assert checked > 4
+
+
+STAYS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([STAYS, "algorithm.rollout_correction.bypass_mode=True"], "kv_cache_on_publish=keep_kv needs"),
+        (["actor_rollout_ref.rollout.stop=[ab]"], "use stop_token_ids"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_before_anything_starts(folder: Path, extra: list[str], message: str):
+    settings = jobs.overrides(folder, "run", ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", *extra)
+    found = Findings()
+    prepare_run(load_config(settings), found)
+    assert [error for error in map(str, found.errors) if re.search(message, error)]

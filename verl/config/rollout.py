@@ -7,9 +7,9 @@ from verl.config.base import LARGEST_SEED, Section, key, section
 from verl.config.profiler import ProfilerConfig
 
 _KV_CACHE = (
-    "native, asynchronous training: what unfinished answers do with keys and values of the weights before a publish. "
-    "recompute: from all tokens anew by the new weights; keep_kv: go on with them, which saves the time and keeps the "
-    "memory."
+    "Asynchronous training: what unfinished answers do with keys and values of the weights before a publish. "
+    "recompute: from all tokens anew by the new weights; keep_kv: go on with them (native, one process), which saves "
+    "the time and keeps the memory."
 )
 
 

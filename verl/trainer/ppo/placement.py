@@ -142,6 +142,11 @@ def devices_apart(config: RunConfig) -> list[int]:
     return counts
 
 
+def is_this_process(pool: Pool, runtime: str) -> bool:
+    """Whether the ranks of `pool` are the driver's own process."""
+    return pool.num_ranks == 1 and "actor" in pool.roles and runtime not in ("processes", "ray")
+
+
 def start_pools(
     config: RunConfig, total_steps: int, pools: tuple[Pool, ...], announce: Callable[[str], None] = say
 ) -> WorkerPools:
@@ -160,7 +165,7 @@ def start_pools(
         if runtime == "ray":
             nsight = worker_options(config) if any(map(launcher, range(pool.num_ranks))) else None
             return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s, reserved, nsight)
-        if pool.num_ranks == 1 and "actor" in pool.roles and runtime != "processes":
+        if is_this_process(pool, runtime):
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
         limit_s = 0.0 if uses_nsys(config) else stall_timeout_s  # the process that is watched would be that of nsys
         return ProcessGroup(factory, layout, name, pool.first_device, num_ranks, limit_s, launcher)

@@ -34,6 +34,7 @@ from verl.trainer.ppo.needs import (
     forced_aggregation_notice,
     forced_loss_notice,
 )
+from verl.trainer.ppo.parking_setup import check_parking, parks
 from verl.trainer.ppo.placement import place_roles, plan_run
 from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
 from verl.trainer.ppo.rollout_setup import check_rollout_engine_can_train
@@ -86,7 +87,8 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     seed_generators(arr.actor.engine.seed)  # of the driver, where rewards and agents run
     if found.check("external_lib", lambda: import_external(arr.model.external_lib)):
         check_engine_and_algorithm(config, found)
-    found.check("rollout", lambda: check_rollout_engine_can_train(arr), arr.rollout.name)
+    if found.check("rollout", lambda: check_rollout_engine_can_train(arr), arr.rollout.name) and not found.errors:
+        found.check("unfinished answers", lambda: check_parking(config), "kept" if parks(config) else "none")
     longest = data.max_prompt_length + data.max_response_length
     tokenizer = find_tokenizer("actor_rollout_ref.model.path", arr.model, longest, LENGTH_KEYS, found)
     files = _files_there(config, found)

@@ -24,6 +24,7 @@ from verl.trainer.ppo.efficiency import planned_memory_metrics
 from verl.trainer.ppo.group_filter import GroupRules
 from verl.trainer.ppo.monitoring import export_metrics
 from verl.trainer.ppo.needs import needs_baselines
+from verl.trainer.ppo.parking_setup import with_parking
 from verl.trainer.ppo.placement import announce_plan, place_roles, plan_run, start_pools
 from verl.trainer.ppo.preparation import Preparation, prepare_run
 from verl.trainer.ppo.profiled_steps import ReplicaProfiles
@@ -102,7 +103,8 @@ def assemble_run(
     free_cache = rollout_of_run(config).free_cache_engine
     canary = canary_of(config.reward, prepared.reward)
     reward = canary or prepared.reward
-    collector = RolloutCollector(engine, reward, tokenizer, prepared.agent_runner, free_cache, reward_model)
+    answering = with_parking(config, engine)
+    collector = RolloutCollector(answering, reward, tokenizer, prepared.agent_runner, free_cache, reward_model)
     reference, critic = None, None
     if uses_reference(config):
         reference = Reference(config, pools.for_role("reference"))
@@ -148,12 +150,9 @@ def build_source(config: RunConfig, prompts: PromptSampler, collector: RolloutCo
     if not is_asynchronous(config) or (mean_age == 0 and (rules.replace_groups or takes_turns or splits)):
         return SyncSource(prompts, collector, sampling, needs_baselines(config), rules)
     goes_on = splits and rollout_engine_of(config.actor_rollout_ref).is_apart
-    if (mean_age > 0 and not (collector.engine.can_park or goes_on)) or (splits and not goes_on):
+    if splits and not goes_on:
         what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a staleness of {mean_age:g}"
         raise ConfigError(not_yet_supported_message(what, "keeping unfinished answers with this rollout engine"))
-    if takes_turns:
-        what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a reward model on the rollout's devices"
-        raise ConfigError(not_yet_supported_message(what, "a reward model beside unfinished answers"))
     settings = config.trainer.v1.sampler
     admission = AdmissionRules(
         config.data.train_batch_size, mean_age, settings.max_off_policy_threshold, settings.max_off_policy_strategy

@@ -1,0 +1,53 @@
+"""Colocated asynchronous training with the real vLLM: parked answers are asked for again with their tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import skip_without_vllm
+from tests.contract.test_vllm import SMALL_RUN
+from tests.e2e import jobs
+from tests.e2e.test_async_runs import ASYNC, EVERY_STEP, assert_trained_once_or_dropped
+from tests.e2e.test_resume import stopping
+from verl.commands.quickstart.addition_task import CHARACTERS
+from verl.commands.quickstart.small_model import make_model
+from verl.observe.events import read_events
+
+pytestmark = pytest.mark.vllm
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    skip_without_vllm()
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
+    jobs.prepare(tmp_path)
+    make_model(tmp_path / "model", CHARACTERS, 0, hidden=128, layers=2)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("replicas", "resumes"), [(1, True), (2, False)])
+def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, replicas: int, resumes: bool):
+    how = [*SMALL_RUN, *EVERY_STEP, ASYNC, BYPASS, f"actor_rollout_ref.rollout.num_replicas={replicas}"]
+    how += ["data.max_response_length=24", "trainer.device=cpu"]
+    if resumes:
+        jobs.train(folder, "run", *how, *stopping(folder, 3))
+    jobs.train(folder, "run", *how)
+    assert_trained_once_or_dropped(folder / "run")
+    rows = jobs.metrics(folder, "run")
+    assert all(rows[step]["training/off_policy/lag/max"] <= 8 for step in range(1, 7))
+    assert any(rows[step]["training/off_policy/lag/max"] > 0 for step in range(1, 7))
+    events = read_events(folder / "run" / "events.jsonl")
+    answers = [segments for event in events if event["event"] == "answered" for segments in event["segments"]]
+    assert any(len(segments) > 1 for segments in answers)
+    assert all(sum(count for _, count in segments) <= 24 for segments in answers)
+
+
+def test_without_staleness_prompts_versions_and_weights_are_those_of_the_synchronous_run(folder: Path):
+    how = [*SMALL_RUN, "trainer.device=cpu", "trainer.total_training_steps=3"]
+    jobs.train(folder, "sync", *how)
+    jobs.train(folder, "async", *how, ASYNC, "async_training.staleness_threshold=0")
+    sync, ahead = (jobs.metrics(folder, run) for run in ("sync", "async"))
+    for step in range(1, 4):
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+            assert ahead[step][name] == sync[step][name], (step, name)

@@ -1,0 +1,54 @@
+"""How the rollout engine of a run keeps unfinished answers over a publish (colocated asynchronous training)."""
+
+from verl.config import RunConfig
+from verl.config.asynchronous import COLOCATED, is_asynchronous, staleness
+from verl.plugin.platform import get_platform
+from verl.rewards.model_setup import takes_turns
+from verl.trainer.ppo.placement import is_this_process, place_roles
+from verl.trainer.preflight import chosen_runtime
+from verl.utils.errors import ConfigError
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.registry import Weights, rollout_engine_of
+from verl.workers.rollout.reissuing import ReissuingEngine
+
+
+def parks(config: RunConfig) -> bool:
+    """Whether answers are parked while the policy is trained."""
+    return config.trainer.v1.trainer_mode == COLOCATED and staleness(config) > 0
+
+
+def check_parking(config: RunConfig) -> None:
+    """ConfigError for what cannot be beside unfinished answers, or beside answers that are parked."""
+    if not is_asynchronous(config) or not staleness(config):
+        return
+    rollout = config.actor_rollout_ref.rollout
+    what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a staleness of {staleness(config):g}"
+    if config.reward.reward_model.enable and takes_turns(config.reward, get_platform().device_name != "cpu"):
+        raise ConfigError(
+            f"{what} samples while answers are scored, and a reward model on the rollout's devices scores while "
+            "nothing is sampled; give it devices of its own (reward.reward_model.enable_resource_pool=True), or set "
+            "async_training.staleness_threshold=0"
+        )
+    if not parks(config):
+        return
+    in_place = rollout_engine_of(config.actor_rollout_ref).weights is Weights.IN_PLACE
+    if in_place and any(is_this_process(pool, chosen_runtime(config.trainer)) for pool in place_roles(config)):
+        return
+    where = "in processes of its ranks" if in_place else "that aborts what is parked"
+    if rollout.kv_cache_on_publish != "recompute":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.kv_cache_on_publish={rollout.kv_cache_on_publish} needs an engine that keeps "
+            f"unfinished answers: rollout.name=native in one process; this is rollout.name={rollout.name} {where}. "
+            "Set kv_cache_on_publish=recompute"
+        )
+    if rollout.stop:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.stop={list(rollout.stop)} with {what} and rollout.name={rollout.name} {where}: "
+            "an answer goes on as a new prompt, in which the engine does not look for a stop string; use "
+            "stop_token_ids, rollout.name=native in one process, or async_training.staleness_threshold=0"
+        )
+
+
+def with_parking(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:
+    """The engine that answers prompts: one that can park, where answers are parked."""
+    return ReissuingEngine(engine) if parks(config) and not engine.can_park else engine
