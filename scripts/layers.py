@@ -48,6 +48,7 @@ SHIMS = {
     "verl.utils.reward_score",
     "verl.utils.rollout_trace",
     "verl.utils.tensordict_utils",
+    "verl.utils.tracking",
     "verl.workers.config",
     "verl.workers.engine.fsdp",
     "verl.workers.engine.megatron",

@@ -11,12 +11,12 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4517,
+    "config": 4526,
     "plugin": 1350,
     "data": 2817,
     "algorithms": 2300,
     "runtime": 3378,
-    "observe": 4139,
+    "observe": 4307,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 5635,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8634,
+    "trainer": 8637,
     "commands": 6415,
-    "utils": 1922,
+    "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21310, 60191, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21322, 60378, 400
 
 
 def package_of(path: Path) -> str:

@@ -63,8 +63,10 @@ def check_values_can_start(config: Any) -> None:
     root: type = type(config)
     foreign = foreign_keys.load_foreign_keys(root)
     for path, reasons in foreign.refused_values.items():
-        if (value := value_at(config, path)) in reasons:
-            raise ConfigError(f"{path}={value} is refused: {reasons[value]}")
+        setting = value_at(config, path)
+        for value in setting if isinstance(setting, list) else [setting]:
+            if value in reasons:
+                raise ConfigError(f"{path}={value} is refused: {reasons[value]}")
     for path, values in foreign.planned.items():
         setting = value_at(config, path)
         for value in setting if isinstance(setting, list) else [setting]:

@@ -30,6 +30,11 @@ _STALL_TIMEOUT = (
     "Seconds without CPU time and bytes after which ranks inside a call have stalled: the run says which one and "
     "where, and restarts (max_restarts) or ends. 0 is never. With trainer.runtime=processes or ray, on Linux."
 )
+_LOGGER = "Trackers: console, file, tensorboard, wandb, mlflow, swanlab, trackio, clearml."
+_TRACKER_ERRORS = (
+    "A tracker that cannot start, log or finish ends the run (raise), or is named in a warning while the run goes on "
+    "without it (warn)."
+)
 _ON_EXISTING = (
     "Where the folder or the metrics file holds steps of another configuration: stop, take the next free name, or go "
     "on with the new one. With experiment_name=auto, resume goes on with the newest run of this configuration."
@@ -44,13 +49,14 @@ class TrainerConfig(Section):
     total_training_steps: int | None = key(None, "Last step; null is total_epochs x steps per epoch.", minimum=1)
     project_name: str = key("verl_examples", "Name of the project in trackers and paths.")
     experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is <algorithm>-<date>-<counter>.")
-    logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
+    logger: list[str] = key(["console", "file"], _LOGGER)
+    tracker_errors: str = key("raise", _TRACKER_ERRORS, choices=("raise", "warn"))
     prometheus_port: int | None = key(
         None, "Port where the driver exports metrics for Prometheus; 0 is any, null is off.", minimum=0, maximum=65535
     )
     prometheus_address: str = key("127.0.0.1", "Address it listens at; 0.0.0.0 lets every machine read the metrics.")
     log_val_generations: int = key(
-        0, "Validation answers that are printed, and sent as a table to tensorboard, wandb and mlflow.", minimum=0
+        0, "Validation answers that are printed, and sent as a table to each tracker but file.", minimum=0
     )
     rollout_data_dir: str | None = key(None, "Folder for training answers as <step>.jsonl; null is off.")
     validation_data_dir: str | None = key(None, "Folder for validation answers as <step>.jsonl; null is off.")
@@ -109,7 +115,8 @@ class SFTTrainerConfig(Section):
     total_training_steps: int | None = key(None, "Last step; null is total_epochs x steps per epoch.", minimum=1)
     project_name: str = key("gsm8k-sft", "Name of the project in trackers and paths.")
     experiment_name: str = key("auto", "Name of the run in trackers and paths; auto is sft-<date>-<counter>.")
-    logger: list[str] = key(["console", "file"], "Trackers: console, file, tensorboard, wandb, mlflow.")
+    logger: list[str] = key(["console", "file"], _LOGGER)
+    tracker_errors: str = key("raise", _TRACKER_ERRORS, choices=("raise", "warn"))
     prometheus_port: int | None = key(
         None, "Port where rank 0 exports metrics for Prometheus; 0 is any, null is off.", minimum=0, maximum=65535
     )

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-from verl.observe.tracking import check_backend_names
+from verl.observe.tracking import INSTALL, check_backend_names
 from verl.plugin.installed import has_module
 from verl.utils.errors import ConfigError
 
@@ -14,14 +14,15 @@ _WANDB_WITHOUT_ACCOUNT = ("offline", "disabled", "dryrun")
 _WITHOUT_A_MODULE = ("console", "file")
 
 
-def check_trackers(names: Iterable[str]) -> None:
-    """ConfigError for a tracker that is unknown, whose package is not installed, or that would ask for an account."""
+def check_trackers(names: Iterable[str], errors: str = "raise") -> None:
+    """ConfigError for an unknown tracker; unless `errors` is warn, also for one that is not installed or would ask for
+    an account."""
     check_backend_names(names)
-    for name in names:
+    for name in names if errors == "raise" else ():
         if name not in _WITHOUT_A_MODULE and not has_module(name):
             raise ConfigError(
-                f"trainer.logger={name!r}: {name} is not installed; pip install -e '.[trackers]', or take it out of "
-                "trainer.logger"
+                f"trainer.logger={name!r}: {name} is not installed; {INSTALL.get(name, 'install it')}, or take it out "
+                "of trainer.logger"
             )
         if name == "wandb" and not _wandb_can_start():
             raise ConfigError(

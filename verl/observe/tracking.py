@@ -1,5 +1,6 @@
 """Metrics of one run, sent to every tracker in `trainer.logger`."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
@@ -7,10 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from verl.observe import trackers
+from verl.observe import hosted_trackers, trackers
 from verl.observe.exporter import NAME, Exporter
 from verl.utils.errors import ConfigError, VerlError
 from verl.utils.suggest import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -28,7 +31,12 @@ BACKENDS: dict[str, Callable[[trackers.RunInfo], Backend]] = {
     "tensorboard": trackers.TensorboardBackend,
     "wandb": trackers.WandbBackend,
     "mlflow": trackers.MlflowBackend,
+    "swanlab": hosted_trackers.SwanLabBackend,
+    "trackio": hosted_trackers.TrackioBackend,
+    "clearml": hosted_trackers.ClearMLBackend,
 }
+INSTALL = dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio", "clearml"), "pip install -e '.[trackers]'")
+INSTALL["swanlab"] = "pip install -e '.[swanlab]'"
 
 
 class TrackingError(VerlError):
@@ -38,8 +46,9 @@ class TrackingError(VerlError):
 class Tracking:
     """Sends `log(data, step)` to the backends named in `default_backend`.
 
-    If a tracker fails, TrackingError names it, after the others have received the step. `config` (the resolved run
-    config, dataclass or plain dict) is stored by trackers that support it.
+    If a tracker fails, TrackingError names it, after the others have received the step; with `errors="warn"` `warn`
+    is told the first failure of each tracker, and how many there were at the end. `config` (the resolved run config,
+    dataclass or plain dict) is stored by trackers that support it.
 
     >>> with Tracking("verl_examples", "gsm8k", ["console", "file"]) as tracking:
     ...     tracking.log({"critic/score/mean": 0.5}, step=1)
@@ -51,7 +60,11 @@ class Tracking:
         experiment_name: str,
         default_backend: str | Iterable[str] = "console",
         config: Any = None,
+        errors: str = "raise",
+        warn: Callable[[str], None] = logger.warning,
     ):
+        self.errors, self.warn = errors, warn
+        self.failed: dict[str, int] = {}  # calls that failed, of each tracker, where they only warn
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         check_backend_names(names)
         config_dict = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config or {}
@@ -61,14 +74,22 @@ class Tracking:
             try:
                 self.backends[name] = BACKENDS[name](run)
             except ImportError as error:
-                self.finish(1)
-                raise ConfigError(
-                    f"trainer.logger={name!r} needs a package that is not installed ({error}); "
-                    f"pip install -e '.[trackers]' or take {name!r} out of trainer.logger"
-                ) from error
+                self._refuse_start(
+                    ConfigError(
+                        f"trainer.logger={name!r} needs a package that is not installed ({error}); "
+                        f"{INSTALL.get(name, 'install it')} or take {name!r} out of trainer.logger"
+                    ),
+                    error,
+                )
             except Exception as error:
-                self.finish(1)
-                raise TrackingError(f"tracker {name!r} could not start: {error}") from error
+                self._refuse_start(TrackingError(f"tracker {name!r} could not start: {error}"), error)
+
+    def _refuse_start(self, refusal: VerlError, cause: Exception) -> None:
+        if self.errors == "warn":
+            self.warn(f"{refusal}; the run goes on without it")
+            return
+        self.finish(1)
+        raise refusal from cause
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
         """Send the numbers in `data` for `step` to all backends, or only to `backend`."""
@@ -99,7 +120,10 @@ class Tracking:
                 backend.finish(exit_code)
             except Exception as error:
                 failures.append((name, error))
-        raise_failures("finish", failures)
+        self._report("finish", failures)
+        for name, count in self.failed.items():
+            if count > 1:
+                self.warn(f"tracker {name!r} failed {count} times in this run")
 
     def _select_backends(self, backend: str | Iterable[str] | None) -> list[str]:
         if backend is None:
@@ -119,7 +143,19 @@ class Tracking:
                 call(self.backends[name])
             except Exception as error:
                 failures.append((name, error))
-        raise_failures(verb, failures)
+        self._report(verb, failures)
+
+    def _report(self, verb: str, failures: list[tuple[str, Exception]]) -> None:
+        """TrackingError with all failures, or a warning for each tracker that has not failed before."""
+        if failures and self.errors == "raise":
+            what = "; ".join(f"tracker {name!r} failed to {verb}: {error}" for name, error in failures)
+            raise TrackingError(
+                f"{what} (remove it from trainer.logger, or set trainer.tracker_errors=warn, to go on without it)"
+            ) from failures[0][1]
+        for name, error in failures:
+            self.failed[name] = self.failed.get(name, 0) + 1
+            if self.failed[name] == 1:
+                self.warn(f"tracker {name!r} failed to {verb}: {error}; the run goes on")
 
     def __enter__(self) -> Self:
         return self
@@ -133,12 +169,6 @@ def check_backend_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in BACKENDS:
             raise ConfigError(f"unknown tracker {name!r} in trainer.logger; {did_you_mean(name, BACKENDS)}")
-
-
-def raise_failures(verb: str, failures: list[tuple[str, Exception]]) -> None:
-    if failures:
-        what = "; ".join(f"tracker {name!r} failed to {verb}: {error}" for name, error in failures)
-        raise TrackingError(f"{what} (remove it from trainer.logger to go on without it)") from failures[0][1]
 
 
 def as_number(name: str, value: Any) -> float:

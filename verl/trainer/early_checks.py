@@ -38,7 +38,7 @@ def early_mistakes(config: RunConfig | SFTConfig) -> Mistakes:
     with mistakes:
         check_can_start(config)
     with mistakes:
-        check_trackers(config.trainer.logger)
+        check_trackers(config.trainer.logger, config.trainer.tracker_errors)
     if isinstance(config, RunConfig):
         arr, reward = config.actor_rollout_ref, config.reward.custom_reward_function
         with mistakes:

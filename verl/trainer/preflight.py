@@ -125,9 +125,10 @@ def _platform_is_chosen() -> bool:
     return bool(os.environ.get("VERL_PLATFORM", "").strip())
 
 
-def check_logging(names: list[str], found: Findings) -> None:
+def check_logging(settings: TrainerConfig | SFTTrainerConfig, found: Findings) -> None:
     """The trackers of `trainer.logger`."""
-    found.check("trainer.logger", lambda: check_trackers(names), ", ".join(names))
+    names, errors = settings.logger, settings.tracker_errors
+    found.check("trainer.logger", lambda: check_trackers(names, errors), ", ".join(names))
 
 
 def find_files(key: str, files: str | list[str], found: Findings) -> bool:

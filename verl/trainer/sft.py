@@ -298,17 +298,18 @@ def build_sft(
     if not collectives.is_rank_zero:
         note = ignore_note
     settings, found = config.trainer, Findings(said=said)
+    say = lambda line: note(f"warning: {line}")  # noqa: E731
     seed_generators(settings.seed)
     progress.stage("reading and filtering rows")
     prepared = prepare_sft(config, found)
-    found.refuse(lambda line: note(f"warning: {line}"))
+    found.refuse(say)
     assert prepared is not None  # without a refusal, all of it is there
     train, held_out = prepared.train, prepared.held_out
     for rows in (train, held_out):
         for line in rows.notes if rows else ():
             note(line)
     trackers = list(settings.logger) if collectives.is_rank_zero else []
-    tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config)
+    tracking = Tracking(settings.project_name, settings.experiment_name, trackers, config, settings.tracker_errors, say)
     if collectives.is_rank_zero and settings.prometheus_port is not None:
         run = RunInfo(settings.project_name, settings.experiment_name)
         exporter = Exporter(run, settings.prometheus_port, settings.prometheus_address)

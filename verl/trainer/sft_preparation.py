@@ -37,7 +37,7 @@ def check_sft(config: SFTConfig, found: Findings) -> PreTrainedTokenizerBase | N
     found.check("features", lambda: check_can_start(config), "every configured feature is supported")
     found.missing(early_mistakes(config))
     find_device(settings.device, found)
-    check_logging(settings.logger, found)
+    check_logging(settings, found)
     if found.check("external_lib", lambda: import_external(config.model.external_lib)):
         found.run(
             "engine",

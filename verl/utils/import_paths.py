@@ -90,7 +90,7 @@ REPLACEMENTS = {
     "verl.utils.seqlen_balancing": "verl.data.balance shares sequences among ranks and micro-batches",
     "verl.utils.tokenizer": "verl.models.load.load_tokenizer loads a tokenizer; transformers.AutoTokenizer does, too",
     "verl.utils.torch_functional": "verl.models.head has log-probs and entropy, torch the rest",
-    "verl.utils.tracking": "verl.observe.tracking.Tracking logs metrics",
+    "verl.utils.tracking": "verl.observe.tracking.Tracking logs metrics, and answers of a validation (log_samples)",
     "verl.utils.ulysses": "verl.models.attention.ulysses exchanges tokens for heads",
     "verl.workers.config": "it has the configuration classes of FSDP; other engines are still to come",
     "verl.workers.engine_workers": _WORKERS,

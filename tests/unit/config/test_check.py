@@ -109,7 +109,6 @@ def test_unused_parts_are_not_held_against_a_run():
     [
         (f"{ACTOR}.strategy=veomni", "the VeOmni engine"),
         ("model_engine=megatron", "the Megatron-LM engine"),
-        ("trainer.logger=[console,swanlab]", "this tracker"),
     ],
 )
 def test_a_feature_to_come_loads_and_is_refused_by_name_before_the_run(override, feature):
@@ -124,6 +123,9 @@ def test_what_will_never_come_is_refused_with_what_to_use():
     for key in ("engine_kwargs.trtllm.x=1", "moe_tensor_parallel_size=2"):
         with pytest.raises(ConfigError, match=r"is refused: .*TensorRT-LLM will not"):
             load_config([f"+{ROLLOUT}.{key}"])
+    for name in ("vemlp_wandb", "rl_insight"):
+        with pytest.raises(ConfigError, match=rf"logger={name} is refused: .*(WANDB_BASE_URL|prometheus_port)"):
+            check_can_start(load_config([f"trainer.logger=[console,{name}]", "actor_rollout_ref.model.path=/m"]))
     with pytest.raises(ConfigError, match=r"is refused: .*CheckpointEngineRegistry"):
         load_config([f"+{ROLLOUT}.checkpoint_manager_class=mine.Manager"])
 

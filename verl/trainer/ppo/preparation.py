@@ -144,7 +144,7 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
         if folder:
             key = f"trainer.{name}_data_dir"
             found.run(key, _writable(folder, key))
-    check_logging(settings.logger, found)
+    check_logging(settings, found)
     backend = config.actor_rollout_ref.rollout.trace.backend
     found.check("rollout.trace", lambda: check_trace_backend(backend), backend or "off")
 

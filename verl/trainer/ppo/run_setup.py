@@ -192,4 +192,5 @@ def build_validation(config: RunConfig, prepared: Preparation, collector: Rollou
 def build_tracking(config: RunConfig) -> Tracking:
     """The trackers of trainer.logger."""
     settings = config.trainer
-    return Tracking(settings.project_name, settings.experiment_name, list(settings.logger), config)
+    names, say = list(settings.logger), lambda line: print(f"warning: {line}", flush=True)
+    return Tracking(settings.project_name, settings.experiment_name, names, config, settings.tracker_errors, say)
