@@ -16,7 +16,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2817,
     "algorithms": 2300,
     "runtime": 3378,
-    "observe": 4307,
+    "observe": 4325,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 5635,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 473,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8637,
+    "trainer": 8640,
     "commands": 6415,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21322, 60378, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21325, 60399, 400
 
 
 def package_of(path: Path) -> str:

@@ -1,10 +1,13 @@
 """What a run's folder keeps of its steps beside the metrics: profiles, and what each rollout replica counted."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from verl.utils.paths import atomic_write_text
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,25 @@ def note_profile(folder: Path) -> Callable[[str, list[str]], None]:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The lines of such a file, in order; none without it. What a killed process left incomplete is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def drop_records_after(folder: Path, step: int) -> None:
+    """Forget what steps after `step` have left, for a run that goes on there, and a line that has no end."""
+    for name, step_of in ((REPLICAS_FILE, lambda record: record["step"]), (PROFILES_FILE, last_profiled_step)):
+        path = folder / name
+        if path.is_file():
+            kept = [record for record in read_records(path) if step_of(record) <= step]
+            atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def last_profiled_step(record: Mapping[str, Any]) -> int:
+    """10 of `steps_5_10`."""
+    return int(str(record["name"]).rpartition("_")[2])
 
 
 def latest_by_step(records: Sequence[Mapping[str, Any]], last_step: int) -> list[Mapping[str, Any]]:

@@ -29,7 +29,7 @@ from verl.observe.profiling.step_profiler import StepProfiler
 from verl.observe.progress import Progress
 from verl.observe.run_record import write_run_record
 from verl.observe.run_summary import RunSummary
-from verl.observe.step_records import note_profile
+from verl.observe.step_records import drop_records_after, note_profile
 from verl.observe.timers import StageTimer
 from verl.observe.trackers import RunInfo
 from verl.observe.tracking import Tracking
@@ -259,6 +259,8 @@ class SFTTrainer:
         if folder is not None:
             self.restore(folder)
         self.first_step = self.global_step + 1
+        if self.collectives.is_rank_zero:
+            drop_records_after(self.root, self.global_step)
         self.tracking.rewind(self.global_step)
         self.summary.add_earlier(metrics_of(self.config))
 

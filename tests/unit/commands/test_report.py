@@ -11,6 +11,7 @@ import pytest
 from verl.commands import report, show
 from verl.observe.html_report import differing_keys, flatten, group_curves, headline_rank, stage_times
 from verl.observe.run_record import find_run
+from verl.observe.step_records import PROFILES_FILE, REPLICAS_FILE, append_record, drop_records_after, read_records
 
 EARLIER = Path(__file__).resolve().parents[2] / "data" / "earlier_run"
 
@@ -248,3 +249,14 @@ def test_the_page_links_profiles_draws_replicas_and_says_which_alerts_fired(runs
     titles = re.findall("<title>(.*?)</title>", tokens)
     assert titles[:4] == [f"replica 0, step {step}: {n}" for step, n in ((1, 10), (2, 20), (3, 5), (4, 20))]
     assert titles[4:] == [f"replica 1, step {step}: {n}" for step, n in ((1, 20), (2, 30), (3, 40), (4, 1))]
+
+
+def test_a_run_that_goes_on_forgets_profiles_and_replicas_of_later_steps(tmp_path: Path) -> None:
+    drop_records_after(tmp_path, 3)  # neither file is there
+    profiles, replicas = tmp_path / PROFILES_FILE, tmp_path / REPLICAS_FILE
+    profiles.write_text("".join(json.dumps({"name": name}) + "\n" for name in ("step_3", "steps_2_4", "step_10")))
+    replicas.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 3, 4)) + '{"step": 2, "re')
+    drop_records_after(tmp_path, 3)
+    append_record(replicas, {"step": 4})
+    assert [record["name"] for record in read_records(profiles)] == ["step_3"]
+    assert [record["step"] for record in read_records(replicas)] == [1, 3, 4]

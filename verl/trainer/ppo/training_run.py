@@ -19,7 +19,7 @@ from verl.observe.progress import Progress
 from verl.observe.rollout_dumps import dump_rollouts, remove_dumps_after
 from verl.observe.run_record import NUM_VALIDATION_SAMPLES, RUN_FILE, VALIDATION_SAMPLES, write_run_record
 from verl.observe.run_summary import RunSummary
-from verl.observe.step_records import note_profile
+from verl.observe.step_records import drop_records_after, note_profile
 from verl.observe.timers import StageTimer, throughput_metrics
 from verl.observe.tracing.recorder import TraceRecorder
 from verl.observe.tracking import Tracking
@@ -298,6 +298,7 @@ class TrainingRun:
             return
         if self.ledger is not None:
             self.ledger.rewind(step)
+        drop_records_after(self.root, step)
         self.tracking.rewind(-1 if folder is None else step)  # a run from the start logs step 0 as well
         self.summary.add_earlier(metrics_of(self.config))
         samples = str(self.root / VALIDATION_SAMPLES)
