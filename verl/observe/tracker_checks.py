@@ -33,9 +33,13 @@ def check_trackers(names: Iterable[str], errors: str = "raise") -> None:
 
 def _wandb_can_start() -> bool:
     """Whether an account is known, none is needed, or somebody is there to be asked."""
-    if any(os.environ.get(name) for name in _WANDB_SIGNED_IN) or sys.stdin.isatty():
-        return True
-    if os.environ.get("WANDB_MODE", "").lower() in _WANDB_WITHOUT_ACCOUNT:
+    needs_none = os.environ.get("WANDB_MODE", "").lower() in _WANDB_WITHOUT_ACCOUNT
+    return needs_none or sys.stdin.isatty() or wandb_has_account()
+
+
+def wandb_has_account() -> bool:
+    """Whether the environment or `wandb login` has named an account."""
+    if any(os.environ.get(name) for name in _WANDB_SIGNED_IN):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0].split(":")[0]
     try:

@@ -1,19 +1,23 @@
-"""Weave and Trackio, which are not installed here: their calls against signatures of the packages, which are compared
-with the real ones where they are. Every backend refuses to start without its package."""
+"""Trackio's own database, and Weave, which needs a server: its calls against the signatures of the package, which are
+compared with the real ones where it is installed. Every backend refuses to start without its package."""
 
 import datetime
 import importlib
 import inspect
+import json
+import os
+import sqlite3
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from verl.observe.tracing.backends import TRACE_BACKENDS, check_trace_backend
-from verl.observe.tracing.spans import CONVERSATION, GENERATION, TOOL, Span
-from verl.observe.tracing.writer import TraceWriter
-from verl.observe.trackers import RunInfo
+from tests.conftest import ROOT, import_or_skip
+from tests.trace_cases import write
+from verl.observe.tracing.backends import check_trace_backend
 from verl.plugin.installed import has_module
 from verl.utils.errors import ConfigError
 
@@ -45,56 +49,13 @@ def weave_init(
     return WeaveClient()
 
 
-class TrackioTrace:
-    """Trackio 0.43's."""
-
-    def __init__(self, messages, metadata=None, spans=None):
-        self.messages, self.metadata, self.spans = messages, metadata, spans
-
-
-class TrackioRun:
-    logged: ClassVar[list[tuple[Any, int | None]]] = []
-
-    def log(self, metrics, step=None):
-        self.logged.append((metrics["trace"], step))
-
-    def finish(self):
-        self.logged.append((None, None))
-
-
-def trackio_init(
-    project, name=None, group=None, space_id=None, server_url=None, dataset_id=None, bucket_id=None, config=None,
-    resume="never", settings=None, private=None, embed=True, auto_log_gpu=None, gpu_log_interval=10.0,
-    auto_log_cpu=None, cpu_log_interval=10.0, webhook_url=None, webhook_min_level=None,
-):  # fmt: skip
-    assert resume == "allow"  # a run that goes on is the same
-    return TrackioRun()
-
-
-def trace() -> Span:
-    second = 1_000_000_000
-    turn = Span("generate", GENERATION, {"prompt_tokens": 9}, {"text": "<call>"}, {"sampled_tokens": 4}, 0, second)
-    tool = Span("add", TOOL, {"arguments": "{}"}, {"response": "5"}, {}, second, 2 * second, "DataError: no")
-    root = Span("tool_agent", CONVERSATION, {"prompt": [{"role": "user", "content": "2+3?"}]}, {"reward": 1.0})
-    root.start_ns, root.end_ns, root.attributes, root.children = 0, 3 * second, {"step": 4}, [turn, tool]
-    return root
-
-
-def write(name: str, monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
-    module = types.ModuleType(name)
-    vars(module).update(names)
-    monkeypatch.setitem(sys.modules, name, module)
-    said: list[str] = []
-    writer = TraceWriter(name, TRACE_BACKENDS[name], RunInfo("proj", "exp"), said.append)
-    writer.put(trace())
-    writer.close()
-    assert said == [] and writer.num_written == 1
-
-
 def test_weave_gets_nested_calls_with_their_times(monkeypatch):
     monkeypatch.setenv("WANDB_ENTITY", "team")
     monkeypatch.setattr(WeaveClient, "calls", [])
-    write("weave", monkeypatch, init=weave_init)
+    module = types.ModuleType("weave")
+    vars(module)["init"] = weave_init
+    monkeypatch.setitem(sys.modules, "weave", module)
+    write("weave")
     init, root, turn, _, tool, end_of_tool, end, flush = WeaveClient.calls
     assert init == ("init", "team/proj") and flush == ("flush",)
     assert root[1:4] == ("tool_agent", {"prompt": [{"role": "user", "content": "2+3?"}]}, None)
@@ -105,18 +66,24 @@ def test_weave_gets_nested_calls_with_their_times(monkeypatch):
     assert end[4] - root[6] == datetime.timedelta(seconds=3)
 
 
-def test_trackio_gets_the_conversation_and_its_spans(monkeypatch):
-    monkeypatch.setattr(TrackioRun, "logged", [])
-    write("trackio", monkeypatch, init=trackio_init, Trace=TrackioTrace)
-    (logged, step), end = TrackioRun.logged
-    assert step == 4 and end == (None, None)
-    assert [m["role"] for m in logged.messages] == ["user", "assistant", "tool"]
-    assert logged.metadata == {"step": 4, "reward": 1.0, "status": "ok"}
-    assert [(s["id"], s["parent_id"], s["kind"]) for s in logged.spans] == [
-        ("0", None, "span"), ("1", "0", "generation"), ("2", "0", "tool"),
-    ]  # fmt: skip
-    assert logged.spans[1]["usage"] == {"input_tokens": 9, "output_tokens": 4}
-    assert logged.spans[2]["error"] == "DataError: no" and logged.spans[2]["duration_ms"] == 1000
+def test_trackio_keeps_the_conversation_and_its_spans_beside_its_tracker(tmp_path: Path):
+    import_or_skip("trackio")
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.trace_cases", "trackio"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with sqlite3.connect(tmp_path / "proj.db") as database:
+        found = database.execute("select run_name, step, messages, metadata, spans from traces").fetchall()
+        metrics = database.execute("select step, metrics from metrics where run_name = 'exp' order by step").fetchall()
+    assert [(step, json.loads(values)) for step, values in metrics] == [(1, {"x": 1.0}), (2, {"x": 2.0})]
+    [(run, step, *parts)] = found
+    messages, metadata, spans = map(json.loads, parts)
+    assert (run, step) == ("exp-traces", 4) and [m["role"] for m in messages] == ["user", "assistant", "tool"]
+    assert metadata == {"step": 4, "reward": 1.0, "status": "ok"}
+    kinds = [(span["id"], span["parent_id"], span["kind"]) for span in spans]
+    assert kinds == [("0", None, "span"), ("1", "0", "generation"), ("2", "0", "tool")]
+    assert spans[1]["usage"] == {"input_tokens": 9, "output_tokens": 4}
+    assert spans[2]["error"] == "DataError: no" and spans[2]["duration_ms"] == 1000
 
 
 @pytest.mark.parametrize(
@@ -125,9 +92,6 @@ def test_trackio_gets_the_conversation_and_its_spans(monkeypatch):
         ("weave", "init", weave_init),
         ("weave.trace.weave_client", "WeaveClient.create_call", WeaveClient.create_call),
         ("weave.trace.weave_client", "WeaveClient.finish_call", WeaveClient.finish_call),
-        ("trackio", "init", trackio_init),
-        ("trackio", "Trace.__init__", TrackioTrace.__init__),
-        ("trackio", "Run.log", TrackioRun.log),
     ],
 )
 def test_what_is_called_is_there_in_an_installed_package(module, name, ours):
@@ -145,7 +109,6 @@ def test_what_is_called_is_there_in_an_installed_package(module, name, ours):
     [
         ("mlflow", "mlflow", r"\[trackers\]"),
         ("weave", "weave", "pip install weave"),
-        ("trackio", "trackio", "pip install trackio"),
         ("opentelemetry", "opentelemetry.exporter.otlp.proto.http", r"\[traces\]"),
     ],
 )
@@ -155,3 +118,14 @@ def test_a_backend_without_its_package_is_refused_with_what_to_install(name, mod
     with pytest.raises(ConfigError, match=f"trace.backend={name} needs a package.*{advice}"):
         check_trace_backend(name)
     check_trace_backend(None)
+
+
+def test_weave_without_an_account_is_refused_before_the_run(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "weave", types.ModuleType("weave"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="backend=weave has no account here: set WANDB_API_KEY"):
+        check_trace_backend("weave")
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    check_trace_backend("weave")

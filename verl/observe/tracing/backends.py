@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.observe.tracing.spans import CALL, CONVERSATION, GENERATION, REWARD, TOOL, Span
 from verl.observe.tracing.writer import TraceBackend
+from verl.observe.tracker_checks import wandb_has_account
 from verl.observe.trackers import RunInfo
 from verl.plugin.installed import has_module
 from verl.utils.errors import ConfigError
@@ -185,18 +186,23 @@ TRACE_BACKENDS: dict[str, Callable[[RunInfo], TraceBackend]] = {
 _INSTALL = {
     "mlflow": "pip install -e '.[trackers]'",
     "weave": "pip install weave",
-    "trackio": "pip install trackio",
+    "trackio": "pip install -e '.[trackers]'",
     "opentelemetry": "pip install -e '.[traces]'",
 }
 
 
 def check_trace_backend(name: str | None) -> None:
-    """ConfigError where the package of the backend is not installed."""
+    """ConfigError where the package of the backend is not installed, or its account is not known."""
     module = "opentelemetry.exporter.otlp.proto.http" if name == "opentelemetry" else name
     if module is not None and name is not None and not has_module(module):
         raise ConfigError(
             f"actor_rollout_ref.rollout.trace.backend={name} needs a package that is not installed ({module}); "
             f"{_INSTALL[name]}, or leave the key null"
+        )
+    if name == "weave" and not wandb_has_account():  # it would ask for one while the run prints
+        raise ConfigError(
+            "actor_rollout_ref.rollout.trace.backend=weave has no account here: set WANDB_API_KEY, run `wandb login` "
+            "once, or leave the key null"
         )
 
 
