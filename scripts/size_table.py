@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4335,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5635,
+    "workers/rollout": 5638,
     "workers": 1142,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
-    "weight_sync": 473,
+    "weight_sync": 479,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8640,
+    "trainer": 8648,
     "commands": 6415,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21325, 60409, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21333, 60426, 400
 
 
 def package_of(path: Path) -> str:

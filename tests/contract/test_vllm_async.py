@@ -51,3 +51,17 @@ def test_without_staleness_prompts_versions_and_weights_are_those_of_the_synchro
     for step in range(1, 4):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
             assert ahead[step][name] == sync[step][name], (step, name)
+
+
+def test_with_devices_of_its_own_the_rollout_stops_for_a_publish_only(folder: Path):
+    apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    how = [*SMALL_RUN, *apart, BYPASS, "trainer.v1.trainer_mode=separate_async", "data.max_response_length=24"]
+    jobs.train(folder, "run", *how, "trainer.device=cpu", "trainer.test_freq=2", "trainer.save_freq=-1")
+    assert_trained_once_or_dropped(folder / "run")
+    events = read_events(folder / "run" / "events.jsonl")
+    rows = jobs.metrics(folder, "run")
+    assert any(rows[step]["training/off_policy/lag/max"] > 0 for step in range(1, 7))
+    assert all(rows[step]["weight_sync/pause_s"] <= rows[step]["timing_s/update_weights"] for step in range(1, 7))
+    times = {name: [e["time"] for e in events if e["event"] == name] for name in ("take", "publish", "answered")}
+    trained = list(zip(times["take"], times["publish"][1:], strict=False))
+    assert any(begin < answered < end for answered in times["answered"] for begin, end in trained)

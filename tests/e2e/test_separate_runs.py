@@ -65,6 +65,7 @@ def test_the_rollout_goes_on_while_the_policy_is_trained(folder: Path):
         versions = batch["policy_versions"]
         assert len(batch["group_ids"].unique()) == 4 and int((step - 1 - versions[:, 0]).max()) <= 8
         spans += int((versions[:, 1] > versions[:, 0]).sum())
+        assert 0 < rows[step]["weight_sync/pause_s"] < rows[step]["timing_s/update_weights"]
         assert rows[step]["weight_sync/tensors_read_back"] == rows[step]["weight_sync/tensors_sent"] > 0
     assert spans > 0  # answers were sampled before and after a publish
     events = read_events(folder / "run" / "events.jsonl")

@@ -19,6 +19,9 @@ class Receipt:
     probes: "tuple[ProbeResult, ...]" = ()  # one per replica if this publish was probed
     num_read_back: int = 0  # tensors that every replica's layers were shown to compute with
     unread: tuple[str, ...] = ()  # parameters of the engine that only the probe checks
+    pause_s: float | None = (
+        None  # seconds in which the rollout could not sample, of the slowest replica; None: not known
+    )
 
     def warning(self) -> str:
         """Says what only the probe checks; empty if every parameter of the engine was read back."""
@@ -40,6 +43,8 @@ class Receipt:
             "weight_sync/tensors_read_back": self.num_read_back,
             "weight_sync/parameters_not_read_back": len(self.unread),
         }
+        if self.pause_s is not None:
+            values["weight_sync/pause_s"] = self.pause_s
         if self.probes:
             values["weight_sync/probe_difference"] = max(probe.difference for probe in self.probes)
             values["weight_sync/probe_bound"] = self.probes[0].bound

@@ -83,6 +83,7 @@ class CopySync:
             probes=results,
             num_read_back=min(held.num_tensors for held in read_back),
             unread=read_back[0].unread,
+            pause_s=max((held.pause_s for held in read_back if held.pause_s is not None), default=None),
         )
 
     async def _transfer_in_process(self, version: int, with_base: bool | None) -> tuple[Manifest, int, list[Manifest]]:

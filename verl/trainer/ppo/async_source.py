@@ -122,7 +122,7 @@ class AsyncSource:
         """`version` is in use from now on: what waits goes on under it, and prompts are sent while there is room."""
         if self._saved is not None:
             await self._begin_again(self._saved)
-        if self.collector.engine.can_park and not self.goes_on:
+        if self.collector.engine.can_park:
             await self.collector.engine.resume()
         self._publish(version)
         self._admit()
@@ -250,7 +250,7 @@ class AsyncSource:
     async def _begin_again(self, saved: dict[str, Any]) -> None:
         """Send what a checkpoint had under way: queued groups are scored again, unfinished answers go on."""
         self._saved, engine = None, self.collector.engine
-        if engine.can_park and not self.goes_on:
+        if engine.can_park:
             await engine.park()
         engine.restore(saved["engine"])
         rows = self.prompts.rows_of([group["row"] for group in saved["groups"]])

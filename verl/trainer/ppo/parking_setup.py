@@ -1,7 +1,7 @@
-"""How the rollout engine of a run keeps unfinished answers over a publish (colocated asynchronous training)."""
+"""How the rollout engine of a run keeps unfinished answers over a publish (asynchronous training)."""
 
 from verl.config import RunConfig
-from verl.config.asynchronous import COLOCATED, is_asynchronous, staleness
+from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, staleness
 from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
 from verl.trainer.ppo.placement import is_this_process, place_roles
@@ -13,8 +13,11 @@ from verl.workers.rollout.reissuing import ReissuingEngine
 
 
 def parks(config: RunConfig) -> bool:
-    """Whether answers are parked while the policy is trained."""
-    return config.trainer.v1.trainer_mode == COLOCATED and staleness(config) > 0
+    """Whether answers are parked while the policy is trained or, with devices of its own for the rollout, while an
+    engine gets weights that cannot do so beside the sampling."""
+    mode = config.trainer.v1.trainer_mode
+    apart = mode == SEPARATE and not rollout_engine_of(config.actor_rollout_ref).is_apart
+    return (mode == COLOCATED or apart) and staleness(config) > 0
 
 
 def check_parking(config: RunConfig) -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from verl.config import RunConfig
 from verl.config.asynchronous import SEPARATE, is_asynchronous, staleness
 from verl.config.check import replaces_groups, uses_critic, uses_reference
-from verl.config.foreign_keys import not_yet_supported_message
 from verl.data.prompt_sampler import PromptSampler, warn_about_unused_rows
 from verl.observe.events import EVENTS_FILE, EventLog
 from verl.observe.progress import Progress
@@ -41,7 +40,7 @@ from verl.trainer.ppo.trainer import PPOTrainer
 from verl.trainer.ppo.training_run import TrainingRun, Validation
 from verl.trainer.ppo.trajectory_source import RolloutCollector, SyncSource, TrajectorySource
 from verl.trainer.preflight import Findings
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.errors import VerlError
 from verl.weight_sync.base import WeightSync
 from verl.weight_sync.gather_sync import GatherSync
 from verl.workers.actor import Actor
@@ -149,16 +148,13 @@ def build_source(config: RunConfig, prompts: PromptSampler, collector: RolloutCo
     takes_turns = collector.reward_model is not None and collector.reward_model.shares_devices
     if not is_asynchronous(config) or (mean_age == 0 and (rules.replace_groups or takes_turns or splits)):
         return SyncSource(prompts, collector, sampling, needs_baselines(config), rules)
-    goes_on = splits and rollout_engine_of(config.actor_rollout_ref).is_apart
-    if splits and not goes_on:
-        what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a staleness of {mean_age:g}"
-        raise ConfigError(not_yet_supported_message(what, "keeping unfinished answers with this rollout engine"))
     settings = config.trainer.v1.sampler
     admission = AdmissionRules(
         config.data.train_batch_size, mean_age, settings.max_off_policy_threshold, settings.max_off_policy_strategy
     )
+    collector.goes_on = splits
     events = EventLog(Path(config.trainer.default_local_dir) / EVENTS_FILE)
-    return AsyncSource(prompts, collector, sampling, admission, rules, events, needs_baselines(config), goes_on)
+    return AsyncSource(prompts, collector, sampling, admission, rules, events, needs_baselines(config), splits)
 
 
 def count_steps(config: RunConfig, prompts: PromptSampler) -> int:

@@ -4,9 +4,10 @@ Synchronous and asynchronous training use the same step with different sources. 
 training_run.py.
 """
 
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -266,10 +267,17 @@ class PPOTrainer:
     def publish(self) -> Receipt:
         """Makes the rollout engine sample from the trainer's weights as the next version."""
         self.version += 1
-        receipt = self.wait_for(self.weight_sync.publish(self.version))
-        if self.beside is not None:
-            self.wait_for(self.beside.published(self.version))
-        return receipt
+        return self.wait_for(self._publish(self.version))
+
+    async def _publish(self, version: int) -> Receipt:
+        if self.beside is None:
+            return await self.weight_sync.publish(version)
+        engine, started = self.beside.collector.engine, time.perf_counter()
+        if engine.can_park:
+            await engine.park()  # it cannot get weights beside the sampling
+        receipt = await self.weight_sync.publish(version)
+        await self.beside.published(version)
+        return replace(receipt, pause_s=time.perf_counter() - started) if engine.can_park else receipt
 
     def old_logprobs_are_redundant(self, batch: Batch) -> bool:
         """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.

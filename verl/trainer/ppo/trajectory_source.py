@@ -55,6 +55,7 @@ class RolloutCollector:
         self.reward_model = reward_model
         self.engine, self.reward, self.tokenizer, self.agent_runner = engine, reward, tokenizer, agent_runner
         self.free_cache = free_cache
+        self.goes_on = False  # whether unfinished answers of training go on after a collection
         self.traces: TraceRecorder | None = None  # that of the agent runner
         self.on_answers: Callable[[CollectCounts], None] = lambda counts: None
 
@@ -139,7 +140,7 @@ class _Collection:
             await self.model.sleep()
             return self._result()
         self.out.engine_stats = metrics_between(stats_before, await engine.stats())
-        if engine.can_park and not before_update:
+        if engine.can_park and not before_update and not self.collector.goes_on:
             await engine.park()
         if self.collector.free_cache:
             await self._let_rollout_sleep(last=True)

@@ -37,6 +37,7 @@ class ReadBack:
     missing: tuple[str, ...] = ()  # parameters of the engine that received no value
     unread: tuple[str, ...] = ()  # parameters of the engine whose layout is not known
     num_adapters: int = 0  # tensors of adapters in the update
+    pause_s: float | None = None  # how long sampling stood still for the update; None: not known
 
     def check(self, whose: str, version: int) -> None:
         """Raise StaleWeightsError for the first parameter that does not hold `version`."""

@@ -1,6 +1,7 @@
 """`rollout.name=native` on devices of its own: it samples from its own copy of the weights while new ones arrive."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -111,6 +112,7 @@ class NativeReplica(CopyingEngine):
             for name, parameter in parameters.items():  # tied ones keep sharing it
                 parameter.data = parameter.data.to(arrived[name].dtype)
             self._native = NativeEngine(self.config, self.model, self.tokenizer, self.device, self.eos_token_ids)
+        started = time.perf_counter()
         await self._native.park()
         for name, parameter in parameters.items():
             parameter.copy_(arrived[name])
@@ -120,9 +122,9 @@ class NativeReplica(CopyingEngine):
             for name, parameter in parameters.items()
             if (held := fingerprint(parameter)) != fingerprint(arrived[name])
         )
-        self.read_back = ReadBack(len(parameters), wrong)
-        self.read_back.check(whose, version)
+        ReadBack(0, wrong).check(whose, version)
         await self._native.resume()
+        self.read_back = ReadBack(len(parameters), pause_s=time.perf_counter() - started)
 
     async def sleep(self) -> None:
         if self._native is not None:
