@@ -34,7 +34,8 @@ def test_explain_tells_type_default_and_old_names(capsys):
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("skip.rollout.action", "still to come"),
+        ("skip.rollout.action", "sampled by other weights"),
+        ("actor_rollout_ref.rollout.full_determinism", "still to come"),
         ("data.return_raw_chat", "inert"),
         ("critic.ppo_epochs", "that of actor_rollout_ref.actor.ppo_epochs"),
         ("data.messages_key", "conversation"),
