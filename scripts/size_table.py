@@ -16,7 +16,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2817,
     "algorithms": 2300,
     "runtime": 3378,
-    "observe": 4335,
+    "observe": 4336,
     "models": 5965,
     "workers/engine": 3700,
     "workers/rollout": 5638,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21333, 60426, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21333, 60427, 400
 
 
 def package_of(path: Path) -> str:

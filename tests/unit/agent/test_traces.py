@@ -1,6 +1,7 @@
 """Traces of conversations: a receiver and MLflow's own store get what the policy, the tools and the reward did."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -202,3 +203,13 @@ def test_published_decorators_trace_a_block_and_nothing_outside(receiver):
     [call] = receiver.below(root)
     assert attributes(call)["input.value"] == {"a": 2, "b": 3} and attributes(call)["output.value"] == {"result": 5}
     assert RolloutTraceConfig.get_backend() is None
+
+
+def test_the_console_prints_the_spans_that_a_variable_asks_for(converse, monkeypatch, capsys):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    assert converse("opentelemetry") == []
+    printed = capsys.readouterr().out
+    names = [
+        json.loads(line.strip().rstrip(",").partition(": ")[2]) for line in printed.splitlines() if '"name"' in line
+    ]
+    assert names[:5] == ["generate", "add", "generate", "reward", "tool_agent"]  # each after what is inside
