@@ -172,7 +172,12 @@ class Stage:
 
 MODEL_INPUT = ("MicroBatch.of", "head_input", "micro_batches", "write_outputs", "prompt_groups")
 STAGES = (
-    Stage("collect", ("rollout, reward,", "Batch.pack"), 100, ("Batch.pack", "with_reward_columns")),
+    Stage(
+        "collect",
+        ("rollout, reward,", "Batch.pack"),
+        100,
+        ("Batch.pack", "with_known_old_logprobs", "with_reward_columns"),
+    ),
     Stage(
         "evaluate",
         ("actor, reference,", "critic: forward"),

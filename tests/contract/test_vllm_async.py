@@ -7,7 +7,12 @@ import pytest
 from tests.conftest import skip_without_vllm
 from tests.contract.test_vllm import SMALL_RUN
 from tests.e2e import jobs
-from tests.e2e.test_async_runs import ASYNC, EVERY_STEP, assert_trained_once_or_dropped
+from tests.e2e.test_async_runs import (
+    ASYNC,
+    EVERY_STEP,
+    assert_old_logprobs_of_each_version,
+    assert_trained_once_or_dropped,
+)
 from tests.e2e.test_resume import stopping
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
@@ -28,7 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("replicas", "resumes"), [(1, True), (2, False)])
 def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, replicas: int, resumes: bool):
-    how = [*SMALL_RUN, *EVERY_STEP, ASYNC, BYPASS, f"actor_rollout_ref.rollout.num_replicas={replicas}"]
+    how = [*SMALL_RUN, *EVERY_STEP, ASYNC, f"actor_rollout_ref.rollout.num_replicas={replicas}"]
+    how += [] if resumes else [BYPASS]
     how += ["data.max_response_length=24", "trainer.device=cpu"]
     if resumes:
         jobs.train(folder, "run", *how, *stopping(folder, 3))
@@ -41,6 +47,8 @@ def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, re
     answers = [segments for event in events if event["event"] == "answered" for segments in event["segments"]]
     assert any(len(segments) > 1 for segments in answers)
     assert all(sum(count for _, count in segments) <= 24 for segments in answers)
+    if resumes:  # the trainer scores what vLLM has sampled, before it leaves a version
+        assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
 
 
 def test_without_staleness_prompts_versions_and_weights_are_those_of_the_synchronous_run(folder: Path):

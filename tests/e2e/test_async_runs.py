@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.e2e import jobs
 from tests.e2e.test_resume import assert_same_run, stopping
@@ -171,27 +172,60 @@ def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path):
 
 
 def assert_old_logprobs_of_each_version(folder: Path, run: str, steps: range) -> None:
-    """The old log-probs of answers that one older version sampled are those of a plain forward in float64 by its
-    checkpoint."""
-    checked = 0
+    """The old log-prob of each token is that of a plain forward in float64 by the checkpoint of the version that
+    sampled it, in answers of one version and of several."""
+    models: dict[int, PreTrainedModel] = {}
+    answers = [e for e in read_events(folder / run / "events.jsonl") if e["event"] == "answered"]
+    segments = {e["group"]: e["segments"] for e in answers}
+    checked: Counter[bool] = Counter()
     for step in steps:
         batch = read_ledger(folder / run / "ledger", step).batch
-        versions, ids = batch["policy_versions"], batch.sequence_ids()
-        for number in range(batch.num_sequences):
-            first, last = versions[number].tolist()
-            if not 0 < first == last < step - 1:
-                continue
-            checkpoint = folder / run / f"global_step_{first}" / "actor" / "huggingface"
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
-            tokens, mask = batch["tokens"][ids == number], batch["loss_mask"][ids == number]
-            with torch.no_grad():
-                logits = model(tokens[None], use_cache=False).logits[0, :-1]
-            plain = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][mask[1:]]
-            torch.testing.assert_close(batch["old_logprobs"][ids == number][mask].double(), plain, atol=1e-5, rtol=0)
-            checked += 1
-    assert checked > 4
+        starts, seen = batch.cu_seqlens.tolist(), Counter[int]()
+        for number, (group, start, end) in enumerate(
+            zip(batch["group_ids"].tolist(), starts, starts[1:], strict=False)
+        ):
+            parts = segments[group][seen[group]]
+            seen[group] += 1
+            assert [parts[0][0], parts[-1][0]] == batch["policy_versions"][number].tolist()
+            tokens, sampled = batch["tokens"][start:end], batch["loss_mask"][start:end]
+            old = batch["old_logprobs"][start:end][sampled].double()
+            for version, count in parts:
+                part, old = old[:count], old[count:]
+                first = int(sampled.sum()) - len(old) - count
+                if version not in models:
+                    path = folder / run / f"global_step_{version}" / "actor" / "huggingface"
+                    path = path if version else folder / "model"
+                    models[version] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+                with torch.no_grad():
+                    logits = models[version](tokens[None], use_cache=False).logits[0, :-1]
+                plain = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][sampled[1:]]
+                torch.testing.assert_close(part, plain[first : first + count], atol=1e-5, rtol=0)
+                checked[len(parts) > 1] += version < step - 1
+    assert min(checked[True], checked[False]) > 0, checked
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_old_log_probs_are_scored_before_the_trainer_leaves_a_version(folder: Path, ranks: int):
+    """With top_p the rollout's log-probs are not used: the trainer scores what it will train on under newer weights."""
+    how = [*EVERY_STEP, ASYNC, "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    how += [f"trainer.n_gpus_per_node={ranks}", "trainer.device=cpu", "data.max_response_length=12"]
+    jobs.train(folder, "run", *how)
+    assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
+    rows = jobs.metrics(folder, "run")
+    stale = [step for step in range(2, 7) if rows[step]["training/off_policy/trajectory_staleness/max"] > 0]
+    assert stale and all(rows[step]["training/off_policy/staleness_k3_kl"] > 1e-9 for step in stale)
+    assert all(rows[step]["rollout_corr/k3_kl"] < 1e-6 for step in stale)  # engine against trainer, one version
+
+
+def test_a_resumed_run_has_the_old_log_probs_that_were_scored(folder: Path):
+    how = [*EVERY_STEP, ASYNC, "actor_rollout_ref.rollout.top_p=0.9"]
+    jobs.train(folder, "whole", *how)
+    jobs.train(folder, "parts", *how, *stopping(folder, 3))
+    jobs.train(folder, "parts", *how)
+    assert_same_run(folder, "whole", "parts", step=6)
+
+
+LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
 STAYS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
 
 
@@ -200,9 +234,10 @@ STAYS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
     [
         ([STAYS, "algorithm.rollout_correction.bypass_mode=True"], "kv_cache_on_publish=keep_kv needs"),
         (["actor_rollout_ref.rollout.stop=[ab]"], "use stop_token_ids"),
+        (["actor_rollout_ref.rollout.top_p=0.9", LOOP], "tool_agent.*bypass_mode=True"),
     ],
 )
-def test_what_several_ranks_cannot_do_is_refused_before_anything_starts(folder: Path, extra: list[str], message: str):
+def test_what_cannot_be_is_refused_before_anything_starts(folder: Path, extra: list[str], message: str):
     settings = jobs.overrides(folder, "run", ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", *extra)
     found = Findings()
     prepare_run(load_config(settings), found)

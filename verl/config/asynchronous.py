@@ -128,6 +128,14 @@ def records_old_logprobs(config: "RunConfig") -> bool:
     return rollout.name == "native" and same_type and unlimited and rollout.kv_cache_on_publish == "recompute"
 
 
+def scores_before_leaving(config: "RunConfig") -> bool:
+    """Whether the trainer scores what was sampled before it leaves the version that sampled it, because the rollout
+    does not record the trainer's log-probs."""
+    colocated = config.trainer.v1.trainer_mode == COLOCATED and staleness(config) > 0
+    bypassed = config.algorithm.rollout_correction.bypass_mode
+    return colocated and not bypassed and not records_old_logprobs(config)
+
+
 def check_asynchronous(config: "RunConfig") -> None:
     """ConfigError for settings that have no effect in a synchronous run, or would give wrong old log-probs."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
@@ -154,7 +162,7 @@ def check_asynchronous(config: "RunConfig") -> None:
             "actor_rollout_ref.rollout.calculate_log_probs=False leaves answers of older weights without old "
             "log-probs; set it to True, or async_training.staleness_threshold=0"
         )
-    if not records_old_logprobs(config) and not correction.bypass_mode:
+    if config.trainer.v1.trainer_mode == SEPARATE and not (records_old_logprobs(config) or correction.bypass_mode):
         raise ConfigError(
             "the rollout's log-probs are not the trainer's of the same version (rollout.name="
             f"{rollout.name}, dtype={rollout.dtype}, top_p={rollout.top_p:g}, top_k={rollout.top_k}, "

@@ -61,8 +61,8 @@ COLUMNS: dict[str, Column] = {
         "float32",
         "log-prob by the policy before this step's update, nats; added after the update where its own forward pass "
         "gives the same numbers; a copy of rollout_logprobs with rollout_correction.bypass_mode, and in asynchronous "
-        "training on answers of older weights",
-        written_by=("PPOTrainer.evaluate", "PPOTrainer.update"),
+        "training on answers of older weights, or by the trainer of the version that sampled the token",
+        written_by=("with_known_old_logprobs", "PPOTrainer.evaluate", "PPOTrainer.update"),
         read_by=("apply_kl_in_reward", "ActorLoss.__call__", "PPOTrainer.step_metrics", "Ledger.append"),
         masked=0,
     ),

@@ -3,10 +3,11 @@
 import pytest
 
 from verl.config import ConfigError, RunConfig, load_config
-from verl.config.asynchronous import is_asynchronous, records_old_logprobs, staleness
+from verl.config.asynchronous import is_asynchronous, records_old_logprobs, scores_before_leaving, staleness
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 ROLLOUT = "actor_rollout_ref.rollout"
+SEPARATE = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False"]
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 
 
@@ -33,10 +34,10 @@ def test_the_mean_age_is_the_threshold_or_else_the_batches_of_the_mode():
         (["async_training.staleness_threshold=0.5"], "no effect with trainer.v1.trainer_mode=sync"),
         ([ASYNC, "async_training.staleness_threshold=7.5"], "max_off_policy_threshold=8 .* set it to 9 or more"),
         ([ASYNC, f"{ROLLOUT}.calculate_log_probs=False"], "calculate_log_probs=False"),
-        ([ASYNC, f"{ROLLOUT}.top_p=0.9"], "top_p=0.9.*bypass_mode=True"),
-        ([ASYNC, f"{ROLLOUT}.top_k=20"], "top_k=20.*bypass_mode=True"),
-        ([ASYNC, f"{ROLLOUT}.dtype=bfloat16"], "dtype=bfloat16.*bypass_mode=True"),
-        ([ASYNC, f"{ROLLOUT}.kv_cache_on_publish=keep_kv"], "keep_kv.*bypass_mode=True"),
+        ([*SEPARATE, f"{ROLLOUT}.top_p=0.9"], "top_p=0.9.*bypass_mode=True"),
+        ([*SEPARATE, f"{ROLLOUT}.top_k=20"], "top_k=20.*bypass_mode=True"),
+        ([*SEPARATE, f"{ROLLOUT}.dtype=bfloat16"], "dtype=bfloat16.*bypass_mode=True"),
+        ([*SEPARATE, f"{ROLLOUT}.kv_cache_on_publish=keep_kv"], "keep_kv.*bypass_mode=True"),
         ([ASYNC, "algorithm.filter_groups.max_inflight_gen_batches=2"], "max_inflight_gen_batches=2 has no effect"),
     ],
 )
@@ -45,13 +46,18 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], message: str
         load(*overrides)
 
 
+@pytest.mark.parametrize("override", ["top_p=0.9", "top_k=20", "dtype=bfloat16", "kv_cache_on_publish=keep_kv"])
+def test_a_colocated_trainer_scores_before_it_leaves_a_version_what_the_rollout_does_not_record(override: str):
+    assert scores_before_leaving(load(ASYNC, f"{ROLLOUT}.{override}"))
+    assert not scores_before_leaving(load(ASYNC, f"{ROLLOUT}.{override}", BYPASS))
+    assert not scores_before_leaving(load(ASYNC, f"{ROLLOUT}.{override}", "async_training.staleness_threshold=0"))
+    assert not scores_before_leaving(load(ASYNC)) and not scores_before_leaving(load())
+
+
 @pytest.mark.parametrize("override", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.kv_cache_on_publish=keep_kv"])
 def test_the_rollouts_own_log_probs_or_no_staleness_make_it_good(override: str):
     assert not records_old_logprobs(load(ASYNC, override, BYPASS))
     load(ASYNC, override, "async_training.staleness_threshold=0")
-
-
-SEPARATE = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False"]
 
 
 def test_the_mean_age_of_the_mode_with_devices_apart():

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.data.prompt_sampler import PromptSampler
@@ -14,6 +14,7 @@ from verl.observe.events import EventLog
 from verl.trainer.ppo.admission import AdmissionRules
 from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
 from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
+from verl.trainer.ppo.older_logprobs import with_older_logprobs
 from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.trajectory_source import (
     CollectCounts,
@@ -38,6 +39,8 @@ class Flight:
     answers: list[Trajectory] | None = None
     greedy: list[Trajectory] | None = None  # the answer whose reward is the baseline of the others, if there is one
     task: "asyncio.Task[Group] | None" = None
+    # by sample, of its first tokens: log-probs by the trainer of the versions that sampled them
+    older_logprobs: dict[int, list[float]] = field(default_factory=dict)
 
 
 class AsyncSource:
@@ -91,7 +94,7 @@ class AsyncSource:
             await engine.park()
         taken = [self.flights.pop(number) for number in self.admission.take(num_prompts)]
         out = RolloutBatch(generate_s=time.perf_counter() - start)
-        groups = [await self._scored(flight) for flight in taken]
+        groups = [with_older_logprobs(await self._scored(flight), flight.older_logprobs) for flight in taken]
         stats = await engine.stats()
         out.engine_stats = metrics_between(stats_before, stats)
         self._last_stats = stats if self.goes_on else None
@@ -258,6 +261,7 @@ class AsyncSource:
             flight = Flight(group["group"], row, group["version"])
             flight.answers = trajectories_from_json(group["answers"], flight.number, row.index)
             flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
+            flight.older_logprobs = {int(i): values for i, values in group.get("older_logprobs", {}).items()}
             self._send(flight)
         await asyncio.sleep(0)  # the requests are at the engine now
         self.events.add("resumed", version=engine.version, groups=sorted(self.flights))
@@ -289,6 +293,7 @@ class AsyncSource:
             "groups": [
                 {"group": f.number, "row": f.row.index, "version": f.version}
                 | {"answers": trajectories_as_json(f.answers), "greedy": trajectories_as_json(f.greedy)}
+                | {"older_logprobs": {str(sample): values for sample, values in f.older_logprobs.items()}}
                 for f in self.flights.values()
             ],
             "engine": self.collector.engine.parked() if in_flight is None else in_flight,

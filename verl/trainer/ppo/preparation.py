@@ -13,6 +13,7 @@ from verl.agent.tool_agent import TOOL_AGENT
 from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
+from verl.config.asynchronous import scores_before_leaving
 from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
@@ -34,6 +35,7 @@ from verl.trainer.ppo.needs import (
     forced_aggregation_notice,
     forced_loss_notice,
 )
+from verl.trainer.ppo.older_logprobs import check_loops_can_be_scored
 from verl.trainer.ppo.parking_setup import check_parking, parks
 from verl.trainer.ppo.placement import place_roles, plan_run
 from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
@@ -99,6 +101,8 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     if runner is None:
         return None
     prompts, validation = _read_rows(config, runner, files, found)
+    if prompts is not None and scores_before_leaving(config):
+        found.check("old log-probs", lambda: check_loops_can_be_scored(runner, prompts), "scored before each update")
     teacher_of_row = None
     if config.distillation.enabled and not found.errors:
         check_teachers(config, tokenizer, found)

@@ -21,7 +21,7 @@ from verl.algorithms.losses import aggregation_mode
 from verl.algorithms.policy_filtration import resample_by_score
 from verl.algorithms.rollout_correction import correct
 from verl.config import RunConfig
-from verl.config.asynchronous import is_asynchronous, records_old_logprobs
+from verl.config.asynchronous import is_asynchronous, records_old_logprobs, scores_before_leaving
 from verl.config.check import trained_actor
 from verl.data.batch import Batch
 from verl.data.metrics import Metrics
@@ -45,6 +45,7 @@ from verl.trainer.batch_metrics import (
 )
 from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.needs import num_parts
+from verl.trainer.ppo.older_logprobs import keep_logprobs, sequences_under_way, with_known_old_logprobs
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
@@ -144,6 +145,7 @@ class PPOTrainer:
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
             trained = self.resample(batch, metrics)
+        self.keep_old_logprobs(metrics, timer)
         batch, update_metrics = self.update(batch, trained, timer, is_last)
         metrics.merge(update_metrics)
         return TrainedPart(rollouts, batch, trained, metrics, self.actor.dispatcher.tokens_per_rank.copy())
@@ -168,9 +170,8 @@ class PPOTrainer:
         """The answers that have a reward, with the columns of rewards that the advantage estimator asks for."""
         algorithm = self.config.algorithm
         scored = [t for t in rollouts.trajectories if t.reward is not None]
-        return with_reward_columns(
-            Batch.pack(scored), scored, get_advantage(algorithm.adv_estimator).columns_for(algorithm)
-        )
+        batch = with_known_old_logprobs(Batch.pack(scored), scored)
+        return with_reward_columns(batch, scored, get_advantage(algorithm.adv_estimator).columns_for(algorithm))
 
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
         """Adds old_logprobs, entropy and what the advantage estimator asks for, ref_logprobs, teachers' and values.
@@ -180,9 +181,10 @@ class PPOTrainer:
         algorithm, more = self.config.algorithm, outputs_asked_for(self.config)
         bypassed, resamples = algorithm.rollout_correction.bypass_mode, algorithm.use_pf_ppo
         stale = None if bypassed else self.stale_sequences(batch)
+        kept = "old_logprobs" in batch  # those by older versions; NaN where by this one
         if bypassed or stale is not None:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
-        if more or resamples or not (bypassed or self.old_logprobs_are_redundant(batch)):
+        if more or resamples or kept or not (bypassed or self.old_logprobs_are_redundant(batch)):
             with timer("old_log_prob"):
                 outputs = self.actor.logprobs_and_entropy(batch, more)
             batch = batch.with_columns(entropy=outputs["entropy"])
@@ -190,8 +192,10 @@ class PPOTrainer:
                 old = torch.where(stale[batch.sequence_ids()], batch["rollout_logprobs"], outputs["logprobs"])
                 batch = batch.with_columns(old_logprobs=old)
             elif not bypassed:
-                batch = batch.with_columns(old_logprobs=outputs["logprobs"])
-            if resamples and (bypassed or stale is not None):  # the update does not see every sequence
+                old = outputs["logprobs"]
+                old = torch.where(batch["old_logprobs"].isnan(), old, batch["old_logprobs"]) if kept else old
+                batch = batch.with_columns(old_logprobs=old)
+            if resamples and (bypassed or kept or stale is not None):  # the update does not see every sequence
                 batch = batch.with_columns(current_logprobs=outputs["logprobs"])
             if "sum_pi_squared" in outputs:
                 batch = batch.with_columns(sum_pi_squared=outputs["sum_pi_squared"])
@@ -205,6 +209,16 @@ class PPOTrainer:
             with timer("values"):
                 batch = batch.with_columns(values=self.critic.values(batch))
         return batch
+
+    def keep_old_logprobs(self, metrics: Metrics, timer: StageTimer) -> None:
+        """Before the policy leaves its version: score what this one sampled and what this step does not train on, where
+        the rollout does not record the trainer's log-probs."""
+        if not scores_before_leaving(self.config) or not isinstance(self.source, AsyncSource):
+            return
+        with timer("old_log_prob"):
+            under_way = self.wait_for(sequences_under_way(self.source))
+            num_tokens = keep_logprobs(under_way, self.version, self.actor.logprobs)
+        metrics.mean("training/off_policy/tokens_scored_before_leaving", num_tokens, 1)
 
     def compute_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds token_rewards, advantages and returns, and corrects the batch before, if asked for."""
@@ -299,11 +313,14 @@ class PPOTrainer:
         return stale if bool(stale.any()) else None
 
     def compare_policies(self, batch: Batch, updated: Tensor) -> dict[str, float]:
-        """Rollout against trainer, and version against version, where `evaluate` took old log-probs from the rollout;
+        """Rollout against trainer, and version against version, where old log-probs are not all by the policy of now;
         `updated` (T,) are the log-probs at the beginning of the update, unless they are a column already."""
         current = batch["current_logprobs"] if "current_logprobs" in batch else updated  # noqa: SIM401  (no mapping)
         if self.config.algorithm.rollout_correction.bypass_mode:
             return mismatch_metrics(batch, current)
+        if scores_before_leaving(self.config) and bool((batch["policy_versions"][:, 0] < self.version).any()):
+            staleness_metrics = off_policy_metrics(batch, current, self.version)
+            return staleness_metrics | mismatch_metrics(batch, batch["old_logprobs"])
         return (
             {}
             if self.stale_sequences(batch) is None
