@@ -11,9 +11,9 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4526,
+    "config": 4534,
     "plugin": 1350,
-    "data": 2817,
+    "data": 2818,
     "algorithms": 2300,
     "runtime": 3378,
     "observe": 4336,
@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 479,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8648,
+    "trainer": 8779,
     "commands": 6415,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21333, 60427, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21473, 60567, 400
 
 
 def package_of(path: Path) -> str:
