@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from verl.observe.alerts import Timeline, alert_states
+from verl.observe.async_timeline import read_timeline
 from verl.observe.html_report import AnswerHistory, Profile, RunData, write_page
 from verl.observe.run_record import VALIDATION_SAMPLES, RunRecord, find_run
 from verl.observe.step_records import PROFILES_FILE, REPLICAS_FILE, latest_by_step, read_records, replica_points
@@ -93,6 +94,7 @@ def read_run(record: RunRecord, page_folder: Path, is_followed: bool = False) ->
         alerts=alert_states(Timeline.of(metrics, replicas, idle_s)),
         profiles=profiles_of(record.folder, metrics, page_folder),
         replicas=replica_points(replicas),
+        timeline=read_timeline(record.folder),
     )
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.observe import async_timeline
 from verl.observe.alerts import AlertState
+from verl.observe.async_timeline import AsyncTimeline
 from verl.observe.step_records import ReplicaPoints
 from verl.observe.svg_curves import (
     GEOMETRY,
@@ -94,6 +96,7 @@ class RunData:
     alerts: Sequence[AlertState] = ()
     profiles: Sequence[Profile] = ()
     replicas: ReplicaPoints = field(default_factory=dict)
+    timeline: AsyncTimeline | None = None
 
 
 def write_report(
@@ -139,6 +142,10 @@ def write_page(
             for run in runs
             if (names := [f"replica {n}" for n in sorted({n for points in run.replicas.values() for n in points})])
         ],
+        timelines=[(run.name, run.timeline) for run in runs if run.timeline is not None],
+        line_width=async_timeline.WIDTH,
+        line_top=async_timeline.TOP,
+        line_row=async_timeline.ROW,
         samples=list(samples),
         prompts=answers_side_by_side(runs),
         configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],
