@@ -128,7 +128,8 @@ def _how(event: dict[str, Any]) -> str:
     """How a prompt ended, in words; tokens by version of its longest answer."""
     if event["event"] != "answered":
         return str(event.get("reason", event["event"]))
-    longest = max(event["segments"], key=lambda parts: sum(count for _, count in parts), default=[])
+    answers: list[list[list[int]]] = event["segments"]
+    longest = max(answers, key=lambda parts: sum(count for _, count in parts), default=[])
     return "tokens " + ", ".join(f"{count} by {version}" for version, count in longest)
 
 
