@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from verl.config import RunConfig
+from verl.config.foreign_keys import load_foreign_keys
 from verl.observe import hosted_trackers, trackers
 from verl.observe.exporter import NAME, Exporter
 from verl.utils.errors import ConfigError, VerlError
@@ -165,8 +167,11 @@ class Tracking:
 
 
 def check_backend_names(names: Iterable[str]) -> None:
-    """ConfigError when a name in trainer.logger is unknown."""
+    """ConfigError when a name in trainer.logger is unknown, or refused for good."""
+    refused = load_foreign_keys(RunConfig).refused_values["trainer.logger"]
     for name in names:
+        if name in refused:
+            raise ConfigError(f"trainer.logger={name} is refused: {refused[name]}")
         if name not in BACKENDS:
             raise ConfigError(f"unknown tracker {name!r} in trainer.logger; {did_you_mean(name, BACKENDS)}")
 

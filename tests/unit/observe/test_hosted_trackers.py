@@ -17,6 +17,7 @@ from verl.config import load_config
 from verl.observe.tracker_checks import check_trackers
 from verl.observe.trackers import ConsoleBackend
 from verl.observe.tracking import BACKENDS, Tracking, TrackingError
+from verl.trainer.early_checks import early_mistakes
 from verl.trainer.ppo.run_setup import build_tracking
 from verl.utils.errors import ConfigError
 
@@ -137,6 +138,12 @@ def test_a_tracker_without_its_library_says_what_to_install(tracker: str, extra:
     monkeypatch.setitem(sys.modules, tracker, None)
     with pytest.raises(ConfigError, match=rf"'{tracker}'.*-e '\.\[{extra}\]'"):
         Tracking("p", "e", tracker)
+
+
+def test_a_refused_tracker_is_one_mistake_with_its_reason():
+    config = load_config(["trainer.logger=[console,vemlp_wandb]", "actor_rollout_ref.model.path=/nowhere"])
+    about = [str(error) for error in early_mistakes(config).errors if "vemlp_wandb" in str(error)]
+    assert len(about) == 1 and "not on PyPI" in about[0] and "WANDB_BASE_URL" in about[0]
 
 
 class Failing(ConsoleBackend):
