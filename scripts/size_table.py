@@ -25,12 +25,12 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "weight_sync": 479,
     "agent": 2101,
     "rewards": 4997,
-    "trainer": 8779,
+    "trainer": 8782,
     "commands": 6417,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21473, 60743, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 60746, 400
 
 
 def package_of(path: Path) -> str:
