@@ -23,6 +23,7 @@ class TokenOutput:
     num_preempted: int = -1
     extra_fields: dict[str, Any] = field(default_factory=dict)  # min_global_steps, max_global_steps: policy versions
     routed_experts: Any = None  # no engine reports them so far
+    segments: tuple[tuple[int, int], ...] = ()  # (version, tokens that it sampled), in order, if there were several
 
 
 class LLMServerClient:
@@ -93,6 +94,7 @@ class LLMServerClient:
             completion.logprobs,
             "completed" if completion.stop_reason == "stop" else completion.stop_reason,
             extra_fields=dict(zip(_VERSION_FIELDS, completion.policy_version, strict=True)),
+            segments=completion.segments,
         )
         self.answers.append(replace(answer, token_ids=list(answer.token_ids)))  # the loop may change its own list
         return answer

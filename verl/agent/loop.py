@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class AgentLoopOutput:
                 f"an agent loop returned {size} response tokens, {len(self.response_mask)} mask values and "
                 f"{len(self.response_logprobs or [])} log-probs; they must agree"
             )
-        logprobs, used = sampled_logprobs(self.response_ids, self.response_mask, answers)
+        logprobs, used, by_version = sampled_logprobs(self.response_ids, self.response_mask, answers)
         logprobs = list(self.response_logprobs) if self.response_logprobs else logprobs
         mask = torch.tensor([0] * len(self.prompt_ids) + self.response_mask, dtype=torch.bool)
         values = torch.tensor([0.0] * len(self.prompt_ids) + logprobs, dtype=torch.float32)
@@ -80,6 +81,7 @@ class AgentLoopOutput:
             row=row,
             reward=self.reward_score,
             policy_version=(min(versions, default=0), max(versions, default=0)),
+            segments=tuple(by_version) if len(by_version) > 1 else (),
             stop_reason=self.extra_fields.get("stop_reason", "stop" if reason == "completed" else reason),
             num_turns=self.num_turns,
             tool_rewards=self.extra_fields.get("tool_rewards"),
@@ -97,12 +99,14 @@ _FIELDS_WITH_A_PLACE = ("reward_extra_info", "tool_rewards", "stop_reason", "min
 
 def sampled_logprobs(
     ids: Sequence[int], mask: Sequence[int], answers: Sequence[TokenOutput]
-) -> tuple[list[float], list[TokenOutput]]:
-    """Log-probs of the tokens where `mask` is 1 (0 elsewhere), and the answers these tokens come from, in order.
+) -> tuple[list[float], list[TokenOutput], list[tuple[int, int]]]:
+    """Log-probs of the tokens where `mask` is 1 (0 elsewhere), the answers these tokens come from, in order, and their
+    number by version of the weights that sampled them.
 
     A run of marked tokens must consist of whole answers; the first may lack its beginning, the last its end.
     """
     logprobs, used, unused, position = [0.0] * len(ids), [], list(answers), 0
+    versions: list[int] = []  # of each sampled token
     while position < len(ids):
         end = next((i for i in range(position, len(ids)) if not mask[i]), len(ids))
         if end == position:
@@ -120,9 +124,16 @@ def sampled_logprobs(
         answer = unused.pop(match.answer)
         answer_logprobs = answer.log_probs or [0.0] * len(answer.token_ids)
         logprobs[position : position + match.size] = answer_logprobs[match.start : match.start + match.size]
+        versions += versions_of(answer)[match.start : match.start + match.size]
         used.append(answer)
         position += match.size
-    return logprobs, used
+    return logprobs, used, [(version, len(list(same))) for version, same in groupby(versions)]
+
+
+def versions_of(answer: TokenOutput) -> list[int]:
+    """The version that sampled each of its tokens."""
+    segments = answer.segments or ((answer.extra_fields["max_global_steps"], len(answer.token_ids)),)
+    return [version for version, count in segments for _ in range(count)]
 
 
 class _Match(NamedTuple):

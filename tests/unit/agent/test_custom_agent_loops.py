@@ -13,6 +13,7 @@ from verl.agent.agent_runner import AgentRunner
 from verl.agent.llm_server import LLMServerClient, TokenOutput
 from verl.agent.loop import (
     AgentLoopBase,
+    AgentLoopMetrics,
     AgentLoopOutput,
     ConfigWrap,
     ToolListWrap,
@@ -105,10 +106,30 @@ def test_a_loop_may_show_tools_of_its_own_but_no_pictures(tokenizer: Any, tool_f
 
 def test_equal_answers_keep_the_logprobs_of_their_turns():
     def answered(logprob: float) -> TokenOutput:
-        return TokenOutput([5, 6], [logprob] * 2)
+        return TokenOutput([5, 6], [logprob] * 2, extra_fields={"max_global_steps": 3})
 
-    values, used = sampled_logprobs([5, 6, 9, 5, 6], [1, 1, 0, 1, 1], [answered(-1.0), answered(-2.0)])
-    assert values == [-1.0, -1.0, 0.0, -2.0, -2.0] and len(used) == 2
+    values, used, by_version = sampled_logprobs([5, 6, 9, 5, 6], [1, 1, 0, 1, 1], [answered(-1.0), answered(-2.0)])
+    assert values == [-1.0, -1.0, 0.0, -2.0, -2.0] and len(used) == 2 and by_version == [(3, 4)]
+
+
+def test_a_conversation_says_which_version_sampled_each_of_its_tokens():
+    """The first answer spans versions 1 and 2 and is cut at both ends; the others are of version 2 and of version 4."""
+
+    def answered(token_ids: list[int], *segments: tuple[int, int]) -> TokenOutput:
+        fields = {"min_global_steps": segments[0][0], "max_global_steps": segments[-1][0]}
+        return TokenOutput(
+            token_ids, [-1.0] * len(token_ids), extra_fields=fields, segments=segments if segments[1:] else ()
+        )
+
+    answers = [answered([1, 2, 3, 4, 5], (1, 3), (2, 2)), answered([6, 7], (2, 2)), answered([8], (4, 1))]
+    output = AgentLoopOutput(
+        prompt_ids=[9], response_ids=[2, 3, 4, 9, 6, 7, 9, 9, 8], response_mask=[1, 1, 1, 0, 1, 1, 0, 0, 1],
+        metrics=AgentLoopMetrics(),
+    )  # fmt: skip
+    trajectory = output.to_trajectory(0, 0, answers)
+    assert trajectory.segments == ((1, 2), (2, 3), (4, 1)) and trajectory.policy_version == (1, 4)
+    same = AgentLoopOutput(prompt_ids=[9], response_ids=[6, 7], response_mask=[1, 1], metrics=AgentLoopMetrics())
+    assert same.to_trajectory(0, 0, answers[1:]).segments == ()
 
 
 def test_a_loop_may_stop_at_texts_but_not_ask_for_what_engines_do_not_know(tokenizer: Any):
