@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from verl.rewards.sandbox import Limits, shared_sandbox
+from verl.rewards.sandbox import Limits, ProgramResult, shared_sandbox
 from verl.rewards.scorers.code_tests import read_tests
 from verl.rewards.scorers.sandbox_fusion import run_on_server
 
 ANSWER_S = 30.0  # processor seconds of all tests of one answer
-WAITING = 1 / 3  # of a second on the clock counts at least: a program that sleeps uses no processor
+WAITING = 1 / 3  # of a second on the clock counts at least: a busy machine may give a program no more
+ASLEEP = 0.1  # share of the clock below which a program that runs longer than a second sleeps: the clock counts then
 # A fenced block; a last one that is never closed reaches to the end.
 _BLOCK = re.compile(r"```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "")
@@ -57,11 +58,18 @@ def score_answer(
         else:
             result = shared_sandbox().run(request, test.stdin, limits)
         passed += result.is_success and test.accepts(result.stdout)
-        test_s = limits.wall_s if result.ending == "wall" else max(result.cpu_s, WAITING * result.wall_s)
-        num_run, used_s = num_run + 1, used_s + test_s
+        num_run, used_s = num_run + 1, used_s + seconds_that_count(result, limits)
     is_right = passed == len(tests)
     score = passed / len(tests) if continuous else float(is_right)
     return {
         "score": score, "acc": float(is_right), "pred": code.strip(), "tests": len(tests), "passed": int(passed),
         "not_run": len(tests) - num_run,
     }  # fmt: skip
+
+
+def seconds_that_count(result: ProgramResult, limits: Limits) -> float:
+    """Of ANSWER_S: processor seconds, or those on the clock where a program sleeps or reached its limit there."""
+    if result.ending == "wall":
+        return limits.wall_s
+    is_asleep = result.wall_s > 1.0 and result.cpu_s < ASLEEP * result.wall_s
+    return result.wall_s if is_asleep else max(result.cpu_s, WAITING * result.wall_s)

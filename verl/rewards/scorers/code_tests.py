@@ -107,7 +107,8 @@ def _is_same_word(word: bytes, expected: bytes) -> bool:
 
 def is_same_value(value: Any, expected: Any) -> bool:
     """Equality of two values in the form of `plain`, as Python has it, with these differences: a tuple equals the list,
-    keys of dicts are compared as text, a float on either side is met within 1e-6, and objects equal nothing."""
+    keys of dicts are compared as text, a float on either side is met within 1e-6 (not in a set), and objects equal
+    nothing."""
     if isinstance(value, int | float) and isinstance(expected, int | float):
         if isinstance(value, float) or isinstance(expected, float):
             return _is_close(value, expected, TOLERANCE, TOLERANCE)
@@ -123,12 +124,22 @@ def _is_same_collection(value: dict, expected: dict) -> bool:
     if value.keys() != expected.keys() or "type" in expected:
         return False
     if "set" in expected:
-        return {json.dumps(one) for one in value["set"]} == {json.dumps(one) for one in expected["set"]}
+        return set(map(_as_member, value["set"])) == set(map(_as_member, expected["set"]))
     one, other = ({_as_key(key): item for key, item in side["dict"]} for side in (value, expected))
     return one.keys() == other.keys() and all(is_same_value(one[key], other[key]) for key in other)
 
 
+def _as_member(value: Any) -> Any:
+    """An element of a set, equal and hashed as it was in the program: 1 is 1.0, and a tuple holds its parts."""
+    if isinstance(value, list):
+        return tuple(map(_as_member, value))
+    if isinstance(value, dict):
+        return frozenset(map(_as_member, value["set"])) if "set" in value else json.dumps(value)
+    return value
+
+
 def _as_key(key: Any) -> str:
+    key = int(key) if isinstance(key, float) and key.is_integer() else key
     return key if isinstance(key, str) else json.dumps(key)
 
 
