@@ -12,8 +12,9 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +60,7 @@ class Outcome:
     result: Any = None
     error: BaseException | None = None
     earlier: tuple[BaseException, ...] = ()  # errors of the attempts before it
+    still_runs: Future[None] | None = None  # of a call that was given up: done when it has ended
 
 
 class Calls(Protocol):
@@ -71,21 +73,23 @@ class Calls(Protocol):
 class CallPool:
     """Runs the calls of one reward function, sync or async. `timeout_s=None` is no limit.
 
-    Plain functions run in `num_threads` threads; so does what an async one hands to its event loop's executor.
+    Plain functions run in `num_threads` threads; so does what an async one hands to its event loop's executor. Threads
+    end with `close`, or with the last reference to the pool, which `function` should not hold; a call that hangs keeps
+    its own.
     """
 
     def __init__(self, function: Callable[..., Any], num_threads: int, timeout_s: float | None):
         self._timeout_s = timeout_s
-        self._is_async = is_async(function)
-        self._threads = None if self._is_async else _ThreadPool(function, num_threads, timeout_s)
-        self._loop = _EventLoopThread(function, num_threads, timeout_s) if self._is_async else None
+        kind = _EventLoopThread if is_async(function) else _ThreadPool
+        self._threads = kind(function, num_threads, timeout_s)
+        self.close = weakref.finalize(self, self._threads.close)
+        self.close.atexit = False  # all are daemons
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Outcomes (results or errors) of one call per dict of keyword arguments, in that order."""
+        if not self.close.alive:
+            raise RuntimeError("the threads of this reward are closed")
         with _held_interpreter.while_running(self._timeout_s):
-            if self._loop is not None:
-                return await self._loop.run(all_kwargs)
-            assert self._threads is not None
             return await self._threads.run(all_kwargs)
 
 
@@ -177,7 +181,7 @@ class _ThreadPool:
         self._timeout_s = timeout_s
         # At least four polls per limit, as for async functions; no polls without a limit.
         self._poll_s = None if timeout_s is None else min(_POLL_INTERVAL_S, timeout_s / 4)
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: no more will come
         self._lock = threading.Lock()
         self._num_abandoned = 0
         self._threads_to_start = max(1, num_threads)  # they start on first use
@@ -208,18 +212,29 @@ class _ThreadPool:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
+            if job is None:
+                self._jobs.put(None)  # for the next thread
+                return
             if not job.group.awaited:
                 continue
             job.running = True
             outcome = _run_call(self._function, job.kwargs)
             with self._lock:
-                if job.outcome is not None:
+                if (given_up := job.outcome) is not None:
                     self._num_abandoned -= 1
-                    return  # a replacement thread already runs
-                job.outcome = outcome
-                job.group.unfinished -= 1
-                if job.group.unfinished == 0 and job.group.awaited:
-                    job.group.loop.call_soon_threadsafe(job.group.finished.set_result, None)
+                else:
+                    job.outcome = outcome
+                    job.group.unfinished -= 1
+                    if job.group.unfinished == 0 and job.group.awaited:
+                        job.group.loop.call_soon_threadsafe(job.group.finished.set_result, None)
+            if given_up is not None:
+                assert given_up.still_runs is not None
+                given_up.still_runs.set_result(None)
+                return  # a replacement thread already runs
+
+    def close(self) -> None:
+        """Threads end when their calls have."""
+        self._jobs.put(None)
 
     def _abandon_late(self, jobs: Sequence[_Job]) -> None:
         """Count one poll interval for `jobs`, which ran throughout it, and give up those beyond the limit."""
@@ -230,7 +245,7 @@ class _ThreadPool:
                 job.used_s += self._poll_s
                 if job.outcome is not None or job.used_s < self._timeout_s:
                     continue
-                job.outcome = Outcome(error=_timeout_error(self._timeout_s))
+                job.outcome = Outcome(error=_timeout_error(self._timeout_s), still_runs=Future())
                 job.group.unfinished -= 1
                 self._num_abandoned += 1
                 self._threads_to_start += 1
@@ -253,7 +268,7 @@ class _EventLoopThread:
         self._function = function
         self._num_threads, self._timeout_s = num_threads, timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._heartbeats = 0  # polls completed by all tasks together
+        self._heartbeats = 0  # polls completed by all runs together
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
         future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
@@ -272,12 +287,19 @@ class _EventLoopThread:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # of what the function hands to threads itself, as by asyncio.to_thread
-            self._loop.set_default_executor(ThreadPoolExecutor(max(1, self._num_threads)))
-            threading.Thread(target=self._loop.run_forever, name="async reward", daemon=True).start()
+            executor = ThreadPoolExecutor(max(1, self._num_threads))
+            self._loop.set_default_executor(executor)
+            work = (self._loop, executor)
+            threading.Thread(target=_serve, args=work, name="async reward", daemon=True).start()
         return self._loop
 
+    def close(self) -> None:
+        """The event loop ends, and with it the calls that still wait."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
     def _check_blocked(self, waiting: asyncio.Future[list[Outcome]], silent_s: float) -> None:
-        # Every task counts a heartbeat per poll. Without heartbeats, the function itself blocks the event loop.
+        # Every run counts a heartbeat per poll. Without heartbeats, the function itself blocks the event loop.
         if (
             not waiting.done()
             and self._timeout_s is not None
@@ -288,23 +310,35 @@ class _EventLoopThread:
             )
 
     async def _run_all(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
-        return list(await asyncio.gather(*(self._run_one(kwargs) for kwargs in all_kwargs)))
-
-    async def _run_one(self, kwargs: dict[str, Any]) -> Outcome:
-        task = asyncio.ensure_future(_run_async_call(self._function, kwargs))
-        remaining_s = self._timeout_s
+        """One task per call, and one timer for all: at 500 calls a timer for each takes as long as they do."""
+        tasks = [asyncio.ensure_future(_run_async_call(self._function, kwargs)) for kwargs in all_kwargs]
         # At least four polls per limit, so that one poll in a blocked event loop does not use up the limit.
-        step = _ASYNC_POLL_INTERVAL_S if remaining_s is None else min(_ASYNC_POLL_INTERVAL_S, remaining_s / 4)
-        while not task.done():
-            # Subtract poll intervals, not wall time: a loop blocked by other calls must not cause a timeout.
-            await asyncio.wait({task}, timeout=step)
-            self._heartbeats += 1
-            if remaining_s is not None:
-                remaining_s -= step
-                if remaining_s <= 0 and not task.done():
-                    task.cancel()
-                    return Outcome(error=_timeout_error(self._timeout_s))
-        return task.result()
+        limit_s = float("inf") if self._timeout_s is None else self._timeout_s
+        waiting, step, used_s = set(tasks), min(_ASYNC_POLL_INTERVAL_S, limit_s / 4), 0.0
+        try:
+            while waiting and used_s < limit_s:
+                _, waiting = await asyncio.wait(waiting, timeout=step)
+                self._heartbeats += 1
+                used_s += step  # poll intervals, not wall time: a loop blocked by other calls must not cause a timeout
+            return [self._given_up(task) if task in waiting else task.result() for task in tasks]
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _given_up(self, task: asyncio.Task[Outcome]) -> Outcome:
+        ended: Future[None] = Future()
+        task.add_done_callback(lambda _: ended.set_result(None))
+        return Outcome(error=_timeout_error(self._timeout_s), still_runs=ended)
+
+
+def _serve(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:
+    loop.run_forever()
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(left, timeout=_ASYNC_POLL_INTERVAL_S))
+    executor.shutdown(wait=False, cancel_futures=True)
+    loop.close()
 
 
 async def _run_async_call(function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Outcome:

@@ -73,9 +73,10 @@ class FunctionReward:
             raise ConfigError(f"reward.timeout_s={rules.timeout_s}; it must be positive, or null for no limit")
         self.name = name
         self._kwargs, self._rules, self._errors_left = dict(kwargs or {}), rules, rules.max_errors
-        self._arguments = arguments or self._row_arguments
+        self._own_arguments = arguments
         self._guard = ProcessGuard(f"reward function {name}")
-        guarded = function if is_async(function) else lambda **kwargs: self._guard.call(function, kwargs)
+        guard = self._guard  # the threads must not hold this object, with which they end
+        guarded = function if is_async(function) else lambda **kwargs: guard.call(function, kwargs)
         calls: Calls = CallPool(guarded, rules.num_threads, rules.timeout_s)
         calls = calls if rules.limits is None else LimitedCalls(calls, rules.limits)
         calls = RetriedCalls(calls, rules.retries) if rules.retries else calls
@@ -85,7 +86,7 @@ class FunctionReward:
             check_signature(function, name, self._kwargs, tuple(PLURALS.values()) if rules.batched else ARGUMENTS)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        all_kwargs = [self._arguments(item) for item in inputs]
+        all_kwargs = [*map(self._own_arguments or self._row_arguments, inputs)]
         try:
             with self._guard.batch():
                 outcomes = await self._calls.run(all_kwargs)

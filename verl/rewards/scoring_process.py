@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import verl
 from verl.rewards.bounded_calls import ProcessKilledError, ProcessLostError, RemoteCallError, limit_text
 from verl.rewards.scoring_child import ScorerSource, ScoringChild
+from verl.rewards.worker_slots import WorkerSlots
 from verl.utils.errors import ConfigError
 
 START_LIMIT_S = 300.0  # of a process that loads the function, and what that imports
@@ -114,16 +114,13 @@ class ProcessFunction:
 
     def __init__(self, start: Callable[[], Child], size: int, limit_s: float | None, first: Child | None = None):
         self._start, self._limit_s = start, limit_s
-        # The process that was put back last is taken first: few calls start few processes.
-        self._free: queue.LifoQueue[Child | None] = queue.LifoQueue()
-        for child in (*[None] * (size - 1), first):
-            self._free.put(child)
+        self._slots = WorkerSlots(size, first)
         self._children: set[Child] = {first} if first else set()
         self._lock = threading.Lock()
         _running.add(self)
 
     def __call__(self, **kwargs: Any) -> Any:
-        child = self._free.get()
+        child = self._slots.take()
         try:
             child = child or self._add()
             reply = child.call(kwargs, self._limit_s)
@@ -133,7 +130,8 @@ class ProcessFunction:
                 child = None
             raise
         finally:
-            self._free.put(child)
+            with self._lock:  # one that was ended meanwhile is not put back
+                self._slots.put_back(child if child in self._children else None)
         if "error" in reply:
             raise RemoteCallError(reply["error"], reply["traceback"], reply["is_final"])
         return reply["result"]
@@ -146,16 +144,18 @@ class ProcessFunction:
 
     def _remove(self, child: Child) -> None:
         with self._lock:
+            is_ours = child in self._children
             self._children.discard(child)
-        child.kill()
+        if is_ours:
+            child.kill()
 
     def close(self) -> None:
         """End all processes; a call that runs fails, and a later one starts another."""
-        with contextlib.suppress(queue.Empty):
-            for _ in [self._free.get_nowait() for _ in range(self._free.qsize())]:
-                self._free.put(None)
-        for child in list(self._children):
-            self._remove(child)
+        with self._lock:
+            children, self._children = self._children, set()
+            self._slots.clear()
+        for child in children:
+            child.kill()
 
 
 _running: "weakref.WeakSet[ProcessFunction]" = weakref.WeakSet()

@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.rewards.bounded_calls import CallPool
+from verl.rewards.bounded_calls import CallPool, RewardTimeoutError, TooManyHangingCallsError
 from verl.rewards.call_limits import CallLimits, LimitedCalls, limits_of_process
 
 
@@ -134,6 +135,99 @@ def test_two_event_loops_share_one_limit():
     for thread in threads:
         thread.join(30)
     assert done == [1.0] * 30 and most == 2
+
+
+@pytest.mark.parametrize("kind", ["thread", "async"])
+def test_a_call_that_was_given_up_keeps_its_turn_until_it_has_ended(kind):
+    running, most, lock = 0, 0, threading.Lock()
+
+    def count(step):
+        nonlocal running, most
+        with lock:
+            running += step
+            most = max(most, running)
+
+    def function(number):
+        count(1)
+        time.sleep(1.0 if number == 0 else 0.01)
+        count(-1)
+
+    async def stubborn(number):
+        count(1)
+        end = time.monotonic() + (1.0 if number == 0 else 0.01)
+        while (left := end - time.monotonic()) > 0:
+            try:
+                await asyncio.sleep(left)
+            except asyncio.CancelledError:
+                continue
+        count(-1)
+
+    calls = LimitedCalls(CallPool(function if kind == "thread" else stubborn, 4, 0.2), CallLimits(1, None))
+    first, *others = asyncio.run(calls.run([{"number": number} for number in range(4)]))
+    assert isinstance(first.error, RewardTimeoutError) and [one.error for one in others] == [None] * 3
+    assert most == 1
+
+
+def test_calls_that_were_given_up_and_never_end_are_an_error(monkeypatch):
+    monkeypatch.setattr("verl.rewards.call_limits.LONGEST_KEPT_S", 0.3)
+    ends = threading.Event()
+    calls = LimitedCalls(CallPool(lambda: ends.wait(60), 4, 0.1), CallLimits(2, None))
+    with pytest.raises(TooManyHangingCallsError, match=r"all reward\.max_concurrent=2 calls were given up"):
+        asyncio.run(calls.run([{}] * 3))
+    ends.set()
+
+
+async def take(limits, order=None, name=None):
+    async with limits.turn():
+        if order is not None:
+            order.append(name)
+
+
+def test_a_turn_goes_past_who_waits_in_an_event_loop_that_is_stopped():
+    limits, other, order = CallLimits(1, None), asyncio.new_event_loop(), []
+
+    async def main():
+        async with limits.turn():
+            waits = other.create_task(take(limits, order, "other"))
+            await asyncio.to_thread(other.run_until_complete, asyncio.sleep(0.05))
+        async with asyncio.timeout(5):
+            await take(limits, order, "here")
+        return waits
+
+    waits = asyncio.run(main())
+    other.run_until_complete(asyncio.wait_for(waits, 5))  # it has its turn when its loop runs again
+    other.close()
+    assert order == ["here", "other"]
+
+
+def test_a_turn_that_an_event_loop_got_while_it_stopped_is_taken_back():
+    limits, other, order = CallLimits(1, None), asyncio.new_event_loop(), []
+    stops, given = threading.Event(), threading.Event()
+
+    def stop():
+        other.stop()
+        stops.set()
+        given.wait(10)  # what is given now, the loop does not hear of
+
+    async def main():
+        async with limits.turn():
+            waits = other.create_task(take(limits, order, "other"))
+            other.call_later(0.1, stop)
+            thread = threading.Thread(target=other.run_forever)
+            thread.start()
+            await asyncio.to_thread(stops.wait, 10)
+        here = asyncio.ensure_future(take(limits, order, "here"))
+        await asyncio.sleep(0)
+        given.set()
+        await asyncio.to_thread(thread.join)
+        async with asyncio.timeout(5):
+            await here
+        return waits
+
+    waits = asyncio.run(main())
+    other.run_until_complete(asyncio.wait_for(waits, 5))
+    other.close()
+    assert order == ["here", "other"]
 
 
 def limited(*overrides):

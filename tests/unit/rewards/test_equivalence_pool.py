@@ -50,10 +50,10 @@ def test_many_threads_share_the_children_and_each_gets_its_own_verdict():
 
 def test_a_child_that_was_ended_from_outside_is_replaced(pool):
     assert pool.compare("2x", "x+x") is True
-    child = pool._free.get()
+    child = pool._slots._free.get()
     child._process.kill()
     child._process.wait()
-    pool._free.put(child)
+    pool._slots._free.put(child)
     assert pool.compare("2x", "x+x") is None
     assert pool.compare("2x", "x+x") is True
     assert pool.timeouts == 1
@@ -61,9 +61,9 @@ def test_a_child_that_was_ended_from_outside_is_replaced(pool):
 
 def test_a_child_may_not_take_all_memory(pool):
     assert pool.compare("2x", "x+x") is True
-    child = pool._free.get()
+    child = pool._slots._free.get()
     limits = Path(f"/proc/{child._process.pid}/limits").read_text().splitlines()
-    pool._free.put(child)
+    pool._slots._free.put(child)
     assert [line.split()[3:5] for line in limits if line.startswith("Max address space")] == [[str(1 << 30)] * 2]
 
 
@@ -117,7 +117,7 @@ def test_children_end_with_their_parent_however_it_ends():
     import_or_skip("math_verify")
     code = (
         "import os, signal\nfrom verl.rewards.scorers.equivalence_pool import EquivalencePool\n"
-        "pool = EquivalencePool(size=1)\npool.compare('2x', 'x+x')\nchild = pool._free.get()\n"
+        "pool = EquivalencePool(size=1)\npool.compare('2x', 'x+x')\nchild = pool._slots._free.get()\n"
         "print(child._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -237,16 +237,16 @@ def test_limits_of_the_user_that_are_lower_stay(mode):
 
 def test_closing_while_programs_run_loses_no_worker():
     sandbox, free = Sandbox(2), queue.LifoQueue.get_nowait
-    race = iter([sandbox._free.get])  # another thread takes a worker while those that are free are being listed
+    race = iter([sandbox._slots._free.get])  # another thread takes a worker while those that are free are being listed
 
     def get_nowait():
         next(race, lambda: None)()
-        return free(sandbox._free)
+        return free(sandbox._slots._free)
 
-    sandbox._free.get_nowait = get_nowait
+    sandbox._slots._free.get_nowait = get_nowait
     sandbox.close()
-    sandbox._free.put(None)  # it is done
-    assert sandbox._free.qsize() == 2
+    sandbox._slots._free.put(None)  # it is done
+    assert sandbox._slots._free.qsize() == 2
 
 
 def test_a_request_that_is_no_json_is_the_callers_error_and_leaves_nothing():

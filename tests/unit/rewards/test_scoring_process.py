@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from verl.config import ConfigError, load_config
 from verl.rewards.base import RewardInput
 from verl.rewards.reward_setup import build_reward
-from verl.rewards.scoring_process import end_scoring_processes
+from verl.rewards.scoring_process import ProcessFunction, end_scoring_processes
 from verl.utils.errors import RewardError
 
 FUNCTION = """
@@ -199,6 +201,56 @@ def test_no_process_outlives_a_driver_that_was_killed(tmp_path):
             break
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+class Sleeper:
+    """A child that answers when it is told to, and not any more once it was killed."""
+
+    def __init__(self, answers):
+        self.answers, self.called, self.is_dead = answers, threading.Event(), False
+
+    def call(self, kwargs, limit_s):
+        assert not self.is_dead
+        self.called.set()
+        assert self.answers.wait(10)
+        return {"result": 1.0}
+
+    def kill(self):
+        self.is_dead = True
+
+
+def test_closing_while_calls_run_loses_no_place_for_a_process():
+    function = ProcessFunction(lambda: Sleeper(threading.Event()), 2, None)
+    free = function._slots._free
+    race = iter([free.get])  # another thread takes a place while those that are free are being listed
+
+    def get_nowait():
+        next(race, lambda: None)()
+        return queue.LifoQueue.get_nowait(free)
+
+    free.get_nowait = get_nowait
+    function.close()
+    free.put(None)  # its call is done
+    assert free.qsize() == 2
+
+
+def test_a_process_that_was_ended_at_the_end_of_its_call_is_not_called_again():
+    answers, children = threading.Event(), []
+
+    def start():
+        children.append(Sleeper(answers))
+        return children[-1]
+
+    function = ProcessFunction(start, 1, None)
+    caller = threading.Thread(target=function)
+    caller.start()
+    while not children:
+        time.sleep(0.01)
+    assert children[0].called.wait(10)
+    function.close()
+    answers.set()
+    caller.join(10)
+    assert children[0].is_dead and function() == 1.0 and len(children) == 2
 
 
 def test_a_process_of_a_scorer_does_not_load_torch():

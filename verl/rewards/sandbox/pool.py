@@ -4,7 +4,6 @@ A program gets one input and gives bytes back. Whoever asks compares them here, 
 or verdict is ever in a process of the sandbox. docs/sandbox.md says what is promised and what is limited.
 """
 
-import atexit
 import contextlib
 import fcntl
 import importlib.util
@@ -12,7 +11,6 @@ import json
 import logging
 import math
 import os
-import queue
 import select
 import socket
 import subprocess
@@ -24,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.rewards.worker_slots import OfProcess, WorkerSlots
 from verl.utils.errors import RewardError
 
 logger = logging.getLogger(__name__)
@@ -83,10 +82,9 @@ class Sandbox:
     def __init__(self, size: int | None = None, mode: str | None = None):
         self._modes = list(MODES if mode is None else (mode,))
         self._choosing = threading.Lock()
-        # The worker that was put back last is taken first: a pool that is seldom asked starts one.
-        self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(size or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1)):
-            self._free.put(None)
+        self._slots: WorkerSlots[_Worker] = WorkerSlots(
+            size or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1)
+        )
 
     @property
     def mode(self) -> str:
@@ -95,7 +93,7 @@ class Sandbox:
 
     def run(self, request: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResult:
         """Run the program of a request {source} or {source, call} (inside/program.py)."""
-        worker = self._free.get()
+        worker = self._slots.take()
         try:
             for _ in range(2):
                 worker = worker or self._start()
@@ -112,7 +110,7 @@ class Sandbox:
                 worker = None
             raise
         finally:
-            self._free.put(worker)
+            self._slots.put_back(worker)
 
     def _start(self) -> "_Worker":
         with self._choosing:
@@ -134,14 +132,8 @@ class Sandbox:
 
     def close(self) -> None:
         """Kill the workers that are free; a later program starts new ones."""
-        free = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                free.append(self._free.get_nowait())
-        for worker in free:
-            if worker is not None:
-                worker.kill()
-            self._free.put(None)
+        for worker in self._slots.clear():
+            worker.kill()
 
 
 class _Worker:
@@ -279,27 +271,8 @@ def _view() -> dict[str, Any]:
     return {"paths": outer, "packages": packages}
 
 
-_pool: Sandbox | None = None
-_pool_lock = threading.Lock()
-
-
-def shared_sandbox() -> Sandbox:
-    """The sandbox of this process, with a worker for each processor."""
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = Sandbox()
-            atexit.register(_pool.close)
-        return _pool
-
-
-def _forget_pool() -> None:
-    """A forked process must not talk to its parent's workers."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_pool)
+# the sandbox of this process, with a worker for each processor
+shared_sandbox = OfProcess(lambda: Sandbox())
 
 
 def run_program(code: str, stdin: bytes | str = b"", limits: Limits = Limits()) -> ProgramResult:

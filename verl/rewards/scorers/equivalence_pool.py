@@ -4,13 +4,11 @@ math-verify can loop for ever inside C code, where neither a thread nor a signal
 limit is an alarm, which works in the main thread only. So a few child processes compare, one pair at a time each.
 """
 
-import atexit
 import contextlib
 import functools
 import importlib.util
 import json
 import os
-import queue
 import select
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl.rewards.worker_slots import OfProcess, WorkerSlots
 from verl.utils.errors import ConfigError
 
 LIMIT_S = 2.0  # processor seconds of one comparison
@@ -51,14 +50,11 @@ class EquivalencePool:
         self._limit_s = limit_s
         self.timeouts = 0  # comparisons that were killed
         self._count_lock = threading.Lock()
-        # The child that was put back last is taken first: a pool that is seldom asked starts one child.
-        self._free: queue.LifoQueue[_Child | None] = queue.LifoQueue()
-        for _ in range(size or max(1, min(MAX_CHILDREN, os.cpu_count() or 1))):
-            self._free.put(None)
+        self._slots: WorkerSlots[_Child] = WorkerSlots(size or max(1, min(MAX_CHILDREN, os.cpu_count() or 1)))
 
     def compare(self, gold: str, answer: str) -> bool | None:
         """Whether two LaTeX formulas are equal; None where the comparison was killed or ran out of memory."""
-        child = self._free.get()
+        child = self._slots.take()
         try:
             child = child or _Child()
             return child.compare(gold, answer, self._limit_s)
@@ -76,16 +72,12 @@ class EquivalencePool:
                 child = None
             raise
         finally:
-            self._free.put(child)
+            self._slots.put_back(child)
 
     def close(self) -> None:
         """Kill the children that are free; a later comparison starts new ones."""
-        with contextlib.suppress(queue.Empty):
-            waiting = [self._free.get_nowait() for _ in range(self._free.qsize())]
-            for child in waiting:
-                if child is not None:
-                    child.kill()
-                self._free.put(None)
+        for child in self._slots.clear():
+            child.kill()
 
 
 class _Child:
@@ -157,24 +149,4 @@ def _processor_seconds(pid: int) -> float:
     return time.monotonic()
 
 
-_pool: EquivalencePool | None = None
-_pool_lock = threading.Lock()
-
-
-def shared_pool() -> EquivalencePool:
-    """The pool of this process."""
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = EquivalencePool()
-            atexit.register(_pool.close)
-        return _pool
-
-
-def _forget_pool() -> None:
-    """A forked process must not talk to its parent's children."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_pool)
+shared_pool = OfProcess(lambda: EquivalencePool())  # the pool of this process
