@@ -83,7 +83,7 @@ def test_the_text_of_an_answer_is_never_run(pool, tmp_path):
 def test_an_undecided_answer_counts_as_wrong_and_says_so(monkeypatch):
     import_or_skip("math_verify")
     pool = EquivalencePool(size=1, limit_s=0.3)
-    monkeypatch.setattr(equivalence_pool, "_pool", pool)
+    monkeypatch.setattr(equivalence_pool.shared_pool, "_pool", pool)
     assert score_answer(rf"\boxed{{{HANGS}}}", "3") == {"score": 0.0, "acc": 0.0, "pred": HANGS, "undecided": 1.0}
     assert score_answer(r"\boxed{2x}", "3x")["undecided"] == 0.0
     hangs = ",".join(f"{n}+{HANGS}" for n in range(5))
