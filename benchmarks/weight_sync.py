@@ -4,7 +4,8 @@
 
 `publish`: until the server samples from the new version, with fingerprints on both sides, without a probe. `move`: the
 same bytes over the same transport between two processes without other work. `reload`: the engine's own work, in the
-server and in the same publish. Publishes and moves run in turns; medians.
+server and in the same publish; `read_back`: its check that the layers compute with what arrived. Publishes and moves
+run in turns; medians.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from unittest.mock import patch
 import torch
 from support.jobs import ARR, EQUAL, overrides_1m, prepare_1m, stepper
 from support.record import save
+from support.reload_clock import milliseconds_of_update
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -172,15 +174,20 @@ def measure(model: nn.Module, folder: Path, rounds: int, runner: asyncio.Runner)
         settings = TransportSettings(backend, 1 << 30, arguments, "support.reload_clock")
         transfer, mover = WeightTransfer(settings, InlineGroup(WeightsRank(lambda: weights)), server), Mover(settings)
         sync = CopySync(lambda: [], server, None, 0, transfer)
-        publishes, moves, reloads = [], [], []
+        publishes, moves, updates = [], [], []
         for number in range(rounds + 2):
             moves.append(milliseconds(partial(mover.move, weights, number)))
             publishes.append(milliseconds(partial(runner.run, sync.publish(number))))
-            reloads.append(1000 * float(reloads_file.read_text()))
-        publish, move, server_reload = (statistics.median(values[2:]) for values in (publishes, moves, reloads))
-        share = (publish - server_reload) / move
-        figures[backend] = {"publish": publish, "reload": server_reload, "move": move, "share": share}
-        print(f"  {backend:6} publish {publish:.1f} ms, reload {server_reload:.1f}, move {move:.1f}: {share:.2f} of it")
+            updates.append(milliseconds_of_update(reloads_file))
+        publish, move = (statistics.median(values[2:]) for values in (publishes, moves))
+        parts = {name: statistics.median(update[name] for update in updates[2:]) for name in ("reload", "read_back")}
+        share = (publish - parts["reload"]) / move
+        moving = (publish - parts["reload"] - parts["read_back"]) / move
+        figures[backend] = {"publish": publish, **parts, "move": move, "share": share, "without_read_back": moving}
+        print(
+            f"  {backend:6} publish {publish:.1f} ms, reload {parts['reload']:.1f}, "
+            f"read back {parts['read_back']:.1f}, move {move:.1f}: {share:.2f} of it, without reading back {moving:.2f}"
+        )
         mover.close()
         runner.run(transfer._close())
     server.close()

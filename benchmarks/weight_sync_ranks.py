@@ -4,8 +4,9 @@
 
 The 30M model of `weight_sync.py`, float32, FSDP2 over gloo. `publish`: until every replica samples from the new
 version, with fingerprints on all sides, without a probe. `reload`: the own work of the slower replica's engine in the
-same publish. `move`: the same bytes over the same transport from one process to as many. `gather`: full weights on all
-ranks, without other work. Publishes, moves and gathers run in turns; medians.
+same publish; `read_back`: its check that the layers compute with what arrived. `move`: the same bytes over the same
+transport from one process to as many. `gather`: full weights on all ranks, without other work. Publishes, moves and
+gathers run in turns; medians.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from support.record import save
+from support.reload_clock import milliseconds_of_update
 from transformers import AutoModelForCausalLM
 from weight_sync import CONFIG, Mover, make_30m, milliseconds
 
@@ -70,26 +72,31 @@ def measure(root: Path, ranks: int, replicas: int, rounds: int, runner: asyncio.
     router = Router(engines)
     sync = CopySync(lambda: [], router, None, 0, WeightTransfer(settings, group, router))
     mover = Mover(settings, replicas)
-    times: dict[str, list[float]] = {"publish": [], "reload": [], "move": [], "gather": []}
+    times: dict[str, list[float]] = {"publish": [], "reload": [], "read_back": [], "move": [], "gather": []}
     for number in range(rounds + 2):
         run = {
             "move": milliseconds(partial(mover.move, weights, number)),
             "gather": milliseconds(lambda: group.broadcast("gather")) if ranks > 1 else 0.0,
             "publish": milliseconds(partial(runner.run, sync.publish(number))),
         }
-        run["reload"] = 1000 * max(float(file.read_text()) for file in reloads)
+        updates = [milliseconds_of_update(file) for file in reloads]
+        run |= {name: max(update[name] for update in updates) for name in ("reload", "read_back")}
         if number > 1:  # the first two warm up
             for name, value in run.items():
                 times[name].append(value)
     mover.close()
     router.close()
     group.close()
-    shares = [
-        (publish - reload) / (move + gather)
-        for publish, reload, move, gather in zip(*(times[name] for name in times), strict=True)
-    ]
+    rounds_of = [dict(zip(times, values, strict=True)) for values in zip(*times.values(), strict=True)]
+    shares = [(r["publish"] - r["reload"]) / (r["move"] + r["gather"]) for r in rounds_of]
+    moving = [(r["publish"] - r["reload"] - r["read_back"]) / (r["move"] + r["gather"]) for r in rounds_of]
     medians = {name: statistics.median(values) for name, values in times.items()}
-    return {**medians, "share": statistics.median(shares), "shares": shares}
+    return {
+        **medians,
+        "share": statistics.median(shares),
+        "without_read_back": statistics.median(moving),
+        "shares": shares,
+    }
 
 
 def main() -> None:
@@ -108,7 +115,8 @@ def main() -> None:
             )
             print(
                 f"{ranks} ranks, {replicas} replicas: publish {case['publish']:.0f} ms, reload {case['reload']:.0f}, "
-                f"move {case['move']:.0f}, gather {case['gather']:.0f}: {case['share']:.2f} (bar {BAR})",
+                f"read back {case['read_back']:.0f}, move {case['move']:.0f}, gather {case['gather']:.0f}: "
+                f"{case['share']:.2f} (bar {BAR}), without reading back {case['without_read_back']:.2f}",
                 flush=True,
             )
     if options.json:

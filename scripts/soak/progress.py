@@ -35,7 +35,7 @@ class Progress:
         for case in cases:
             del self.cases[case]
 
-    def record(self, case: str, rounds: int, **facts: Any) -> None:
+    def record(self, case: str, rounds: int, /, **facts: Any) -> None:
         """Add `rounds` to a case and replace its facts; written at once, whole or not at all; threads may."""
         now = {"commit": self.commit, "date": datetime.date.today().isoformat()}
         with self.writing:

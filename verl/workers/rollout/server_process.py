@@ -82,8 +82,9 @@ class LocalServer:
         code = self._end()
         if code is None:
             return "its process closed the connection; start the run again, it resumes from its last checkpoint"
-        log = Path(self.log)
-        last_lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
+        last_lines: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # another thread's stop() deletes it
+            last_lines = Path(self.log).read_text(errors="replace").strip().splitlines()[-12:]
         how = f"its process ended with {f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'}"
         return f"{known or how}; its last lines:\n  " + "\n  ".join(last_lines or ["(none)"])
 

@@ -3,7 +3,7 @@
 The layout is derived from what a layer computes (the order and sizes of fused projections, the rows or columns of a
 tensor-parallel rank), not from vLLM's weight loaders, which could be wrong. A matrix that a kernel keeps in its own
 packed form is multiplied by unit vectors: every output is then one weight plus zeros, so it is exact in any dtype. That
-takes longer than the update itself, so later updates read a sixteenth of such a matrix, each another one.
+takes longer than the update itself, so later updates read a 64th of such a matrix, each another one.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from verl.workers.rollout.vllm_experts import Index, Place, find_expert, packed_
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 UNIT_VECTORS = 512  # at a time: bounds the memory of their outputs
-SHARES = 16  # of the columns of a packed matrix: one at each update after the first, in turn
+SHARES = 64  # of the columns of a packed matrix: one at each update after the first, in turn
 
 
 @dataclass(frozen=True, eq=False)
