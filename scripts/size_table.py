@@ -19,7 +19,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4510,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5638,
+    "workers/rollout": 5639,
     "workers": 1142,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 60892, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 60893, 400
 
 
 def package_of(path: Path) -> str:
