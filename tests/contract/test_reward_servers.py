@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -17,6 +18,10 @@ from tests.reward_models import oracle_scores, save_reward_model
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
+from verl.rewards import call_retries
+from verl.rewards.base import RewardInput
+from verl.rewards.function_reward import CallRules
+from verl.rewards.model_reward import ModelReward
 from verl.rewards.reward_servers import LARGEST_REQUEST, RewardServers, classifier_command, judge_command, start_servers
 from verl.utils.errors import RewardError, TransportError
 from verl.workers.rollout.http_server import HTTPServerProcess, free_port
@@ -53,6 +58,9 @@ class Handler(BaseHTTPRequestHandler):
             data = [{"index": i, "embedding": [9.0, float(len(ids))]} for i, ids in enumerate(body["input"])]
         else:
             data = []
+        if fault == "once" and not hasattr(Handler, "asked"):
+            Handler.asked = True
+            return self.answer(503, {"error": "busy"})
         if fault == "refuse":
             return self.answer(400, {"error": "no such model"})
         self.answer(200, {"data": data[::-1] if fault != "short" else data[1:]})
@@ -133,6 +141,14 @@ def test_a_server_that_gives_no_score_is_an_error_that_says_why(stand_ins, fault
     servers = stand_ins("vllm", fault=fault)
     with pytest.raises(RewardError, match=f"(?s){said}"):
         asyncio.run(servers.scores([[1], [1, 2]]))
+
+
+def test_a_request_that_fails_once_is_made_again_by_the_rules_of_the_reward(stand_ins, monkeypatch):
+    monkeypatch.setattr(call_retries, "FIRST_WAIT_S", 0.0)
+    model = ModelReward(SimpleNamespace(read=lambda item: [7, 7]), CallRules(retries=1), False)
+    model.backend = stand_ins("vllm", fault="once")
+    [score] = asyncio.run(model.score([RewardInput("toy", "x", None, {})]))
+    assert (score.value, score.retries, len(requests(0))) == (2.0, 1, 2)
 
 
 def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(stand_ins):

@@ -14,6 +14,8 @@ from tests.e2e import jobs
 from tests.reward_models import save_reward_model
 from verl.commands.quickstart.addition_task import CHARACTERS, Problem, Split, write_split
 from verl.commands.quickstart.small_model import make_model
+from verl.rewards import call_retries
+from verl.workers.reward_model import RewardModel
 
 KEY = "reward.reward_model"
 PLACES = {
@@ -58,6 +60,21 @@ def test_groups_whose_scores_are_known_only_later_are_replaced_and_baselines_sco
     filtering = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward"]
     assert train(folder, "filter", *filtering)[2]["reward/std"] > 0
     assert "reward_model/tokens_per_s" in train(folder, "remax", "algorithm.adv_estimator=remax")[2]
+
+
+def test_a_pass_over_the_ranks_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(call_retries, "FIRST_WAIT_S", 0.0)
+    calls, scores = [], RewardModel.scores
+
+    def failing(self, sequences):
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        return scores(self, sequences)
+
+    monkeypatch.setattr(RewardModel, "scores", failing)
+    rows = train(folder, "again", "reward.retries=1", "trainer.val_before_train=False", "trainer.test_freq=-1")
+    assert [rows[step]["reward/retries"] for step in (1, 2)] == [16, 0] and rows[1]["reward/errors"] == 0
 
 
 def test_a_function_asks_a_judge_that_the_run_serves(folder: Path, capsys: pytest.CaptureFixture[str]):

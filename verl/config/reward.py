@@ -123,7 +123,7 @@ class RewardConfig(Section):
     timeout_s: float | None = key(
         300.0, "Seconds one call may take before it counts as failed; null is no limit.", greater_than=0
     )
-    retries: int = key(0, "Further attempts, after growing waits, of a call that raised or took too long.", minimum=0)
+    retries: int = key(0, "Further attempts, after growing waits, of a call or a reward model's pass.", minimum=0)
     max_errors: int | None = key(
         None, "on_error=count: answers without a score above which the run stops; null is any number.", minimum=0
     )

@@ -22,6 +22,7 @@ from verl.rewards.bounded_calls import (
 )
 from verl.rewards.call_limits import CallLimits, LimitedCalls
 from verl.rewards.call_retries import RetriedCalls
+from verl.rewards.error_budget import ErrorBudget
 from verl.rewards.process_state import ProcessGuard
 from verl.rewards.score_reading import is_equal, read_score, safe_text
 from verl.utils.errors import ConfigError, RewardError
@@ -72,7 +73,7 @@ class FunctionReward:
         if rules.timeout_s is not None and rules.timeout_s <= 0:
             raise ConfigError(f"reward.timeout_s={rules.timeout_s}; it must be positive, or null for no limit")
         self.name = name
-        self._kwargs, self._rules, self._errors_left = dict(kwargs or {}), rules, rules.max_errors
+        self._kwargs, self._rules, self._budget = dict(kwargs or {}), rules, ErrorBudget(rules.max_errors)
         self._own_arguments = arguments
         self._guard = ProcessGuard(f"reward function {name}")
         guard = self._guard  # the threads must not hold this object, with which they end
@@ -140,22 +141,11 @@ class FunctionReward:
                 f"{message}\nRepair the function, or set reward.on_error=count to leave such answers out and count "
                 "them (docs/own_reward.md)"
             ) from error
-        self._spend_error(message)
+        self._budget.spend(message)
         if summary not in self._reported and len(self._reported) < 20:
             self._reported.add(summary)
             logger.warning("%s\nThe answer is left out and counted in reward/errors", message)
         return Score(value=None, error=f"{self.name}: {summary}")
-
-    def _spend_error(self, message: str) -> None:
-        """RewardError where the run has had `reward.max_errors` before."""
-        if self._errors_left is None:
-            return
-        self._errors_left -= 1
-        if self._errors_left < 0:
-            raise RewardError(
-                f"more answers than reward.max_errors allows got no score since the run started; the last:\n{message}\n"
-                "Repair the function, or raise reward.max_errors"
-            )
 
 
 def _described(error: BaseException) -> tuple[str, str]:

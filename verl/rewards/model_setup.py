@@ -15,6 +15,7 @@ from verl.models.model_place import reward_model_folder
 from verl.plugin.installed import has_module
 from verl.rewards.conversation_tokens import ConversationTokens, other_tokenizer
 from verl.rewards.model_reward import ModelReward
+from verl.rewards.run_scorer import rules_of
 from verl.utils.errors import ConfigError
 from verl.workers.rollout.http_server import HOST
 
@@ -29,7 +30,7 @@ def build_model_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, sh
     own = load_tokenizer(HFModelConfig(path=str(folder)))
     other = other_tokenizer(tokenizer, own, reward.input_tokenizer is not None, where)
     reader = ConversationTokens(tokenizer, other, read_config(folder).pad_token_id)
-    return ModelReward(reader, config.reward.on_error, config.reward.weights.get(RM, 1.0), shares_devices)
+    return ModelReward(reader, rules_of(config.reward), shares_devices)
 
 
 def classifier_folder(path: str | None) -> Path:

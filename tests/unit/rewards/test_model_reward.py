@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,14 @@ from tests.reward_models import save_reward_model
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
+from verl.rewards import call_retries
 from verl.rewards.base import RewardInput
 from verl.rewards.conversation_tokens import ConversationTokens, other_tokenizer
+from verl.rewards.function_reward import CallRules
 from verl.rewards.model_reward import ModelReward
 from verl.rewards.model_setup import build_model_reward
 from verl.rewards.reward_setup import build_reward
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import ConfigError, RewardError, WorkerError
 
 KEY = "reward.reward_model"
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}!"
@@ -47,9 +50,24 @@ def policy(tmp_path: Path):
     return AutoTokenizer.from_pretrained(tmp_path / "policy")
 
 
-def reward_model(backend, policy=None, on_error="stop", weight=1.0) -> ModelReward:
+class Failing(Lengths):
+    """Its first `times` passes fail by `error`."""
+
+    def __init__(self, times: int, error: Exception):
+        super().__init__()
+        self.times, self.error = times, error
+
+    async def scores(self, sequences):
+        scores = await super().scores(sequences)
+        if len(self.passes) <= self.times:
+            raise self.error
+        return scores
+
+
+def reward_model(backend, policy=None, weight=1.0, **rules) -> ModelReward:
     reader = SimpleNamespace(read=lambda item: item.answer.tokens.tolist())
-    model = ModelReward(reader if policy is None else ConversationTokens(policy, None, None), on_error, weight, True)
+    reader = reader if policy is None else ConversationTokens(policy, None, None)
+    model = ModelReward(reader, CallRules(weights={"rm": weight}, **rules), True)
     model.backend = backend
     return model
 
@@ -98,20 +116,64 @@ def test_a_score_that_is_no_number_stops_the_run_or_is_counted(value):
 
 
 def test_a_pass_that_fails_is_the_error_of_its_answers_and_not_of_later_ones():
-    class Once(Lengths):
-        async def scores(self, sequences):
-            if not self.passes:
-                self.passes.append([])
-                raise RewardError("the server is gone")
-            return await super().scores(sequences)
-
-    model = reward_model(Once(), on_error="count")
+    model = reward_model(Failing(1, RewardError("the server is gone")), on_error="count")
 
     async def main():
         return [await model.score([answer(1, 2)]) for _ in range(2)]
 
     [[lost], [found]] = asyncio.run(main())
     assert lost.value is None and "the server is gone" in lost.error and found.value == 2.0
+
+
+FAILURES = [RewardError("away"), RuntimeError("away"), WorkerError(1, "forward", "away")]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=["server", "rank here", "other rank"])
+def test_a_pass_that_fails_is_made_again_and_its_answers_count_the_attempts(error, monkeypatch):
+    monkeypatch.setattr(call_retries, "FIRST_WAIT_S", 0.01)
+    model = reward_model(backend := Failing(2, error), retries=2)
+    start = time.perf_counter()
+    assert [(s.value, s.retries) for s in scored(model, answer(1), answer(1, 2))] == [(1.0, 2), (2.0, 2)]
+    assert time.perf_counter() - start >= (0.01 + 0.02) / 2
+    assert backend.passes == [[[1], [1, 2]]] * 3 and model.metrics()["reward_model/passes"] == 1
+    with pytest.raises(type(error), match="away"):
+        scored(reward_model(Failing(3, error), retries=2), answer(1))
+    [lost] = scored(reward_model(Failing(9, error), retries=1, on_error="count"), answer(1))
+    assert (lost.value, lost.retries) == (None, 1) and "away" in lost.error
+
+
+@pytest.mark.parametrize("how", ["is_death", "is_stall"])
+def test_ranks_that_have_ended_are_not_asked_again_and_stop_the_run(how: str):
+    backend = Failing(9, WorkerError(1, "forward", "it is gone", **{how: True}))
+    with pytest.raises(WorkerError, match="it is gone"):
+        scored(reward_model(backend, retries=3, on_error="count"), answer(1))
+    assert len(backend.passes) == 1
+
+
+def test_a_score_that_is_no_number_is_not_asked_for_again():
+    [score] = scored(reward_model(backend := Lengths(scale=math.nan), retries=3, on_error="count"), answer(1))
+    assert score.error and score.retries == 0 and len(backend.passes) == 1
+
+
+def test_a_run_ends_after_more_answers_without_a_score_than_its_budget():
+    model = reward_model(Failing(9, RewardError("away")), on_error="count", max_errors=3)
+    assert all(score.error for score in scored(model, *[answer(1)] * 3))
+    with pytest.raises(RewardError, match=r"(?s)reward\.max_errors allows.*rows\.jsonl line 1: away.*raise reward"):
+        scored(model, answer(1))
+
+
+def test_beside_a_function_one_budget_counts_each_answer_once(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(call_retries, "FIRST_WAIT_S", 0.0)
+    (tmp_path / "none.py").write_text("def compute_score(*, solution_str, **more):\n    return 1 / len(solution_str)\n")
+    keys = ["reward.weights.rm=1.0", "reward.on_error=count", "reward.max_errors=3", "reward.retries=1"]
+    config = run_config(tmp_path, *keys, f"reward.custom_reward_function.path={tmp_path / 'none.py'}")
+    model = reward_model(Failing(4, RewardError("away")), on_error="count", max_errors=3, retries=1)
+    reward = build_reward(config, None, model)
+    assert [s.error is None for s in scored(reward, answer(1), answer(1, text="a"))] == [False, False]  # both, and one
+    [score] = scored(reward, answer(1))
+    assert score.retries == 2 and score.error  # one of each
+    with pytest.raises(RewardError, match=r"(?s)reward\.max_errors allows.*division by zero"):
+        scored(reward, answer(1))
 
 
 def test_with_the_policys_tokenizer_the_sampled_tokens_are_scored(policy):
@@ -225,8 +287,18 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(policy, tmp_p
             build_model_reward(run_config(folder), policy, True)
 
 
-def test_a_folder_of_one_label_is_a_reward_model(policy, tmp_path: Path):
+def test_a_folder_of_one_label_is_a_reward_model_by_the_rules_of_the_run(policy, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(call_retries, "FIRST_WAIT_S", 0.0)
     folder = save_reward_model(tmp_path / "rm", tiny_qwen3(), Path(policy.name_or_path))
-    made = build_model_reward(run_config(folder, "reward.weights.rm=3.0"), policy, True)
+    keys = ["reward.weights.rm=3.0", "reward.on_error=count", "reward.max_errors=1", "reward.retries=1"]
+    made = build_model_reward(run_config(folder, *keys), policy, True)
     assert made.weight == 3.0 and made.reader.own is None
     assert made.reader.pad == json.loads((folder / "config.json").read_text())["pad_token_id"]
+    made.backend = Failing(3, RewardError("away"))
+    [lost] = scored(made, answer(*policy.encode("1+1=2")))
+    assert lost.error and lost.retries == 1
+    [found] = scored(made, answer(*policy.encode("1+1=2")))
+    assert found.value == 15.0 and found.retries == 1
+    made.backend = Failing(9, RewardError("away"))
+    with pytest.raises(RewardError, match=r"reward\.max_errors allows"):
+        scored(made, answer(*policy.encode("1+1=2")))
