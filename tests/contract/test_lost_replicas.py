@@ -50,7 +50,7 @@ class Run:
         self.model, self.folder = small_model(), folder
         self.model.save_pretrained(folder)
         server = ServerConfig(python=rollout_server.python_wrapper(folder, "tests.sampling_server"), timeout=timeout)
-        config = RolloutConfig(dtype="float32", server=server)
+        config = RolloutConfig(name="vllm", dtype="float32", server=server)
 
         def start(number: int) -> RemoteEngine:
             if nodes is None:
@@ -264,7 +264,7 @@ def test_a_stream_goes_on_where_a_killed_replica_ended(started: Callable[..., Ru
 
     async def ask() -> list[Completion]:
         task = asyncio.create_task(run.router.stream(request, lambda sample, ids, *_: passed[sample].extend(ids)))
-        while not passed[0]:
+        while not (passed[0] or task.done()):
             await asyncio.sleep(0.02)
         run.signal(0, signal.SIGKILL)
         return await task

@@ -34,7 +34,7 @@ def test_an_answer_that_came_before_the_server_died_is_not_lost(tmp_path: Path):
     log = tmp_path / "log"
     log.touch()
     process = subprocess.Popen(["true"])
-    engine = RemoteEngine(RolloutConfig(), tmp_path, server=server_of(ours, process, log))
+    engine = RemoteEngine(RolloutConfig(name="vllm"), tmp_path, server=server_of(ours, process, log))
     reading, go_on = threading.Event(), threading.Event()
 
     def tell() -> None:
@@ -95,7 +95,7 @@ def test_engines_are_closed_if_one_of_them_cannot_start():
 def test_calls_to_a_server_that_reads_nothing_return_at_once(tmp_path: Path):
     ours, server = socket.socketpair()
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    engine = RemoteEngine(RolloutConfig(), tmp_path, server=server_of(ours, process, tmp_path / "log"))
+    engine = RemoteEngine(RolloutConfig(name="vllm"), tmp_path, server=server_of(ours, process, tmp_path / "log"))
     calling = threading.Thread(target=lambda: [engine._call("x", text="x" * 2**20) for _ in range(8)], daemon=True)
     calling.start()
     calling.join(30)

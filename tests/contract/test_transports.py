@@ -57,7 +57,9 @@ def settings(backend: str, folder: Path, timeout: float = 20.0, bucket: int = BU
 def start(folder: Path, count: int) -> list[RemoteEngine]:
     small_model().save_pretrained(folder)
     python = ServerConfig(python=rollout_server.python_wrapper(folder))
-    servers = [RemoteEngine(RolloutConfig(dtype="float32", server=python), folder, (), n) for n in range(count)]
+    servers = [
+        RemoteEngine(RolloutConfig(name="vllm", dtype="float32", server=python), folder, (), n) for n in range(count)
+    ]
     for server in servers:
         server.wait_until_ready()
     return servers
