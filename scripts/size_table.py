@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
-    "rewards": 5130,
+    "rewards": 5182,
     "trainer": 8782,
-    "commands": 6417,
+    "commands": 6422,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 60945, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 60950, 400
 
 
 def package_of(path: Path) -> str:

@@ -14,6 +14,8 @@ DIGITS = "sum(c.isdigit() for c in solution_str) / 8"
 FUNCTION = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
 COUNTING = "calls = []\n" + FUNCTION.format("calls.append(1) or {digits} + (len(calls) > {after})")
 DRAWING = "import random\n" + FUNCTION.format(f"{DIGITS} + random.random()")
+CHANGING = "import os\n" + FUNCTION.format(f"{DIGITS} + os.path.exists({{path!r}})")
+ASYNC = ["trainer.v1.trainer_mode=colocate_async", "async_training.staleness_threshold=1"]
 SHORT = ["trainer.total_training_steps=3", "trainer.val_before_train=False", "trainer.save_freq=1"]
 WEIGHTS = "global_step_3/actor/huggingface/model.safetensors"
 
@@ -50,12 +52,29 @@ def test_a_resume_with_another_function_in_the_file_stops_until_it_is_wanted(fol
     assert sorted(jobs.metrics(folder, "run")) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("function", [FUNCTION.format(DIGITS), DRAWING], ids=["fixed", "draws random numbers"])
-def test_the_weights_are_the_same_with_and_without(folder: Path, function: str):
+def test_a_reward_that_changes_stops_an_asynchronous_run_and_its_resume(folder: Path):
+    write_reward(folder, CHANGING.format(path=str(folder / "run" / "global_step_1")))
+    message = r"step 2: the reward gives other scores than at step 1 to 8 of 8 fixed[\s\S]*train.jsonl line \d+"
+    with pytest.raises(RewardError, match=message):
+        jobs.train(folder, "run", *SHORT, *ASYNC)
+    assert sorted(jobs.metrics(folder, "run")) == [1]
+    with pytest.raises(RewardError, match=r"step 2: [\s\S]*was changed since the checkpoint"):
+        jobs.train(folder, "run", *SHORT, *ASYNC)
+    write_reward(folder, FUNCTION.format(DIGITS))
+    jobs.train(folder, "run", *SHORT, *ASYNC)
+    assert jobs.metrics(folder, "run")[3]["reward/canary/change/max"] == 0
+
+
+FIXED = FUNCTION.format(DIGITS)
+CASES = [(FIXED, []), (DRAWING, []), (FIXED, ASYNC)]
+
+
+@pytest.mark.parametrize(("function", "mode"), CASES, ids=["fixed", "draws random numbers", "fixed, asynchronous"])
+def test_the_weights_are_the_same_with_and_without(folder: Path, function: str, mode: list[str]):
     write_reward(folder, function)
-    one_thread = "reward.num_workers=1"  # so that numbers are drawn in the same order
-    jobs.train(folder, "with", *SHORT, one_thread)
-    jobs.train(folder, "without", *SHORT, one_thread, "reward.canary_size=0")
+    how = [*SHORT, *mode, "reward.num_workers=1"]  # one thread, so that numbers are drawn in the same order
+    jobs.train(folder, "with", *how)
+    jobs.train(folder, "without", *how, "reward.canary_size=0")
     ours, theirs = (load_file(folder / run / WEIGHTS) for run in ("with", "without"))
     assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours)
     seen, unseen = (jobs.without_timings(jobs.metrics(folder, run)) for run in ("with", "without"))

@@ -167,8 +167,25 @@ def test_a_function_that_compares_the_answers_of_a_batch_gets_them_one_by_one_fr
     assert done.code == 0 and done.bad() == {} and done.levels[THREADS] == "good"
 
 
-def test_after_three_calls_that_hang_the_others_are_left_out(check):
-    done = check("time.sleep(5)", "reward.timeout_s=0.1")
+HANGING = f"time.sleep(0 if solution_str else 30)\nreturn {RIGHT}"
+IN_PROCESSES = [f"return {RIGHT}", "return 1.0", f"solution_str[0]\nreturn {RIGHT}", HANGING]
+
+
+@pytest.mark.parametrize("body", IN_PROCESSES, ids=["sound", "constant", "raising", "hanging"])
+@pytest.mark.parametrize("name", ["remote", "prime"])
+def test_managers_with_processes_of_their_own_find_what_naive_finds(check, monkeypatch, body: str, name: str):
+    monkeypatch.setattr(passes, "THREADS", 2)  # processes
+    monkeypatch.setattr(passes, "LIMIT_S", 0.2 if body == HANGING else 60.0)
+    plain, done = (check(body, f"reward.reward_manager.name={m}", "--rows", "8") for m in ("naive", name))
+    assert (done.code, done.bad()) == (plain.code, plain.bad()), done.out
+    same = {check: (done.levels[check], plain.levels[check]) for check in (*ABOVE.values(), AGAIN)}
+    assert all(ours == theirs for ours, theirs in same.values()), same
+    assert done.levels["what calls leave behind"] == "not checked"
+
+
+@pytest.mark.parametrize("name", ["naive", "remote"])
+def test_after_three_calls_that_hang_the_others_are_left_out(check, name: str):
+    done = check("time.sleep(5)", "reward.timeout_s=0.1", f"reward.reward_manager.name={name}")
     assert done.code == 1 and done.levels[AGAIN] == "not checked" and done.texts["time of a call"].startswith("3 calls")
 
 

@@ -22,6 +22,7 @@ from verl.config import RunConfig
 from verl.models.load import load_tokenizer
 from verl.observe.memory_metrics import resident_memory_bytes
 from verl.rewards.base import Reward, RewardInput, Score
+from verl.rewards.bounded_calls import ProcessKilledError, RewardTimeoutError
 from verl.rewards.process_state import one_batch
 from verl.rewards.reward_setup import build_reward
 from verl.utils.errors import RewardError
@@ -47,7 +48,8 @@ def checked_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None,
 
 
 def is_late(score: Score) -> bool:
-    return "RewardTimeoutError" in (score.error or "")
+    """Whether a call reached its limit, in this process or in one that was killed because of it."""
+    return any(error.__name__ in (score.error or "") for error in (RewardTimeoutError, ProcessKilledError))
 
 
 async def one_by_one(reward: Reward, inputs: Sequence[RewardInput], count: Callable[[str], None]) -> list[Call]:
