@@ -26,11 +26,11 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "agent": 2114,
     "rewards": 5182,
     "trainer": 8782,
-    "commands": 6422,
+    "commands": 7110,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 60950, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21476, 61638, 400
 
 
 def package_of(path: Path) -> str:

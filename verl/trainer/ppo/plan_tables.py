@@ -69,7 +69,7 @@ def devices_table(plan: Plan) -> str:
                     for role in roles
                 ]
                 rows.append([str(node), describe_devices(plan, pool), *cells])
-    return _columns(rows, numbers=False)
+    return columns(rows, numbers=False)
 
 
 def describe_cell(plan: Plan, pool: PlannedPool, role: str, node: int) -> str:
@@ -99,7 +99,7 @@ def memory_table(plan: Plan, memory: PoolMemory) -> str:
         [f"{h.role}: {h.what}", *(f"{size / 1e9:.2f}" if size else "-" for size in h.sizes)] for h in memory.holdings
     ]
     rows.append(["sum", *(f"{size / 1e9:.2f}" for size in memory.sums)])
-    text = _columns(rows, numbers=True)
+    text = columns(rows, numbers=True)
     if memory.rollout_share:
         text += (
             f"\nAwake, the rollout fills {memory.rollout_share:.0%} of a device with weights and KV cache; "
@@ -111,7 +111,7 @@ def memory_table(plan: Plan, memory: PoolMemory) -> str:
     return text
 
 
-def _columns(rows: list[list[str]], numbers: bool) -> str:
+def columns(rows: list[list[str]], numbers: bool) -> str:
     """Rows under their heads in columns of equal width; `numbers`, all but the first column, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
