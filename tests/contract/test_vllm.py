@@ -32,7 +32,9 @@ from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.router import Router
 from verl.workers.rollout.vllm_engine import VLLMEngine, vllm_arguments
 
-SMALL = replace(CONFIG, enforce_eager=True, kv_cache_bytes=1 << 24, disable_log_stats=False, prompt_length=1000)
+SMALL = replace(
+    CONFIG, name="vllm", enforce_eager=True, kv_cache_bytes=1 << 24, disable_log_stats=False, prompt_length=1000
+)
 
 
 pytestmark = pytest.mark.vllm

@@ -30,7 +30,7 @@ from verl.workers.rollout.router import Router
 from verl.workers.rollout.vllm_engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
-SMALL = replace(CONFIG, enforce_eager=True, kv_cache_bytes=1 << 24, prompt_length=1000)
+SMALL = replace(CONFIG, name="vllm", enforce_eager=True, kv_cache_bytes=1 << 24, prompt_length=1000)
 SHARES = 64  # publishes in which all columns of a packed matrix are read
 Fault = Callable[[str, Tensor, dict[str, Tensor]], Tensor]  # name, what arrived, what the last version had
 
