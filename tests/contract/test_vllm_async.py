@@ -35,7 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, replicas: int, resumes: bool):
     how = [*SMALL_RUN, *EVERY_STEP, ASYNC, f"actor_rollout_ref.rollout.num_replicas={replicas}"]
     how += [] if resumes else [BYPASS]
-    how += ["data.max_response_length=24", "trainer.device=cpu"]
+    # three at a time, of four answers a prompt: some are half done whenever a step ends
+    how += ["data.max_response_length=24", "actor_rollout_ref.rollout.max_num_seqs=3", "trainer.device=cpu"]
     if resumes:
         jobs.train(folder, "run", *how, *stopping(folder, 3))
     jobs.train(folder, "run", *how)
@@ -45,7 +46,7 @@ def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, re
     assert any(rows[step]["training/off_policy/lag/max"] > 0 for step in range(1, 7))
     events = read_events(folder / "run" / "events.jsonl")
     answers = [segments for event in events if event["event"] == "answered" for segments in event["segments"]]
-    assert answers  # whether a publish cuts one depends on the time; tests/unit/workers/rollout/test_reissuing.py cuts
+    assert any(len(segments) > 1 for segments in answers)
     assert all(sum(count for _, count in segments) <= 24 for segments in answers)
     if resumes:  # the trainer scores what vLLM has sampled, before it leaves a version
         assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))

@@ -143,6 +143,13 @@ def test_a_synchronous_checkpoint_is_not_resumed_as_an_asynchronous_one(folder: 
 def test_a_killed_run_ends_like_one_that_never_was(folder: Path):
     how = [*EVERY_STEP, ASYNC, "async_training.staleness_threshold=1.5"]
     jobs.train(folder, "whole", *how)
+    kill_and_resume(folder, how)
+    assert_same_run(folder, "whole", "killed", step=6)
+    assert_trained_once_or_dropped(folder / "killed")
+
+
+def kill_and_resume(folder: Path, how: list[str]) -> None:
+    """Train "killed" in a process that is killed in its fourth step, and then to the end."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *jobs.overrides(folder, "killed", *how)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not has_taken(folder / "killed" / "events.jsonl", step=4):
@@ -150,8 +157,6 @@ def test_a_killed_run_ends_like_one_that_never_was(folder: Path):
         run.kill()
     assert run.returncode == -signal.SIGKILL
     jobs.train(folder, "killed", *how)
-    assert_same_run(folder, "whole", "killed", step=6)
-    assert_trained_once_or_dropped(folder / "killed")
 
 
 def has_taken(events: Path, step: int) -> bool:

@@ -1,10 +1,6 @@
 """Asynchronous runs with devices of its own for the rollout, which samples while the policy is trained."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,7 @@ import torch
 
 from tests.e2e import jobs
 from tests.e2e.replayed import RecordedArrivals
-from tests.e2e.test_async_runs import ASYNC, assert_trained_once_or_dropped, has_taken
+from tests.e2e.test_async_runs import ASYNC, assert_trained_once_or_dropped, kill_and_resume
 from tests.e2e.test_resume import assert_same_run, checkpoint_tensors, stopping
 from verl.config import load_config
 from verl.experimental.fully_async_policy import fully_async_main
@@ -114,13 +110,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_trains_every_prompt_once(folder: Path, mode: str):
     how = [*SEPARATE, *LONG[:3], *MODES[mode], "trainer.save_freq=1", "trainer.test_freq=-1"]
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *jobs.overrides(folder, "killed", *how)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-        while run.poll() is None and not has_taken(folder / "killed" / "events.jsonl", step=4):
-            time.sleep(0.005)
-        run.kill()
-    assert run.returncode == -signal.SIGKILL
-    jobs.train(folder, "killed", *how)
+    kill_and_resume(folder, how)
     assert_trained_once_or_dropped(folder / "killed")
 
 
