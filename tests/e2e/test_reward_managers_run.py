@@ -39,8 +39,11 @@ DIES = """
 import os
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if not os.path.exists("{flag}"):
-        open("{flag}", "w").close()
+    try:
+        os.close(os.open("{flag}", os.O_CREAT | os.O_EXCL))  # by one process alone
+    except FileExistsError:
+        pass
+    else:
         os._exit(9)
     return sum(c.isdigit() for c in solution_str) / 8
 """

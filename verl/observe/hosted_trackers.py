@@ -11,6 +11,12 @@ from verl.observe.trackers import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample
 
 # the signals whose handlers the libraries replace by their own
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+# What ClearML connects by itself. It looks for a repository in a thread that starts git while it forks its reporter,
+# which may keep the pipe of that git open: the thread never ends, and closing the task waits for it for minutes.
+_CLEARML_CONNECTS = (
+    "detect_repository", "hydra", "scikit", "joblib", "matplotlib", "tensorflow", "tensorboard", "tfdefines", "pytorch",
+    "megengine", "xgboost", "catboost", "fastai", "lightgbm", "gradio",
+)  # fmt: skip
 
 
 class SwanLabBackend:
@@ -92,7 +98,7 @@ class ClearMLBackend:
                 task_name=run.experiment,
                 reuse_last_task_id=False,
                 auto_connect_arg_parser=False,
-                auto_connect_frameworks=False,
+                auto_connect_frameworks=dict.fromkeys(_CLEARML_CONNECTS, False),
                 auto_connect_streams=False,
                 auto_resource_monitoring=False,
                 output_uri=False,
