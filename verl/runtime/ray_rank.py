@@ -148,7 +148,9 @@ class RankActor:
         return RankProcess(os.getpid(), self.thread.native_id, frozenset(of_ray))
 
     def _serve(self, build: Callable[[], Any]) -> None:
-        asyncio.run(self.server.run(build))
+        # Ray makes uvloop the default where it is installed; its stacks do not show that a rank waits for its driver
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(self.server.run(build))
         if dist.is_initialized():
             dist.destroy_process_group()
 
