@@ -1,6 +1,5 @@
 """A stand-in for `nsys`: notes its command line and what programs mark, and writes a report as nsys does."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -30,10 +29,11 @@ def notes(folder: Path) -> list[list]:
 
 def main(words: list[str]) -> int:
     assert words[0] == "profile"
-    flags = list(itertools.takewhile(lambda word: word.startswith("--"), words[1:]))
-    end = 1 + len(flags)
-    [output] = [flag.removeprefix("--output=") for flag in flags if flag.startswith("--output=")]
-    program = words[end:]
+    flags, program = [], words[1:]
+    while program[0].startswith("-"):
+        flag = program.pop(0)
+        flags.append(flag if flag.startswith("--") else f"{flag} {program.pop(0)}")
+    [output] = [f.removeprefix("--output=").removeprefix("-o ") for f in flags if f.startswith(("--output=", "-o "))]
     keep = [int(n) for n in os.listdir("/proc/self/fd") if int(n) > 2]
     environment = {**os.environ, "NSYS_PROFILING_SESSION_ID": "1"}
     child = subprocess.Popen(program, env=environment, pass_fds=[fd for fd in keep if is_open(fd)])

@@ -56,6 +56,16 @@ def test_ranks_start_under_nsys_and_mark_the_stages_of_the_chosen_steps(tmp_path
     assert reports == [f"controller_{driver}.1.nsys-rep", f"worker_process_{rank}.1.nsys-rep"]
 
 
+@pytest.mark.ray
+def test_actors_of_ray_start_under_nsys_and_mark_the_chosen_step(tmp_path):
+    found = run(tmp_path, "trainer.runtime=ray", "trainer.n_gpus_per_node=2", f"{PROFILER}.ranks=[1]")
+    marked = {process for process, *words in found if words == ["range", "update_actor"]}
+    actors = {words[1]: words[2] for _, *words in found if words[0] == "nsys" and "default_worker.py" in str(words[3])}
+    assert len(marked) == 1 and marked < actors.keys() and len(actors) == 2
+    assert all("--capture-range=cudaProfilerApi" in flags for flags in actors.values())
+    assert any(f.startswith("-o ") and f.endswith("/logs/nsight/worker_process_%p") for f in actors[marked.pop()])
+
+
 def test_a_driver_that_computes_is_started_again_as_a_rank_and_each_stage_can_be_a_range(tmp_path):
     discrete = "global_profiler.global_tool_config.nsys.discrete=True"
     found = run(tmp_path, f"{PROFILER}.all_ranks=True", discrete)

@@ -8,6 +8,7 @@ request for replies with each rank, and so hears of its death.
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ class RayGroup(RemoteGroup):
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"replies": 1})(self.actor_class)
         environment = rank_environment(self.devices.platform)
+        if self.nsight:  # Ray then starts `python`, which must be this one
+            environment["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}${{PATH}}"
         for rank in range(self.layout.world_size):
             bundle = rank * self.devices.num_nodes // self.layout.world_size
             options = {
