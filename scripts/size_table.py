@@ -16,21 +16,21 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "data": 2818,
     "algorithms": 2300,
     "runtime": 3383,
-    "observe": 4516,
+    "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5639,
+    "workers/rollout": 5641,
     "workers": 1142,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
     "rewards": 5182,
-    "trainer": 8782,
+    "trainer": 8800,
     "commands": 7110,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21481, 61649, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21499, 61838, 400
 
 
 def package_of(path: Path) -> str:

@@ -129,6 +129,12 @@ def test_where_a_replica_is_killed_the_others_answer_and_every_prompt_is_trained
     finally:
         run.trainer.close()
     assert router.restarts == [0, 1]
+    events = read_events(folder / "run" / "events.jsonl")
+    answered = [e["group"] for e in events if e["event"] == "answered"]
+    served = {(e["group"], e["replica"]) for e in events if e["event"] == "sent"}
+    assert {replica for _, replica in served} == {0, 1} and {group for group, _ in served} >= set(answered)
+    stages = [{name for name, *_ in e["stages"]} for e in events if e["event"] == "stages"]
+    assert len(stages) == 6 and all({"update_actor", "update_weights"} <= names for names in stages)
     assert_trained_once_or_dropped(folder / "run")
 
 

@@ -1,6 +1,7 @@
-"""The events of an asynchronous run as the geometry of a timeline: the trainer's lane, and the prompts under way."""
+"""The events of an asynchronous run as the geometry of a timeline: a lane for the trainer, and one for each replica."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,25 @@ from typing import Any
 from verl.observe.events import EVENTS_FILE, read_events
 from verl.observe.svg_curves import nice_ticks, tick_label
 
-WIDTH, LEFT, ROW, TOP = 1000, 90, 7, 30  # pixels
-MAX_STEPS, MAX_ROWS = 12, 80
+WIDTH, LEFT = 1000, 90  # pixels
+TRAINER_TOP, TRAINER_HEIGHT, STAGE_HEIGHT, ROW, GAP, BOTTOM = 14, 16, 8, 7, 14, 26
+MAX_STEPS, MAX_ROWS, MIN_ROWS, MAX_LANES = 12, 80, 10, 16  # rows of all lanes, and of one if there are many
+MAX_ANSWERS = 8  # of a prompt, that its title tells of
 _ENDS = ("answered", "evicted", "dropped")
+_WHOLE = ("step",)  # stages that hold the others
 
 
 @dataclass
 class Bar:
-    """A rectangle: from `x`, `width` wide, in `row` of its lane, for one version of the weights."""
+    """A rectangle; `version` of the weights gives its colour, if it is not a pause or a stage."""
 
     x: float
     width: float
-    row: int
-    version: int
+    y: float
+    height: float
     title: str
+    version: int = 0
+    stage: int = 0  # its number in `AsyncTimeline.stage_names`
 
     @property
     def hue(self) -> int:
@@ -30,26 +36,67 @@ class Bar:
 
 
 @dataclass
+class Lane:
+    """A replica: what it samples, and when it is paused, over that."""
+
+    name: str
+    top: float
+    height: float
+    prompts: list[Bar]  # one bar a prompt and version
+    pauses: list[Bar] = field(default_factory=list)
+
+
+@dataclass
 class AsyncTimeline:
     """What the page draws. Times are seconds since the first event that is shown."""
 
     trainer: list[Bar] = field(default_factory=list)  # from the batch being complete to the publish
-    prompts: list[Bar] = field(default_factory=list)  # one bar a prompt and version, from sent to complete
+    stages: list[Bar] = field(default_factory=list)
+    stage_names: list[str] = field(default_factory=list)  # the longest in all first
+    lanes: list[Lane] = field(default_factory=list)
     x_ticks: list[tuple[float, str]] = field(default_factory=list)
-    num_rows: int = 0
-    num_hidden: int = 0  # prompts for which there were no rows
+    height: float = 0.0
+    num_hidden: int = 0  # bars for which there were no rows
 
     @property
-    def height(self) -> int:
-        return TOP + 22 + ROW * self.num_rows + 26
+    def prompts(self) -> list[Bar]:
+        return [bar for lane in self.lanes for bar in lane.prompts]
 
 
 @dataclass
 class _Prompt:
+    """A prompt, and when which replica had a request of it."""
+
     number: int
     start: float
-    end: float | None = None
     how: str = "under way"
+    running: dict[int, float] = field(default_factory=dict)  # since when, by replica
+    served: list[tuple[int, float, float]] = field(default_factory=list)  # replica, from, to
+
+    def close(self, time: float, replica: int | None = None) -> None:
+        """Its requests at the replica, or at all, end; a prompt of a run with one engine was at that all the time."""
+        if replica is None and not self.running and not self.served:
+            self.running[0] = self.start
+        for number in list(self.running) if replica is None else [replica]:
+            if (since := self.running.pop(number, None)) is not None:
+                self.served.append((number, since, time))
+
+
+class _Scale:
+    """Pixels of the time from `begin` to `end`."""
+
+    def __init__(self, begin: float, end: float):
+        self.begin, self.end, self.per_second = begin, end, (WIDTH - LEFT) / (end - begin)
+
+    def shown(self, start: float, stop: float) -> bool:
+        return stop > self.begin and start < self.end
+
+    def bar(self, start: float, stop: float, y: float, height: float, title: str, **of_kind: int) -> Bar:
+        start, stop = max(start, self.begin), min(stop, self.end)
+        return Bar(self.x(start), (stop - start) * self.per_second, y, height, title, **of_kind)
+
+    def x(self, time: float) -> float:
+        return LEFT + (time - self.begin) * self.per_second
 
 
 def read_timeline(folder: Path | None) -> AsyncTimeline | None:
@@ -61,34 +108,76 @@ def read_timeline(folder: Path | None) -> AsyncTimeline | None:
 def draw_timeline(events: Sequence[dict[str, Any]], max_steps: int = MAX_STEPS) -> AsyncTimeline | None:
     """The last `max_steps` versions; None where nothing was published. After a resume, prompts that its checkpoint did
     not have end with the process that was lost."""
-    publishes = [(e["time"], e["version"]) for e in events if e["event"] == "publish"]
-    if not publishes:
+    published = [event for event in events if event["event"] == "publish"]
+    if not published:
         return None
-    begin, end = publishes[-max_steps:][0][0], max(events[-1]["time"], publishes[-max_steps:][0][0] + 1e-6)
-    scale = (WIDTH - LEFT) / (end - begin)
+    begin = published[-max_steps:][0]["time"]
+    scale = _Scale(begin, max(events[-1]["time"], begin + 1e-6))
     out = AsyncTimeline()
     for start, stop, version, groups in _trainings(events):
-        if stop > begin:
-            x = max(start, begin)
+        if scale.shown(start, stop):
             title = f"trains version {version} on {groups} prompts, {stop - start:.2f} s"
-            out.trainer.append(Bar(LEFT + (x - begin) * scale, (stop - x) * scale, 0, version, title))
-    free: list[float] = []  # by row: when its last prompt ended
-    for prompt in _prompts(events):
-        stop = end if prompt.end is None else prompt.end
-        if stop <= begin:
-            continue
-        row = next((row for row, until in enumerate(free) if until <= prompt.start), len(free))
-        if row >= MAX_ROWS:
-            out.num_hidden += 1
-            continue
-        free[row : row + 1] = [stop]
-        for start, until, version in _by_version(max(prompt.start, begin), stop, publishes):
-            title = f"prompt {prompt.number}: version {version}, {prompt.how}"
-            out.prompts.append(Bar(LEFT + (start - begin) * scale, (until - start) * scale, row, version, title))
-    out.num_rows = len(free)
-    ticks = [tick for tick in nice_ticks(0.0, end - begin) if 0 <= tick <= end - begin]
-    out.x_ticks = [(LEFT + tick * scale, f"{tick_label(tick)} s") for tick in ticks]
+            out.trainer.append(scale.bar(start, stop, TRAINER_TOP, TRAINER_HEIGHT, title, version=version))
+    top = TRAINER_TOP + TRAINER_HEIGHT + _draw_stages(events, scale, out) + GAP
+    out.height = _draw_lanes(events, published, scale, top, out) + BOTTOM
+    ticks = [tick for tick in nice_ticks(0.0, scale.end - begin) if 0 <= tick <= scale.end - begin]
+    out.x_ticks = [(scale.x(begin + tick), f"{tick_label(tick)} s") for tick in ticks]
     return out
+
+
+def _draw_stages(events: Sequence[dict[str, Any]], scale: _Scale, out: AsyncTimeline) -> float:
+    """The trainer's stages, below its bar; returns their height."""
+    spans = [span for event in events if event["event"] == "stages" for span in event["stages"]]
+    spans = [(n, start, s) for n, start, s in spans if n not in _WHOLE and scale.shown(start, start + s)]
+    seconds = defaultdict[str, float](float)
+    for name, _, taken in spans:
+        seconds[name] += taken
+    out.stage_names = sorted(seconds, key=lambda name: -seconds[name])
+    for name, start, taken in spans:
+        y, number = TRAINER_TOP + TRAINER_HEIGHT + 1, out.stage_names.index(name)
+        title = f"{name}, {taken:.3f} s"
+        out.stages.append(scale.bar(start, start + taken, y, STAGE_HEIGHT, title, stage=number))
+    return STAGE_HEIGHT + 1 if spans else 0
+
+
+def _draw_lanes(
+    events: Sequence[dict[str, Any]], published: Sequence[dict[str, Any]], scale: _Scale, top: float, out: AsyncTimeline
+) -> float:
+    """A lane for each replica from `top` on; returns where the last one ends."""
+    served = [(span, prompt) for prompt in _prompts(events, scale.end) for span in prompt.served]
+    served = [(span, prompt) for span, prompt in served if scale.shown(*span[1:])]
+    replicas = sorted({replica for (replica, _, _), _ in served})
+    out.num_hidden += sum(replica not in replicas[:MAX_LANES] for (replica, _, _), _ in served)
+    replicas = replicas[:MAX_LANES]
+    max_rows = max(MIN_ROWS, MAX_ROWS // max(len(replicas), 1))
+    versions = [(event["time"], event["version"]) for event in published]
+    for replica in replicas:
+        lane, free = Lane(f"replica {replica}", top, 0.0, []), list[float]()  # by row: when its last prompt ended
+        mine = sorted(
+            ((start, stop, p) for (number, start, stop), p in served if number == replica), key=lambda s: s[0]
+        )
+        for start, stop, prompt in mine:
+            row = next((row for row, until in enumerate(free) if until <= start), len(free))
+            if row >= max_rows:
+                out.num_hidden += 1
+                continue
+            free[row : row + 1] = [stop]
+            for begin, end, version in _by_version(max(start, scale.begin), stop, versions):
+                title = f"prompt {prompt.number}: version {version}, {prompt.how}"
+                lane.prompts.append(scale.bar(begin, end, top + row * ROW, ROW - 1, title, version=version))
+        lane.height = ROW * len(free)
+        lane.pauses = [
+            scale.bar(e["time"] - e["pause_s"], e["time"], top, lane.height, _pause_title(e))
+            for e in published
+            if e.get("pause_s") and scale.shown(e["time"] - e["pause_s"], e["time"])
+        ]
+        out.lanes.append(lane)
+        top += lane.height + GAP
+    return top - GAP if out.lanes else top
+
+
+def _pause_title(publish: dict[str, Any]) -> str:
+    return f"paused for {publish['pause_s']:.3f} s, until version {publish['version']} is published"
 
 
 def _trainings(events: Sequence[dict[str, Any]]) -> list[tuple[float, float, int, int]]:
@@ -105,36 +194,50 @@ def _trainings(events: Sequence[dict[str, Any]]) -> list[tuple[float, float, int
     return out
 
 
-def _prompts(events: Sequence[dict[str, Any]]) -> list[_Prompt]:
-    """All prompts in the order in which they were sent."""
+def _prompts(events: Sequence[dict[str, Any]], end: float) -> list[_Prompt]:
+    """All prompts in the order in which they were sent; what is under way is so until `end`."""
     under_way: dict[int, _Prompt] = {}
     out: list[_Prompt] = []
-    last = events[0]["time"] if events else 0.0
+    last = events[0]["time"]
     for event in events:
-        if event["event"] == "admitted":
+        name, prompt = event["event"], under_way.get(event.get("group", -1))
+        if name == "admitted":
             out.append(_Prompt(event["group"], event["time"]))
             under_way[event["group"]] = out[-1]
-        elif event["event"] in _ENDS and (prompt := under_way.pop(event["group"], None)) is not None:
-            prompt.end, prompt.how = event["time"], _how(event)
-        elif event["event"] == "resumed":
+        elif name == "resumed":
             for number in under_way.keys() - set(event["groups"]):
-                prompt = under_way.pop(number)
-                prompt.end, prompt.how = last, "lost with its process"
+                under_way[number].how = "lost with its process"
+                under_way.pop(number).close(last)
+            for each in under_way.values():
+                if each.running:  # else it goes on at the only engine
+                    each.close(last)
+        elif prompt is not None and name == "sent":
+            prompt.running.setdefault(event["replica"], event["time"])
+        elif prompt is not None and name == "returned":
+            prompt.close(event["time"], event["replica"])
+        elif prompt is not None and name in _ENDS:
+            prompt.close(event["time"])
+            prompt.how = _how(event)
+            del under_way[event["group"]]
         last = event["time"]
+    for prompt in under_way.values():
+        prompt.close(end)
     return out
 
 
 def _how(event: dict[str, Any]) -> str:
-    """How a prompt ended, in words; tokens by version of its longest answer."""
+    """How a prompt ended, in words; tokens of its answers by version, the longest answer first."""
     if event["event"] != "answered":
         return str(event.get("reason", event["event"]))
     answers: list[list[list[int]]] = event["segments"]
-    longest = max(answers, key=lambda parts: sum(count for _, count in parts), default=[])
-    return "tokens " + ", ".join(f"{count} by {version}" for version, count in longest)
+    longest = sorted(answers, key=lambda parts: -sum(count for _, count in parts))
+    told = [", ".join(f"{count} by {version}" for version, count in parts) for parts in longest[:MAX_ANSWERS]]
+    return "tokens " + "; ".join(told) + (f"; {len(longest) - MAX_ANSWERS} more" * (len(longest) > MAX_ANSWERS))
 
 
-def _by_version(start: float, end: float, publishes: Sequence[tuple[float, int]]) -> list[tuple[float, float, int]]:
+def _by_version(start: float, end: float, publishes: Sequence[tuple[float, int]]) -> Iterator[tuple[float, float, int]]:
     """(from, to, version) of the pieces of a time span between publishes."""
     later = [*publishes[1:], (end + 1.0, -1)]
-    spans = [(max(at, start), min(to, end), v) for (at, v), (to, _) in zip(publishes, later, strict=True)]
-    return [span for span in spans if span[1] > span[0]]
+    for (at, version), (to, _) in zip(publishes, later, strict=True):
+        if (stop := min(to, end)) > (begin := max(at, start)):
+            yield begin, stop, version

@@ -144,8 +144,6 @@ def write_page(
         ],
         timelines=[(run.name, run.timeline) for run in runs if run.timeline is not None],
         line_width=async_timeline.WIDTH,
-        line_top=async_timeline.TOP,
-        line_row=async_timeline.ROW,
         samples=list(samples),
         prompts=answers_side_by_side(runs),
         configs=[(run.name, sorted(config.items())) for run, config in zip(runs, configs, strict=True) if config],

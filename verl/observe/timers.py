@@ -18,6 +18,9 @@ class StageRecorder(Protocol):
     def add(self, stage: str, seconds: float) -> None: ...
 
 
+StageSpan = tuple[str, float, float]  # stage, when it began by the timer's clock, seconds
+
+
 class StageTimer:
     """Seconds per named stage of one step, for `timing_s/<stage>`. Seconds of a stage entered twice are added.
 
@@ -38,6 +41,7 @@ class StageTimer:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.seconds: dict[str, float] = {}
+        self.spans: list[StageSpan] = []  # of the stages that were entered here, in the order in which they ended
         self.recorder: StageRecorder | None = None  # of a profiled step
         self._synchronize = synchronize
         self._on_enter = on_enter
@@ -52,7 +56,9 @@ class StageTimer:
             try:
                 yield
             finally:
-                self._count(stage, self._now() - start)
+                seconds = self._now() - start
+                self.spans.append((stage, start, seconds))
+                self._count(stage, seconds)
 
     @contextlib.contextmanager
     def slice(self, name: str) -> Iterator[None]:
@@ -79,7 +85,7 @@ class StageTimer:
 
     def reset(self) -> None:
         """Start a new step."""
-        self.seconds = {}
+        self.seconds, self.spans = {}, []
 
     def _now(self) -> float:
         if self._synchronize is not None:

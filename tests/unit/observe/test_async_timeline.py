@@ -1,5 +1,6 @@
 """The timeline of an asynchronous run: bars where and as long as the events say."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -9,7 +10,9 @@ import pytest
 
 from tests.conftest import skip_or_fail
 from verl.observe.async_timeline import LEFT, WIDTH, draw_timeline, read_timeline
+from verl.observe.events import EventLog, read_events
 from verl.observe.html_report import RunData, write_page
+from verl.observe.served_requests import GroupRequests, served_by
 
 # Two prompts under version 0; prompt 0 is trained from 3 to 5; prompt 1 goes on and ends under version 1; 2 is lost.
 EVENTS = [
@@ -40,7 +43,84 @@ def test_bars_are_where_the_events_say():
     assert spans(by_prompt[1]) == [(1, 4, 0), (5, 3, 1)]
     assert spans(by_prompt[2]) == [(6, 2, 1)] and by_prompt[2][0].title.endswith("lost with its process")
     assert by_prompt[1][0].title.endswith("tokens 9 by 0, 3 by 1")
-    assert by_prompt[0][0].row == by_prompt[2][0].row != by_prompt[1][0].row  # a row is used again, never at once
+    assert by_prompt[0][0].y == by_prompt[2][0].y != by_prompt[1][0].y  # a row is used again, never at once
+
+
+# Prompt 0 is served by replica 1, then by both until it is parked; the process is lost at 8 and prompt 1 goes on at 0.
+ON_REPLICAS = [
+    {"time": 0.0, "event": "publish", "version": 0},
+    {"time": 0.0, "event": "admitted", "group": 0, "version": 0},
+    {"time": 0.0, "event": "admitted", "group": 1, "version": 0},
+    {"time": 1.0, "event": "sent", "group": 0, "replica": 1},
+    {"time": 2.0, "event": "sent", "group": 0, "replica": 0},
+    {"time": 3.0, "event": "returned", "group": 0, "replica": 1},
+    {"time": 4.0, "event": "returned", "group": 0, "replica": 0},
+    {"time": 4.0, "event": "answered", "group": 0, "segments": [[[0, 4]], [[0, 9], [1, 2]]]},
+    {"time": 4.0, "event": "take", "version": 0, "groups": [0], "ages": [0]},
+    {"time": 5.0, "event": "publish", "version": 1, "pause_s": 0.5},
+    {"time": 5.0, "event": "stages", "stages": [["adv", 4.0, 0.25], ["update_actor", 4.25, 0.5], ["step", 0.0, 5.0]]},
+    {"time": 6.0, "event": "sent", "group": 1, "replica": 1},
+    {"time": 8.0, "event": "admitted", "group": 2, "version": 1},
+    {"time": 9.0, "event": "resumed", "version": 1, "groups": [1]},
+    {"time": 9.0, "event": "sent", "group": 1, "replica": 0},
+    {"time": 10.0, "event": "publish", "version": 1, "pause_s": 0.25},
+]
+
+
+def test_each_replica_has_a_lane_with_its_prompts_and_pauses():
+    line = draw_timeline(ON_REPLICAS)
+    assert line is not None
+    first, second = line.lanes
+    assert (first.name, second.name) == ("replica 0", "replica 1")
+    assert spans(first.prompts) == [(2, 2, 0), (9, 1, 1)]
+    assert spans(second.prompts) == [(1, 2, 0), (6, 2, 1)]
+    assert first.prompts[0].title == "prompt 0: version 0, tokens 9 by 0, 2 by 1; 4 by 0"
+    for lane in line.lanes:
+        assert [(x, width) for x, width, _ in spans(lane.pauses)] == [(4.5, 0.5), (9.75, 0.25)]
+        assert all(lane.top <= b.y and b.y + b.height <= lane.top + lane.height for b in (*lane.prompts, *lane.pauses))
+    assert first.top + first.height < second.top and second.top + second.height < line.height
+
+
+def test_the_trainer_has_its_stages_below_its_bar():
+    line = draw_timeline(ON_REPLICAS)
+    assert line is not None and line.stage_names == ["update_actor", "adv"]  # the longest first; a step holds both
+    assert [(line.stage_names[bar.stage], *spans([bar])[0][:2]) for bar in line.stages] == [
+        ("adv", 4, 0.25), ("update_actor", 4.25, 0.5),
+    ]  # fmt: skip
+    trained = line.trainer[0].y + line.trainer[0].height
+    assert all(trained < bar.y and bar.y + bar.height < line.lanes[0].top for bar in line.stages)
+
+
+def test_a_group_is_at_a_replica_from_its_first_request_there_to_its_last(tmp_path: Path):
+    """Requests of tasks that a task starts are its own; those of other tasks are nobody's."""
+
+    async def request(replica: int, until: asyncio.Event) -> None:
+        with served_by(replica):
+            await until.wait()
+
+    async def group(number: int, ends: list[asyncio.Event]) -> None:
+        GroupRequests(events, number).follow()
+        await asyncio.gather(*(request(replica, end) for replica, end in zip((0, 0, 1), ends, strict=True)))
+
+    async def run() -> None:
+        ends = [asyncio.Event() for _ in range(3)]
+        running = [asyncio.create_task(group(7, ends)), asyncio.create_task(request(3, ends[0]))]
+        for end in (None, *ends):
+            if end is not None:
+                end.set()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            events.add("later")
+        await asyncio.gather(*running)
+
+    events = EventLog(tmp_path / "events.jsonl")
+    asyncio.run(run())
+    events.write()
+    found = [(e["event"], e.get("group"), e.get("replica")) for e in read_events(tmp_path / "events.jsonl")]
+    later = ("later", None, None)
+    assert found == [
+        ("sent", 7, 0), ("sent", 7, 1), later, later, ("returned", 7, 0), later, ("returned", 7, 1), later,
+    ]  # fmt: skip
 
 
 def test_only_the_last_versions_are_shown():

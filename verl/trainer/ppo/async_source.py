@@ -11,6 +11,8 @@ from verl.data.prompt_sampler import PromptSampler
 from verl.data.prompts import PromptRow
 from verl.data.trajectory import Trajectory
 from verl.observe.events import EventLog
+from verl.observe.served_requests import GroupRequests
+from verl.observe.timers import StageSpan
 from verl.trainer.ppo.admission import AdmissionRules
 from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
 from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
@@ -78,6 +80,7 @@ class AsyncSource:
         self._stats_before: list[EngineStats] | None = None
         self._last_stats: list[EngineStats] | None = None
         self._last_take_ended = time.perf_counter()
+        self._parked_at = 0.0  # of an engine that does not go on: when it was parked last
 
     async def take(self, num_prompts: int) -> RolloutBatch:
         """The oldest finished groups, scored, in the order of their prompts; waits until there are enough. A step that
@@ -87,11 +90,12 @@ class AsyncSource:
         await engine.wake()
         stats_before = self._stats_before or await engine.stats()
         if not self.goes_on:
-            await self.published(engine.version)
+            await self.published(engine.version, time.perf_counter() - self._parked_at if self._parked_at else None)
         self._step.trained_s += trained_s
         await self._until_ready(num_prompts)
         if engine.can_park and not self.goes_on:
             await engine.park()
+            self._parked_at = time.perf_counter()
         taken = [self.flights.pop(number) for number in self.admission.take(num_prompts)]
         out = RolloutBatch(generate_s=time.perf_counter() - start)
         groups = [with_older_logprobs(await self._scored(flight), flight.older_logprobs) for flight in taken]
@@ -121,13 +125,14 @@ class AsyncSource:
             self._evicted = [] if len(self._step.ages) == self.admission.batch else self._evicted
         return out
 
-    async def published(self, version: int) -> None:
-        """`version` is in use from now on: what waits goes on under it, and prompts are sent while there is room."""
+    async def published(self, version: int, pause_s: float | None = None) -> None:
+        """`version` is in use from now on: what waits goes on under it, and prompts are sent while there is room.
+        `pause_s`: seconds until now in which the rollout could not sample, where they are known."""
         if self._saved is not None:
             await self._begin_again(self._saved)
         if self.collector.engine.can_park:
             await self.collector.engine.resume()
-        self._publish(version)
+        self._publish(version, pause_s)
         self._admit()
         for _ in range(2):  # the new requests, and those of greedy answers, are at the engine before it may be parked
             await asyncio.sleep(0)
@@ -136,10 +141,16 @@ class AsyncSource:
         """Never returns: while it waits, the event loop runs on beside the training."""
         await asyncio.Event().wait()
 
-    def _publish(self, version: int) -> None:
+    def note_stages(self, spans: Sequence[StageSpan]) -> None:
+        """When each stage of a step began and how long it took, for the timeline; those that hold others included."""
+        to_time = time.time() - time.perf_counter()
+        stages = [[name, round(to_time + start, 6), round(seconds, 6)] for name, start, seconds in spans]
+        self.events.add("stages", stages=stages)
+
+    def _publish(self, version: int, pause_s: float | None) -> None:
         """Note the weights that are published now; groups that have become too old are dropped."""
         self._step, self._stats_before = StepTally(), self._last_stats
-        self.events.add("publish", version=version)
+        self.events.add("publish", version=version, **({} if pause_s is None else {"pause_s": round(pause_s, 6)}))
         dropped = self.admission.publish(version)
         for number in dropped:
             flight = self.flights.pop(number)
@@ -178,6 +189,7 @@ class AsyncSource:
         """The scored answers to one prompt. All that the engine has to do for them comes before any score: it may be
         parked from then on."""
         if flight.answers is None:
+            GroupRequests(self.events, flight.number).follow()
             async with asyncio.TaskGroup() as pair:
                 baseline = (
                     pair.create_task(self._sample(flight, greedy(self.sampling))) if self.with_baselines else None
@@ -256,6 +268,8 @@ class AsyncSource:
         if engine.can_park:
             await engine.park()
         engine.restore(saved["engine"])
+        groups = sorted(group["group"] for group in saved["groups"])
+        self.events.add("resumed", version=engine.version, groups=groups)
         rows = self.prompts.rows_of([group["row"] for group in saved["groups"]])
         for group, row in zip(saved["groups"], rows, strict=True):
             flight = Flight(group["group"], row, group["version"])
@@ -264,7 +278,6 @@ class AsyncSource:
             flight.older_logprobs = {int(i): values for i, values in group.get("older_logprobs", {}).items()}
             self._send(flight)
         await asyncio.sleep(0)  # the requests are at the engine now
-        self.events.add("resumed", version=engine.version, groups=sorted(self.flights))
 
     @property
     def epoch(self) -> int:

@@ -290,8 +290,10 @@ class PPOTrainer:
         if engine.can_park:
             await engine.park()  # it cannot get weights beside the sampling
         receipt = await self.weight_sync.publish(version)
-        await self.beside.published(version)
-        return replace(receipt, pause_s=time.perf_counter() - started) if engine.can_park else receipt
+        if engine.can_park:
+            receipt = replace(receipt, pause_s=time.perf_counter() - started)
+        await self.beside.published(version, receipt.pause_s)
+        return receipt
 
     def old_logprobs_are_redundant(self, batch: Batch) -> bool:
         """Whether the update's own forward gives the same values: one optimiser step on unchanged weights.

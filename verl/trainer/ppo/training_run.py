@@ -29,6 +29,7 @@ from verl.trainer.batch_metrics import numeric_parts, prompt_and_response_length
 from verl.trainer.capacity_block import CapacityBlock
 from verl.trainer.checkpoints import Checkpoints, folder_of_copies, read_state, step_folder
 from verl.trainer.interrupt import Interrupt, interrupted
+from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.efficiency import forward_memory_metrics, mfu_metrics, published_memory_metrics
 from verl.trainer.ppo.health import HealthCheck, setup_lines
 from verl.trainer.ppo.profiled_steps import step_profiler
@@ -185,6 +186,8 @@ class TrainingRun:
             if ends_soon or self.stop_requested or is_due(record.step, self.config.trainer.save_freq, last):
                 with timer("save_checkpoint"):
                     self.save()
+        if isinstance(self.trainer.source, AsyncSource):
+            self.trainer.source.note_stages(timer.spans)
         self.block.add_step(timer.seconds["step"] - timer.seconds.get("save_checkpoint", 0.0))
         metrics.update(timer.metrics())
         _, response = prompt_and_response_lengths(record.batch)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from verl.observe.served_requests import served_by
 from verl.utils.errors import ReplicaError, WorkerError
 from verl.workers.rollout.base import Completion, CopyingEngine, GenerationRequest, StaleWeightsError, TokenCallback
 from verl.workers.rollout.engine_stats import EngineStats
@@ -143,7 +144,8 @@ class Router(ProfiledServer, CopyingEngine):
             cost = request.sampling.n * (len(request.prompt_ids) + request.sampling.max_tokens)
             self._add_load(number, cost)
             try:
-                return await call(engine)
+                with served_by(number):
+                    return await call(engine)
             except WorkerError as error:
                 self._replace(number, engine, error)
                 if request.request_id in self._aborted:  # nobody waits for it
