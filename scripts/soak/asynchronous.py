@@ -1,6 +1,6 @@
 """Asynchronous runs, killed at random moments until they end.
 
-    make soak PART=asynchronous                  # 50 kills of each case
+    make soak PART=asynchronous                  # 23 kills of each case, 207 in all; two cases at a time
     python -m scripts.soak.asynchronous --kills 2 --only drop
 
 events.jsonl is asked whether every prompt was trained once or named as dropped. On the rollout's devices, weights,
@@ -11,10 +11,14 @@ of its own for the rollout, what a step takes depends on the time. Goes on where
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.soak.progress import RESULTS, Progress
@@ -23,7 +27,7 @@ from tests.e2e.test_async_runs import ASYNC, assert_trained_once_or_dropped
 from tests.e2e.test_resume import assert_same_run
 from tests.e2e.test_separate_runs import LONG, SEPARATE
 
-STEPS = 6
+STEPS, KILLS = 6, 23
 DROP = ["trainer.v1.sampler.max_off_policy_strategy=drop", "trainer.v1.sampler.max_off_policy_threshold=2"]
 CASES = {
     "synchronous": [ASYNC, "async_training.staleness_threshold=0"],
@@ -37,21 +41,35 @@ CASES = {
     "drop apart": [*SEPARATE, *LONG, *DROP],
 }
 DEPENDS_ON_TIME = ("one step off", "in parts", "two replicas", "drop apart")
+MAIN = [sys.executable, "-m", "verl.trainer.main_ppo"]
+PREPARING = threading.Lock()  # random weights come from one generator of this process
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=KILLS, help="of each case (default: %(default)s)")
     parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     args = parser.parse_args()
     progress = Progress("asynchronous", args.folder)
-    for case in [args.only] if args.only else CASES:
-        while (done := progress.done(case)) < args.kills:
-            kills = killed_until_it_ends(case, done)
-            progress.record(case, kills)
-            print(f"{case}: {done + kills} kills, nothing lost, nothing twice", flush=True)
-    return 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        cases = [args.only] if args.only else list(CASES)
+        passed = list(pool.map(lambda case: run_case(case, args.kills, progress), cases))
+    return 0 if all(passed) else 1
+
+
+def run_case(case: str, kills: int, progress: Progress) -> bool:
+    """Run `case` until it was killed so often; False, and why, where something was lost or happened twice."""
+    while (done := progress.done(case)) < kills:
+        try:
+            more = killed_until_it_ends(case, done)
+        except (Exception, AssertionError):
+            print(f"{case}, after {done} kills:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            return False
+        progress.record(case, more)
+        print(f"{case}: {done + more} kills, nothing lost, nothing twice", flush=True)
+    return True
 
 
 def killed_until_it_ends(case: str, seed: int) -> int:
@@ -59,19 +77,21 @@ def killed_until_it_ends(case: str, seed: int) -> int:
     draws, kills = random.Random(f"{case} {seed}"), 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")
-        jobs.prepare(folder)
+        environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "metrics")}
+        with PREPARING:
+            jobs.prepare(folder)
         how = [*CASES[case], "trainer.save_freq=1", "trainer.test_freq=2"]
+        quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         if case not in DEPENDS_ON_TIME:
-            jobs.train(folder, "whole", *how)
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *jobs.overrides(folder, "killed", *how)]
+            subprocess.run([*MAIN, *jobs.overrides(folder, "whole", *how)], check=True, **quiet)
         while True:
-            run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            run = subprocess.Popen([*MAIN, *jobs.overrides(folder, "killed", *how)], **quiet)
             wait_for_a_step(run, folder / "killed" / ("ledger" if case == "synchronous apart" else "events.jsonl"))
             time.sleep(draws.uniform(0.0, 3.0))  # a step and its save end in most processes
             run.kill()
             if run.wait() == 0:
                 break
+            assert run.returncode == -signal.SIGKILL, f"it ended by itself with exit code {run.returncode}"
             kills += 1
         if case not in DEPENDS_ON_TIME:
             assert_same_run(folder, "whole", "killed", step=STEPS)
@@ -88,7 +108,7 @@ def wait_for_a_step(run: "subprocess.Popen[bytes]", records: Path) -> None:
 
     before = written()
     while run.poll() is None and written() == before:
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
