@@ -16,7 +16,7 @@ from verl.trainer import preflight, rank_launch, sft_trainer
 from verl.trainer.ppo import placement, plan
 from verl.trainer.ppo.placement import announce_plan, devices_apart, place_roles, plan_run, start_pools
 from verl.trainer.preflight import chosen_runtime
-from verl.workers.rollout.registry import find_rollout_engine, rollout_engine_of
+from verl.workers.rollout.registry import rollout_engine_of
 
 PPO = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=1"]
 ON_CPU = [*PPO, "trainer.device=cpu"]
@@ -43,9 +43,6 @@ def start_on_the_drivers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             module, "rollout_engine_of", lambda arr: replace(rollout_engine_of(arr), starts_on_nodes=False)
         )
-    monkeypatch.setattr(
-        placement, "find_rollout_engine", lambda *which: replace(find_rollout_engine(*which), starts_on_nodes=False)
-    )
 
 
 def test_one_pool_holds_every_role_unless_the_critic_has_ranks_of_its_own():
@@ -212,6 +209,7 @@ def test_beside_ranks_on_ray_the_run_starts_the_replicas_of_the_plan_or_one_and_
         assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and not devices_apart(config)
     apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
     assert devices_apart(load_config([*words, *apart])) == [2, 2]
+    place(*words, *apart, "actor_rollout_ref.rollout.name=native")
     far = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8"]
     assert devices_apart(load_config([*words, *far])) == [0, 0, 8]
 

@@ -2,7 +2,6 @@
 
 from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, staleness
-from verl.config.foreign_keys import not_yet_supported_message
 from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
 from verl.trainer.ppo.placement import is_this_process, place_roles
@@ -27,8 +26,6 @@ def check_parking(config: RunConfig) -> None:
         return
     rollout = config.actor_rollout_ref.rollout
     what = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} with a staleness of {staleness(config):g}"
-    if config.trainer.v1.trainer_mode == SEPARATE and chosen_runtime(config.trainer) == "ray":
-        raise ConfigError(not_yet_supported_message(f"{what} under Ray", "sampling beside the training under Ray"))
     if config.reward.reward_model.enable and takes_turns(config.reward, get_platform().device_name != "cpu"):
         raise ConfigError(
             f"{what} samples while answers are scored, and a reward model on the rollout's devices scores while "

@@ -33,7 +33,7 @@ from verl.trainer.preflight import check_devices_asked_for, chosen_runtime, repo
 from verl.trainer.run_header import say
 from verl.utils.errors import ConfigError
 from verl.workers.rank_workers import RankWorkers, build_rank_workers
-from verl.workers.rollout.registry import Weights, find_rollout_engine, rollout_engine_of
+from verl.workers.rollout.registry import Weights, rollout_engine_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def plan_run(config: RunConfig) -> Plan:
         ray_cluster.check_installed()
     plan = plan_placement(config, Machine(platform.device_name, platform.device_count()), runtime)
     check_devices_asked_for(config.trainer, platform, dict(devices_beside_actor(config).values()))
-    rollout = config.actor_rollout_ref.rollout
-    alone = runtime == "ray" and rollout.num_replicas is None and not splits_rollout(config)
-    if alone and _has_copies_on_devices(config, plan) and not find_rollout_engine(rollout.name).starts_on_nodes:
+    arr = config.actor_rollout_ref
+    alone = runtime == "ray" and arr.rollout.num_replicas is None and not splits_rollout(config)
+    if alone and _has_copies_on_devices(config, plan) and not rollout_engine_of(arr).starts_on_nodes:
         return replace(plan, replicas=(replace(plan.rollout, count=1), *plan.replicas[1:]))
     return plan
 
@@ -121,13 +121,13 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
             f"replica is planned by `verl plan`, but a run starts such replicas of rollout.name=vllm on one machine "
             f"({plan.rollout_pool.per_node} devices) only; set {ROLLOUT}.data_parallel_size=1{then}"
         )
-    splits = splits_rollout(config)
-    if plan.runtime == "ray" and (replicas.count > 1 or splits) and not find_rollout_engine(name).starts_on_nodes:
+    splits, starts_on_nodes = splits_rollout(config), rollout_engine_of(config.actor_rollout_ref).starts_on_nodes
+    if plan.runtime == "ray" and (replicas.count > 1 or splits) and not starts_on_nodes:
         key = "actor_rollout_ref.hybrid_engine=False or rollout.nnodes" if splits else f"{ROLLOUT}.num_replicas"
         raise ConfigError(
             f"{key} with rollout.name={name} on Ray is planned by `verl plan`, but there this version starts one "
             "replica of it, on the driver's machine; drop it, use trainer.runtime=processes on one machine, or "
-            f"rollout.name=vllm{'' if splits else ' or native'}"
+            "rollout.name=vllm or native"
         )
 
 

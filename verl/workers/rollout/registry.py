@@ -129,7 +129,7 @@ def register_apart(
     name: str,
 ) -> "Callable[[Callable[[EngineInputs], RolloutEngine]], Callable[[EngineInputs], RolloutEngine]]":
     """Decorator of the function that builds replicas, of one device each and with copied weights, of the engine in
-    place `name`, for a rollout with devices of its own."""
+    place `name`, for a rollout with devices of its own. It reads `EngineInputs.start_server`."""
 
     def add(builder: "Callable[[EngineInputs], RolloutEngine]") -> "Callable[[EngineInputs], RolloutEngine]":
         _APART[name] = builder
@@ -160,7 +160,9 @@ def rollout_engine_of(arr: "ActorRolloutRefConfig") -> RegisteredEngine:
     registered = find_rollout_engine(arr.rollout.name, arr.model.external_lib)
     if registered.name not in _APART or (arr.hybrid_engine and not arr.rollout.nnodes):
         return registered
-    return replace(registered, weights=Weights.COPIED, builder=_APART[registered.name], is_apart=True)
+    return replace(
+        registered, weights=Weights.COPIED, builder=_APART[registered.name], starts_on_nodes=True, is_apart=True
+    )
 
 
 def engines_with(weights: Weights) -> str:
