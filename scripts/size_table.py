@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5641,
-    "workers": 1142,  # the driver-side handles
+    "workers/rollout": 5643,
+    "workers": 1164,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
     "rewards": 5182,
-    "trainer": 8800,
+    "trainer": 9082,
     "commands": 7110,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21499, 61838, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21776, 62205, 400
 
 
 def package_of(path: Path) -> str:

@@ -176,9 +176,9 @@ def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path):
     assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
 
 
-def assert_old_logprobs_of_each_version(folder: Path, run: str, steps: range) -> None:
+def assert_old_logprobs_of_each_version(folder: Path, run: str, steps: range, mixed: bool = True) -> None:
     """The old log-prob of each token is that of a plain forward in float64 by the checkpoint of the version that
-    sampled it, in answers of one version and of several."""
+    sampled it, in answers of one version and, unless it is left to time whether there are any, of several."""
     models: dict[int, PreTrainedModel] = {}
     answers = [e for e in read_events(folder / run / "events.jsonl") if e["event"] == "answered"]
     segments = {e["group"]: e["segments"] for e in answers}
@@ -206,7 +206,7 @@ def assert_old_logprobs_of_each_version(folder: Path, run: str, steps: range) ->
                 plain = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][sampled[1:]]
                 torch.testing.assert_close(part, plain[first : first + count], atol=1e-5, rtol=0)
                 checked[len(parts) > 1] += version < step - 1
-    assert min(checked[True], checked[False]) > 0, checked
+    assert checked[False] > 0 and (checked[True] > 0 or not mixed), checked
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -230,7 +230,6 @@ def test_a_resumed_run_has_the_old_log_probs_that_were_scored(folder: Path):
     assert_same_run(folder, "whole", "parts", step=6)
 
 
-LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
 STAYS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
 
 
@@ -239,7 +238,6 @@ STAYS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
     [
         ([STAYS, "algorithm.rollout_correction.bypass_mode=True"], "kv_cache_on_publish=keep_kv needs"),
         (["actor_rollout_ref.rollout.stop=[ab]"], "use stop_token_ids"),
-        (["actor_rollout_ref.rollout.top_p=0.9", LOOP], "tool_agent.*bypass_mode=True"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(folder: Path, extra: list[str], message: str):

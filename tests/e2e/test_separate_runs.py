@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.e2e import jobs
 from tests.e2e.replayed import RecordedArrivals
-from tests.e2e.test_async_runs import ASYNC, assert_trained_once_or_dropped, kill_and_resume
+from tests.e2e.test_async_runs import (
+    ASYNC,
+    assert_old_logprobs_of_each_version,
+    assert_trained_once_or_dropped,
+    kill_and_resume,
+)
 from tests.e2e.test_resume import assert_same_run, checkpoint_tensors, stopping
 from verl.config import load_config
 from verl.experimental.fully_async_policy import fully_async_main
@@ -99,6 +105,26 @@ def test_a_resumed_run_goes_on_with_the_tokens_that_were_in_flight(folder: Path)
                 assert sampled[: len(part[0])] == part[0] and int(batch["policy_versions"][row, 0]) == part[1]
                 found += 1
     assert found > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_old_log_probs_are_scored_by_the_version_that_sampled_when_training_has_moved_on(folder: Path, ranks: int):
+    """With top_p the rollout's log-probs are not used, in no part of a step. A resumed run goes on with what was
+    scored."""
+    how = [*SEPARATE, *LONG[:3], "async_training.staleness_threshold=2", "trainer.save_freq=1", "trainer.test_freq=-1"]
+    how += [f"{jobs.ARR}.rollout.top_p=0.9", f"{jobs.ARR}.actor.ppo_mini_batch_size=2"]
+    how += [f"trainer.n_gpus_per_node={ranks}", "data.max_response_length=60"]
+    if ranks == 1:
+        jobs.train(folder, "run", *how, *stopping(folder, 4))
+    jobs.train(folder, "run", *how)
+    assert_trained_once_or_dropped(folder / "run")
+    assert_old_logprobs_of_each_version(folder, "run", steps=range(1, 7), mixed=False)
+    rows = jobs.metrics(folder, "run")
+    parameters = sum(tensor.numel() for tensor in load_file(folder / "model" / "model.safetensors").values())
+    for step in range(2, 7):
+        assert rows[step]["training/off_policy/kept_weights_bytes"] == 4 * parameters
+        assert rows[step]["rollout_corr/k3_kl"] < 1e-6 < rows[step]["training/off_policy/staleness_k3_kl"]
+    assert any(rows[step]["training/off_policy/tokens_scored_before_leaving"] > 0 for step in rows if step)
 
 
 MODES = {

@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.e2e import jobs
+from tests.e2e.test_async_runs import assert_old_logprobs_of_each_version
 from verl.commands.quickstart.small_model import small_qwen3
 from verl.observe.ledger import read_ledger
 from verl.workers.rollout.base import Completion, GenerationRequest
@@ -125,6 +126,30 @@ def test_tools_are_called_while_the_policy_is_trained(folder: Path):
             said.update(check_replies(tokenizer, tokens, mask))
         stale += int((batch["policy_versions"][:, 0] < step - 1).sum())
     assert set(said) == set(REPLIES) and stale > 0
+
+
+APART = ["trainer.device=cpu", f"{jobs.ARR}.hybrid_engine=False", f"{jobs.ARR}.rollout.n_gpus_per_node=1"]
+MODES = {
+    "colocated": ["trainer.v1.trainer_mode=colocate_async"],
+    "apart": [*APART, "trainer.v1.trainer_mode=separate_async"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_turns_of_a_conversation_are_scored_by_the_versions_that_sampled_them(folder: Path, mode: str):
+    """With top_p the rollout's log-probs are not used, and a conversation goes on over several versions."""
+    how = [f"{jobs.ARR}.rollout.top_p=0.95", f"{jobs.ARR}.rollout.n=4", f"{jobs.ARR}.rollout.max_num_seqs=4"]
+    how += ["trainer.save_freq=1", "trainer.test_freq=-1", "async_training.staleness_threshold=1.5"]
+    jobs.train(folder, "run", *SETTINGS, *MODES[mode], *how)
+    assert_old_logprobs_of_each_version(folder, "run", steps=range(2, STEPS + 1), mixed=mode == "colocated")
+    turns = 0
+    for step in range(2, STEPS + 1):
+        batch = read_ledger(folder / "run" / "ledger", step).batch
+        for (oldest, newest), (start, end) in zip(
+            batch["policy_versions"].tolist(), pairwise(batch.cu_seqlens.tolist()), strict=True
+        ):
+            turns += len(spans(batch["loss_mask"][start:end].tolist())) > 1 and newest > oldest
+    assert turns > 0 or mode == "apart"  # where it is left to time
 
 
 def sequences(batch):

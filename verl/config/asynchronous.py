@@ -129,16 +129,19 @@ def records_old_logprobs(config: "RunConfig") -> bool:
 
 
 def scores_before_leaving(config: "RunConfig") -> bool:
-    """Whether the trainer scores what was sampled before it leaves the version that sampled it, because the rollout
-    does not record the trainer's log-probs."""
-    colocated = config.trainer.v1.trainer_mode == COLOCATED and staleness(config) > 0
+    """Whether the trainer scores what a version of the weights has sampled before it gives that version up, because
+    the rollout does not record the trainer's log-probs."""
     bypassed = config.algorithm.rollout_correction.bypass_mode
-    return colocated and not bypassed and not records_old_logprobs(config)
+    return is_asynchronous(config) and staleness(config) > 0 and not bypassed and not records_old_logprobs(config)
+
+
+def keeps_published_weights(config: "RunConfig") -> bool:
+    """Whether it keeps the published weights beside those that it trains, to score by them."""
+    return config.trainer.v1.trainer_mode == SEPARATE and scores_before_leaving(config)
 
 
 def check_asynchronous(config: "RunConfig") -> None:
     """ConfigError for settings that have no effect in a synchronous run, or would give wrong old log-probs."""
-    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     if not is_asynchronous(config):
         for name in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches"):
             if value := config.async_training[name]:
@@ -157,18 +160,10 @@ def check_asynchronous(config: "RunConfig") -> None:
     check_ages(staleness(config), config.trainer.v1.sampler.max_off_policy_threshold)
     if not staleness(config):
         return
-    if not rollout.calculate_log_probs:
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
         raise ConfigError(
             "actor_rollout_ref.rollout.calculate_log_probs=False leaves answers of older weights without old "
             "log-probs; set it to True, or async_training.staleness_threshold=0"
-        )
-    if config.trainer.v1.trainer_mode == SEPARATE and not (records_old_logprobs(config) or correction.bypass_mode):
-        raise ConfigError(
-            "the rollout's log-probs are not the trainer's of the same version (rollout.name="
-            f"{rollout.name}, dtype={rollout.dtype}, top_p={rollout.top_p:g}, top_k={rollout.top_k}, "
-            f"kv_cache_on_publish={rollout.kv_cache_on_publish}), so answers of older weights have no old log-probs; "
-            "use name=native, dtype=auto, top_p=1, top_k=-1 and kv_cache_on_publish=recompute, or the rollout's own by "
-            "algorithm.rollout_correction.bypass_mode=True"
         )
 
 

@@ -27,7 +27,7 @@ class Trajectory:
     reward: float | None = None  # None: not scored yet, or the scorer failed or abstained
     reward_baseline: float | None = None  # of a greedy answer to the same prompt; None: nothing asks for one
     policy_version: tuple[int, int] = (0, 0)  # oldest and newest weights that sampled a token of it
-    older_logprobs: tuple[float, ...] = ()  # nats, of its first sampled tokens: by the trainer at the versions of these
+    older_logprobs: Tensor | None = None  # (L,) nats by the trainer at the versions that sampled; NaN: not scored
     segments: tuple[tuple[int, int], ...] = ()  # (version, tokens that it sampled), in order, if there were several
     stop_reason: str = "stop"  # "stop", "length" or "aborted"
     data_source: str = ""  # of the prompt's row

@@ -217,13 +217,21 @@ def off_policy_metrics(batch: Batch, current_logprobs: Tensor, version: int) -> 
     if bool(fresh.any()):
         kept = fresh[batch.sequence_ids()]
         out |= mismatch_metrics(batch.select(fresh.nonzero().squeeze(1)), current_logprobs[kept])
-    stale = batch["loss_mask"] & ~fresh[batch.sequence_ids()]
+    return out | staleness_metrics(batch, current_logprobs, version)
+
+
+def staleness_metrics(batch: Batch, current_logprobs: Tensor, version: int) -> dict[str, float]:
+    """Version against version, over the sampled tokens of answers that are not of `version` alone: KL by k1 and k3, in
+    nats, of their `old_logprobs` and `current_logprobs` (T,), the trainer's at `version`."""
+    stale = batch["loss_mask"] & (batch["policy_versions"][:, 0] != version)[batch.sequence_ids()]
+    if not bool(stale.any()):
+        return {}
     log_ratio = (current_logprobs - batch["old_logprobs"])[stale].double()
-    if log_ratio.numel():
-        out["training/off_policy/staleness_kl"] = float(-log_ratio.mean())
-        out["training/off_policy/staleness_k3_kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
-        out["training/off_policy/staleness_ratio_max"] = float(log_ratio.abs().max().exp())
-    return out
+    return {
+        "training/off_policy/staleness_kl": float(-log_ratio.mean()),
+        "training/off_policy/staleness_k3_kl": float((log_ratio.exp() - 1 - log_ratio).mean()),
+        "training/off_policy/staleness_ratio_max": float(log_ratio.abs().max().exp()),
+    }
 
 
 def _perplexities(batch: Batch, trainer_logprobs: Tensor) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -67,6 +68,19 @@ class Actor:
         """`logprobs`, `entropy` and `more` outputs (T,) of sampled tokens, at the sampling temperature, 0 elsewhere."""
         inputs, names = batch.select_columns(()), ("logprobs", "entropy", *more)
         return self.dispatcher.forward(inputs, names, self.infer_micro, self.temperature)
+
+    def keep_weights(self) -> int:
+        """Keep the weights of now in host memory, for `kept_weights`; bytes on all ranks."""
+        return sum(self.group.broadcast("keep_weights"))
+
+    @contextmanager
+    def kept_weights(self) -> Iterator[None]:
+        """A context in which forward passes compute by the weights that were kept; nothing is trained in it."""
+        self.group.broadcast("swap_weights")
+        try:
+            yield
+        finally:
+            self.group.broadcast("swap_weights")
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter, tied ones once; only when the worker runs in this process."""

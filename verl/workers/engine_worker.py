@@ -80,6 +80,14 @@ class EngineWorker:
         """Bytes that all processes use of this rank's device; 0 where that is not known."""
         return get_platform().device_memory_used()
 
+    def keep_weights(self) -> int:
+        """Copy the trained weights of this rank into host memory, over an earlier copy; its size in bytes."""
+        return self.engine.keep_weights()
+
+    def swap_weights(self) -> None:
+        """Exchange the trained weights with the copy."""
+        self.engine.swap_weights()
+
     def advance_schedule(self) -> None:
         """Advance the learning-rate schedule by one training step."""
         self.engine.lr_scheduler_step()

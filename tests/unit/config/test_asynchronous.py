@@ -3,7 +3,13 @@
 import pytest
 
 from verl.config import ConfigError, RunConfig, load_config
-from verl.config.asynchronous import is_asynchronous, records_old_logprobs, scores_before_leaving, staleness
+from verl.config.asynchronous import (
+    is_asynchronous,
+    keeps_published_weights,
+    records_old_logprobs,
+    scores_before_leaving,
+    staleness,
+)
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -34,10 +40,6 @@ def test_the_mean_age_is_the_threshold_or_else_the_batches_of_the_mode():
         (["async_training.staleness_threshold=0.5"], "no effect with trainer.v1.trainer_mode=sync"),
         ([ASYNC, "async_training.staleness_threshold=7.5"], "max_off_policy_threshold=8 .* set it to 9 or more"),
         ([ASYNC, f"{ROLLOUT}.calculate_log_probs=False"], "calculate_log_probs=False"),
-        ([*SEPARATE, f"{ROLLOUT}.top_p=0.9"], "top_p=0.9.*bypass_mode=True"),
-        ([*SEPARATE, f"{ROLLOUT}.top_k=20"], "top_k=20.*bypass_mode=True"),
-        ([*SEPARATE, f"{ROLLOUT}.dtype=bfloat16"], "dtype=bfloat16.*bypass_mode=True"),
-        ([*SEPARATE, f"{ROLLOUT}.kv_cache_on_publish=keep_kv"], "keep_kv.*bypass_mode=True"),
         ([ASYNC, "algorithm.filter_groups.max_inflight_gen_batches=2"], "max_inflight_gen_batches=2 has no effect"),
     ],
 )
@@ -47,11 +49,15 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], message: str
 
 
 @pytest.mark.parametrize("override", ["top_p=0.9", "top_k=20", "dtype=bfloat16", "kv_cache_on_publish=keep_kv"])
-def test_a_colocated_trainer_scores_before_it_leaves_a_version_what_the_rollout_does_not_record(override: str):
-    assert scores_before_leaving(load(ASYNC, f"{ROLLOUT}.{override}"))
-    assert not scores_before_leaving(load(ASYNC, f"{ROLLOUT}.{override}", BYPASS))
-    assert not scores_before_leaving(load(ASYNC, f"{ROLLOUT}.{override}", "async_training.staleness_threshold=0"))
-    assert not scores_before_leaving(load(ASYNC)) and not scores_before_leaving(load())
+@pytest.mark.parametrize("mode", [[ASYNC], SEPARATE], ids=["colocated", "apart"])
+def test_the_trainer_scores_before_it_gives_up_a_version_what_the_rollout_does_not_record(
+    override: str, mode: list[str]
+):
+    config = load(*mode, f"{ROLLOUT}.{override}")
+    assert scores_before_leaving(config) and keeps_published_weights(config) == (mode == SEPARATE)
+    assert not scores_before_leaving(load(*mode, f"{ROLLOUT}.{override}", BYPASS))
+    assert not scores_before_leaving(load(*mode, f"{ROLLOUT}.{override}", "async_training.staleness_threshold=0"))
+    assert not scores_before_leaving(load(*mode)) and not scores_before_leaving(load())
 
 
 @pytest.mark.parametrize("override", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.kv_cache_on_publish=keep_kv"])

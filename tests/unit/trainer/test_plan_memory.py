@@ -220,3 +220,14 @@ def test_the_table_of_a_pool():
         "sum                        28.00      12.00         48.00    28.00",
         "Awake, the rollout fills 50% of a device with weights and KV cache; --device-memory GB shows it.",
     ]
+
+
+def test_the_published_weights_are_kept_in_host_memory_where_the_trainer_scores_by_them():
+    how = [*VLLM, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False"]
+    how += ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.n_gpus_per_node=4"]
+    trainer, rollout = memory(*how)
+    assert trainer.kept_in_host == 8e9 and rollout.kept_in_host == 0  # 8e9 x 4 bytes / 4
+    plan = plan_placement(load_config(how), Machine("cuda", 8))
+    assert "published weights, beside those that it trains, in host memory: 8.00 GB" in memory_table(plan, trainer)
+    bypassed, _ = memory(*how, "algorithm.rollout_correction.bypass_mode=True")
+    assert bypassed.kept_in_host == 0 and "published" not in memory_table(plan, bypassed)

@@ -15,8 +15,9 @@ from verl.observe.served_requests import GroupRequests
 from verl.observe.timers import StageSpan
 from verl.trainer.ppo.admission import AdmissionRules
 from verl.trainer.ppo.async_metrics import AsyncCounts, IdleClock, StepTally, step_metrics
+from verl.trainer.ppo.conversation_engine import ConversationEngine
 from verl.trainer.ppo.group_filter import Group, GroupRules, verdict_on
-from verl.trainer.ppo.older_logprobs import with_older_logprobs
+from verl.trainer.ppo.known_logprobs import KnownLogprobs, with_older_logprobs
 from verl.trainer.ppo.saved_groups import trajectories_as_json, trajectories_from_json
 from verl.trainer.ppo.trajectory_source import (
     CollectCounts,
@@ -27,7 +28,7 @@ from verl.trainer.ppo.trajectory_source import (
     with_baseline,
 )
 from verl.utils.errors import VerlError
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
 from verl.workers.rollout.engine_stats import EngineStats, metrics_between
 
 
@@ -41,8 +42,8 @@ class Flight:
     answers: list[Trajectory] | None = None
     greedy: list[Trajectory] | None = None  # the answer whose reward is the baseline of the others, if there is one
     task: "asyncio.Task[Group] | None" = None
-    # by sample, of its first tokens: log-probs by the trainer of the versions that sampled them
-    older_logprobs: dict[int, list[float]] = field(default_factory=dict)
+    engine: ConversationEngine | None = None  # while there are no answers
+    known: KnownLogprobs = field(default_factory=KnownLogprobs)  # by the trainer at the versions that sampled
 
 
 class AsyncSource:
@@ -98,7 +99,7 @@ class AsyncSource:
             self._parked_at = time.perf_counter()
         taken = [self.flights.pop(number) for number in self.admission.take(num_prompts)]
         out = RolloutBatch(generate_s=time.perf_counter() - start)
-        groups = [with_older_logprobs(await self._scored(flight), flight.older_logprobs) for flight in taken]
+        groups = [with_older_logprobs(await self._scored(flight), flight.known) for flight in taken]
         stats = await engine.stats()
         out.engine_stats = metrics_between(stats_before, stats)
         self._last_stats = stats if self.goes_on else None
@@ -190,12 +191,17 @@ class AsyncSource:
         parked from then on."""
         if flight.answers is None:
             GroupRequests(self.events, flight.number).follow()
+            engine = self.collector.engine
+            flight.engine = ConversationEngine(engine)
             async with asyncio.TaskGroup() as pair:
                 baseline = (
-                    pair.create_task(self._sample(flight, greedy(self.sampling))) if self.with_baselines else None
+                    pair.create_task(self._sample(flight, greedy(self.sampling), engine))
+                    if self.with_baselines
+                    else None
                 )
-                answers = await self._sample(flight, self.sampling)
-            flight.answers, flight.greedy = answers, baseline.result() if baseline is not None else None
+                answers = await self._sample(flight, self.sampling, flight.engine)
+            flight.answers, flight.engine = answers, None
+            flight.greedy = baseline.result() if baseline is not None else None
             self._note_answers(flight, answers)
         group = await self.collector.scored(flight.row, flight.answers)
         if flight.greedy is not None:
@@ -205,9 +211,9 @@ class AsyncSource:
             self._keep_or_evict(flight, group)
         return group
 
-    async def _sample(self, flight: Flight, sampling: SamplingParams) -> list[Trajectory]:
+    async def _sample(self, flight: Flight, sampling: SamplingParams, engine: RolloutEngine) -> list[Trajectory]:
         request_id = flight.number if sampling is self.sampling else -1 - flight.number
-        return await self.collector.agent_runner.answer(flight.row, request_id, sampling, self.collector.engine)
+        return await self.collector.agent_runner.answer(flight.row, request_id, sampling, engine)
 
     def _note_answers(self, flight: Flight, answers: Sequence[Trajectory]) -> None:
         self.idle.end(flight.number)
@@ -275,7 +281,7 @@ class AsyncSource:
             flight = Flight(group["group"], row, group["version"])
             flight.answers = trajectories_from_json(group["answers"], flight.number, row.index)
             flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
-            flight.older_logprobs = {int(i): values for i, values in group.get("older_logprobs", {}).items()}
+            flight.known = KnownLogprobs.from_json(group.get("known_logprobs", []))
             self._send(flight)
         await asyncio.sleep(0)  # the requests are at the engine now
 
@@ -306,7 +312,7 @@ class AsyncSource:
             "groups": [
                 {"group": f.number, "row": f.row.index, "version": f.version}
                 | {"answers": trajectories_as_json(f.answers), "greedy": trajectories_as_json(f.greedy)}
-                | {"older_logprobs": {str(sample): values for sample, values in f.older_logprobs.items()}}
+                | {"known_logprobs": f.known.as_json()}
                 for f in self.flights.values()
             ],
             "engine": self.collector.engine.parked() if in_flight is None else in_flight,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from verl.config import HFModelConfig, RunConfig
+from verl.config.asynchronous import keeps_published_weights
 from verl.config.check import has_adapters
 from verl.config.distillation import role_name, teachers
 from verl.config.engine import EngineConfig
@@ -45,13 +46,15 @@ class Holding:
 @dataclass(frozen=True)
 class PoolMemory:
     """The memory of each device of a pool. `rollout_share`: of the device, filled by a rollout that is awake; 0 where
-    the sizes hold it already. `in_host`: bytes for each device that a rollout keeps in host memory while it sleeps."""
+    the sizes hold it already. `in_host`: bytes for each device that a rollout keeps in host memory while it sleeps;
+    `kept_in_host`: those of the published weights, which the actor keeps beside the ones that it trains."""
 
     pool: str
     phases: tuple[str, ...]
     holdings: tuple[Holding, ...]
     rollout_share: float = 0.0
     in_host: float = 0.0
+    kept_in_host: float = 0.0
 
     @property
     def sums(self) -> tuple[float, ...]:
@@ -151,7 +154,15 @@ class _PoolEstimate:
             sizes = next(h.sizes for h in of_rollout if h.what == "weights")
             in_host = max(sizes) if publishes_adapters(arr) and 0.0 in sizes else 0.0
         phases = tuple(phase.name for phase in self.phases)
-        return PoolMemory(self.pool.name, phases, tuple(h for h in holdings if any(h.sizes)), share, in_host)
+        kept = 0.0
+        if "actor" in self.pool.roles and keeps_published_weights(self.config):
+            storage = _bytes_of_types(arr.actor.engine, self.plan.machine.kind)[0]
+            kept = self.counts["actor"].trained * storage / self._shards(arr.actor.engine)
+        return PoolMemory(self.pool.name, phases, tuple(h for h in holdings if any(h.sizes)), share, in_host, kept)
+
+    def _shards(self, engine: EngineConfig) -> int:
+        ranks, size = self.pool.num_devices, engine.get("fsdp_size", -1)
+        return size if 0 < size < ranks else ranks
 
     @property
     def phases(self) -> list[Phase]:
@@ -159,9 +170,7 @@ class _PoolEstimate:
 
     def _of_engine(self, role: str, engine: EngineConfig, optimizer: str | None) -> list[Holding]:
         """What a training engine holds; without an `optimizer`, of a model that is never trained."""
-        ranks, counts = self.pool.num_devices, self.counts[role]
-        size = engine.get("fsdp_size", -1)
-        shards = size if 0 < size < ranks else ranks
+        ranks, counts, shards = self.pool.num_devices, self.counts[role], self._shards(engine)
         storage, compute, reduce = _bytes_of_types(engine, self.plan.machine.kind)
         storage = storage if optimizer else compute
         offloads_shards = ranks > 1 and engine.get("offload_policy", False)

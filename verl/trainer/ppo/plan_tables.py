@@ -38,7 +38,8 @@ def describe_devices(plan: Plan, pool: PlannedPool) -> str:
 def _peak_text(memory: PoolMemory) -> str:
     size, phase = memory.peak
     share = f", with {memory.rollout_share:.0%} of it for a rollout that is awake" if memory.rollout_share else ""
-    return f"; about {gigabytes(int(size))} of a device ({phase}){share}"
+    kept = f"; published weights in host memory: {gigabytes(int(memory.kept_in_host))}" if memory.kept_in_host else ""
+    return f"; about {gigabytes(int(size))} of a device ({phase}){share}{kept}"
 
 
 def plan_text(plan: Plan, memory: Sequence[PoolMemory], unknown: str = "") -> str:
@@ -108,6 +109,9 @@ def memory_table(plan: Plan, memory: PoolMemory) -> str:
     if memory.in_host:
         size = f"{memory.in_host / 1e9:.2f} GB for each device"
         text += f"\nAsleep, the rollout keeps the weights of its adapters in host memory: {size}."
+    if memory.kept_in_host:
+        size = f"{memory.kept_in_host / 1e9:.2f} GB for each device"
+        text += f"\nThe actor keeps the published weights, beside those that it trains, in host memory: {size}."
     return text
 
 

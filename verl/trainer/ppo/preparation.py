@@ -13,7 +13,7 @@ from verl.agent.tool_agent import TOOL_AGENT
 from verl.algorithms.advantages import check_advantage
 from verl.algorithms.losses import get_policy_loss
 from verl.config import RunConfig
-from verl.config.asynchronous import scores_before_leaving
+from verl.config.asynchronous import keeps_published_weights
 from verl.config.check import check_can_start, trained_actor, uses_critic
 from verl.config.reward import reward_model_place, uses_built_in_scorers
 from verl.data.prompts import PromptDataset, train_prompts, validation_prompts
@@ -35,7 +35,6 @@ from verl.trainer.ppo.needs import (
     forced_aggregation_notice,
     forced_loss_notice,
 )
-from verl.trainer.ppo.older_logprobs import check_loops_can_be_scored
 from verl.trainer.ppo.parking_setup import check_parking, parks
 from verl.trainer.ppo.placement import place_roles, plan_run
 from verl.trainer.ppo.profiled_steps import check_profiling, idle_profilers
@@ -52,7 +51,7 @@ from verl.trainer.preflight import (
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.external_code import import_external
 from verl.utils.paths import make_writable_folder
-from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.rng import seed_generators
 from verl.workers.rollout.http_server import free_port
 from verl.workers.rollout.registry import Weights, find_rollout_engine
@@ -101,8 +100,6 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     if runner is None:
         return None
     prompts, validation = _read_rows(config, runner, files, found)
-    if prompts is not None and scores_before_leaving(config):
-        found.check("old log-probs", lambda: check_loops_can_be_scored(runner, prompts), "scored before each update")
     teacher_of_row = None
     if config.distillation.enabled and not found.errors:
         check_teachers(config, tokenizer, found)
@@ -168,7 +165,11 @@ def _check_started_once() -> None:
 def check_engine_and_algorithm(config: RunConfig, found: Findings) -> None:
     """Training engine, advantage estimator and losses, after external_lib, which may register them."""
     actor = trained_actor(config)
-    found.run("engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor))
+    engine = found.run(
+        "engine", lambda: EngineRegistry.get_engine_cls("language_model", actor.strategy), _engine_text(actor)
+    )
+    if engine is not None and keeps_published_weights(config):
+        found.check("old log-probs", lambda: _check_keeps_weights(engine), "scored by the published weights, kept")
     name = config.algorithm.adv_estimator
     found.check("advantage estimator", lambda: check_advantage(config.algorithm), name)
     loss = actor.policy_loss.loss_mode
@@ -181,6 +182,16 @@ def check_engine_and_algorithm(config: RunConfig, found: Findings) -> None:
             found.warn("loss_agg_mode", notice)
     if config.distillation.enabled:
         check_distillation_loss(config, found)
+
+
+def _check_keeps_weights(engine: type[BaseEngine]) -> None:
+    if not engine.can_keep_weights:
+        raise ConfigError(
+            f"the training engine {engine.__module__}.{engine.__name__} cannot keep the published weights beside those "
+            "that it trains (can_keep_weights), by which trainer_mode=separate_async scores answers whose log-probs "
+            "the rollout does not record; set algorithm.rollout_correction.bypass_mode=True, rollout.name=native with "
+            "dtype=auto, top_p=1 and top_k=-1, or async_training.staleness_threshold=0"
+        )
 
 
 def _engine_text(actor: Any) -> Callable[[type], str]:

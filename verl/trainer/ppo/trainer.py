@@ -40,12 +40,13 @@ from verl.trainer.batch_metrics import (
     mismatch_metrics,
     off_policy_metrics,
     reward_part_metrics,
+    staleness_metrics,
     turn_metrics,
     variance_proxy_metrics,
 )
 from verl.trainer.ppo.async_source import AsyncSource
 from verl.trainer.ppo.needs import num_parts
-from verl.trainer.ppo.older_logprobs import keep_logprobs, sequences_under_way, with_known_old_logprobs
+from verl.trainer.ppo.older_logprobs import VersionScoring, with_known_old_logprobs
 from verl.trainer.ppo.trajectory_source import RolloutBatch, TrajectorySource
 from verl.utils.errors import DataError, RewardError, VerlError
 from verl.weight_sync.base import Receipt, WeightSync
@@ -123,6 +124,7 @@ class PPOTrainer:
         self.first_step = 1  # of this process
         self.version = -1
         self.loop = DriverLoop("rollout")
+        self.scoring = VersionScoring(config, source, actor, self.loop)
 
     def step(self, timer: StageTimer) -> StepRecord:
         """One step on fresh trajectories; afterwards the rollout engine samples from the updated weights."""
@@ -134,6 +136,7 @@ class PPOTrainer:
         self.global_step += 1
         with timer("update_weights"):
             receipt = self.publish()
+        self.scoring.after_publish(self.version - 1, part.metrics, timer)
         metrics = self.step_metrics(part) | receipt.metrics()
         return StepRecord(
             self.global_step, self.source.epoch, part.rollouts, part.batch, part.trained, metrics, receipt
@@ -145,7 +148,7 @@ class PPOTrainer:
         with timer("adv"):
             batch, metrics = self.compute_advantages(batch)
             trained = self.resample(batch, metrics)
-        self.keep_old_logprobs(metrics, timer)
+        self.scoring.before_update(self.version, self.has_moved, metrics, timer)
         batch, update_metrics = self.update(batch, trained, timer, is_last)
         metrics.merge(update_metrics)
         return TrainedPart(rollouts, batch, trained, metrics, self.actor.dispatcher.tokens_per_rank.copy())
@@ -170,7 +173,9 @@ class PPOTrainer:
         """The answers that have a reward, with the columns of rewards that the advantage estimator asks for."""
         algorithm = self.config.algorithm
         scored = [t for t in rollouts.trajectories if t.reward is not None]
-        batch = with_known_old_logprobs(Batch.pack(scored), scored)
+        batch = Batch.pack(scored)
+        if scores_before_leaving(self.config):
+            batch = with_known_old_logprobs(batch, scored, self.version)
         return with_reward_columns(batch, scored, get_advantage(algorithm.adv_estimator).columns_for(algorithm))
 
     def evaluate(self, batch: Batch, timer: StageTimer) -> Batch:
@@ -185,7 +190,7 @@ class PPOTrainer:
         if bypassed or stale is not None:
             batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
         if more or resamples or kept or not (bypassed or self.old_logprobs_are_redundant(batch)):
-            with timer("old_log_prob"):
+            with timer("old_log_prob"), self.scoring.sampling_weights(self.has_moved):
                 outputs = self.actor.logprobs_and_entropy(batch, more)
             batch = batch.with_columns(entropy=outputs["entropy"])
             if stale is not None:
@@ -209,16 +214,6 @@ class PPOTrainer:
             with timer("values"):
                 batch = batch.with_columns(values=self.critic.values(batch))
         return batch
-
-    def keep_old_logprobs(self, metrics: Metrics, timer: StageTimer) -> None:
-        """Before the policy leaves its version: score what this one sampled and what this step does not train on, where
-        the rollout does not record the trainer's log-probs."""
-        if not scores_before_leaving(self.config) or not isinstance(self.source, AsyncSource):
-            return
-        with timer("old_log_prob"):
-            under_way = self.wait_for(sequences_under_way(self.source))
-            num_tokens = keep_logprobs(under_way, self.version, self.actor.logprobs)
-        metrics.mean("training/off_policy/tokens_scored_before_leaving", num_tokens, 1)
 
     def compute_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds token_rewards, advantages and returns, and corrects the batch before, if asked for."""
@@ -320,14 +315,10 @@ class PPOTrainer:
         current = batch["current_logprobs"] if "current_logprobs" in batch else updated  # noqa: SIM401  (no mapping)
         if self.config.algorithm.rollout_correction.bypass_mode:
             return mismatch_metrics(batch, current)
-        if scores_before_leaving(self.config) and bool((batch["policy_versions"][:, 0] < self.version).any()):
-            staleness_metrics = off_policy_metrics(batch, current, self.version)
-            return staleness_metrics | mismatch_metrics(batch, batch["old_logprobs"])
-        return (
-            {}
-            if self.stale_sequences(batch) is None
-            else off_policy_metrics(batch, current, self.version + self.has_moved)
-        )
+        version = self.version + self.has_moved
+        if scores_before_leaving(self.config):
+            return staleness_metrics(batch, current, version)
+        return {} if self.stale_sequences(batch) is None else off_policy_metrics(batch, current, version)
 
     def step_metrics(self, part: TrainedPart) -> dict[str, float]:
         """Every metric of the step except timings; VerlError where a loss is not finite."""
@@ -342,7 +333,8 @@ class PPOTrainer:
         out.update(balance_metrics(trained.lengths.tolist(), tokens_per_rank.tolist()))
         out.update(turn_metrics(rollouts.trajectories))
         out.update(reward_part_metrics(rollouts.trajectories))
-        compared = config.algorithm.rollout_correction.bypass_mode or "training/off_policy/staleness_kl" in out
+        compared = "training/off_policy/staleness_kl" in out and not scores_before_leaving(config)
+        compared = compared or config.algorithm.rollout_correction.bypass_mode
         if "old_logprobs" in batch and not compared and config.actor_rollout_ref.rollout.calculate_log_probs:
             out.update(mismatch_metrics(batch, batch["old_logprobs"]))
         if "sum_pi_squared" in batch:

@@ -133,6 +133,16 @@ class BaseEngine(ABC):
         """A context in which it computes in `dtype`, or in a wider one if `dtype` is its own; for forward passes."""
         raise NotImplementedError(f"{type(self).__name__} computes in one dtype only")
 
+    can_keep_weights = False  # whether it has `keep_weights` and `swap_weights`
+
+    def keep_weights(self) -> int:
+        """Copy the trained weights of this rank into host memory, over an earlier copy; its size in bytes."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no earlier weights; see can_keep_weights")
+
+    def swap_weights(self) -> None:
+        """Exchange the trained weights with those that `keep_weights` has copied."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no earlier weights; see can_keep_weights")
+
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter in the dtype it is trained in; tied ones once."""

@@ -137,6 +137,9 @@ class FSDP2Parameters(ModelParameters):
     def _full_tensor(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device).full_tensor()
 
+    def local_trainable(self) -> list[Tensor]:
+        return [p.detach().to_local() for p in self.trainable]
+
     def local_gradients(self) -> list[tuple[str, Tensor]]:
         return [(name, gradient.to_local()) for name, gradient in super().local_gradients()]
 

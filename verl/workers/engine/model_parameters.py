@@ -34,6 +34,10 @@ class ModelParameters(ABC):
     def trainable(self) -> list[nn.Parameter]:
         return [p for _, p in self.named_parameters if p.requires_grad]
 
+    def local_trainable(self) -> list[Tensor]:
+        """This rank's shard of each trained parameter, which shares its memory."""
+        return [p.detach() for p in self.trainable]
+
     def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """`function(*args)` with the parameters outside the layers gathered; each layer when it is called."""
         return function(*args)

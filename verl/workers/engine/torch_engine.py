@@ -37,6 +37,7 @@ from verl.utils.external_code import import_external
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import BaseEngine, TrainResult
 from verl.workers.engine.collective_save import CollectiveSave
+from verl.workers.engine.kept_weights import KeptWeights
 from verl.workers.engine.micro_batch_forward import (
     AT_IDS,
     TOP_OUTPUTS,
@@ -61,6 +62,7 @@ class TorchEngine(BaseEngine):
     """A `transformers` model, unsharded on one rank. Derived classes define its head and how it is sharded."""
 
     has_value_head = False
+    can_keep_weights = True
     engine_config: FSDPEngineConfig
     load_model = staticmethod(load_causal_lm)
 
@@ -76,6 +78,7 @@ class TorchEngine(BaseEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: LearningRateSchedule | None = None
         self.skipped_steps = 0
+        self.kept_weights: KeptWeights | None = None
         self.pending_save: CollectiveSave | None = None
 
     # --- building -----------------------------------------------------------------------------------------------
@@ -321,6 +324,17 @@ class TorchEngine(BaseEngine):
 
     def _adapter_scales(self) -> dict[str, float]:
         return {self.weights.unwrapped_name(name): scale for name, scale in lora.adapter_scales(self.model).items()}
+
+    def keep_weights(self) -> int:
+        """Copy this rank's shards of the trained weights into host memory, over an earlier copy; its size in bytes."""
+        self.kept_weights = self.kept_weights or KeptWeights(self.weights, self.device)
+        self.kept_weights.keep()
+        return self.kept_weights.num_bytes
+
+    def swap_weights(self) -> None:
+        """Exchange the trained weights with those that `keep_weights` has copied."""
+        assert self.kept_weights is not None, "keep_weights comes first"
+        self.kept_weights.swap()
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         return self.weights.cast_to(other_dtype(dtype, self.compute_dtype))
