@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 from tests.agent_cases import ScriptedEngine
+from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.trainer.ppo.conversation_engine import ConversationEngine
 from verl.trainer.ppo.known_logprobs import KnownLogprobs, SampledTokens
+from verl.trainer.ppo.older_logprobs import with_known_old_logprobs
+from verl.utils.errors import VerlError
 from verl.workers.rollout.base import Completion, GenerationRequest
 
 PROMPT = [5, 6, 7]
@@ -95,3 +99,17 @@ def test_what_a_prompt_has_under_way_is_every_turn_once_with_the_versions_of_its
         (-1, -1, -1, 0, 1, -1, 1),
         (-1, -1, -1, -1, -1, -1, 1, 2, 2),
     }
+
+
+def test_a_token_of_older_weights_without_a_score_is_refused_and_never_scored_by_others():
+    mask = torch.tensor([0, 1, 1], dtype=torch.bool)
+    scored = torch.tensor([torch.nan, -0.5, torch.nan])
+    answer = Trajectory(
+        torch.tensor([5, 1, 2]), mask, torch.zeros(3), 0, policy_version=(3, 4), segments=((3, 1), (4, 1))
+    )
+    whole = replace(answer, older_logprobs=scored)
+    old = with_known_old_logprobs(Batch.pack([whole]), [whole], version=4)["old_logprobs"]
+    assert torch.equal(old.nan_to_num(9), scored.nan_to_num(9))  # NaN: the published version says it
+    for lacking, version in ((answer, 4), (whole, 5)):
+        with pytest.raises(VerlError, match=r"1 tokens, the first at place [12], that version [34] .*bypass_mode=True"):
+            with_known_old_logprobs(Batch.pack([lacking]), [lacking], version)
