@@ -15,22 +15,22 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2818,
     "algorithms": 2300,
-    "runtime": 3383,
+    "runtime": 3406,
     "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5643,
+    "workers/rollout": 5657,
     "workers": 1164,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
-    "rewards": 5182,
-    "trainer": 9082,
-    "commands": 7110,
+    "rewards": 5316,
+    "trainer": 9122,
+    "commands": 7121,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21776, 62205, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21839, 62429, 400
 
 
 def package_of(path: Path) -> str:

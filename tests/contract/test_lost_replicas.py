@@ -31,7 +31,7 @@ from verl.workers.rollout.engine_stats import metrics_between
 from verl.workers.rollout.handshake import new_secret
 from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.router import Router
-from verl.workers.rollout.server_process import ServerOnNode, start_on_node
+from verl.workers.rollout.server_process import DriversSettings, ServerOnNode, start_on_node
 
 TIMEOUT_S = 2.0  # without a sign of life
 
@@ -104,7 +104,7 @@ class Node(ObjectOnNode):
     """Another machine, played by this one: its server listens, and it does not answer once it is lost."""
 
     def __init__(self, python: str, secret: bytes):
-        self.server = start_on_node(python, secret, os.getcwd(), False, (), {}, "127.0.0.1", ())
+        self.server = start_on_node(python, secret, DriversSettings(os.getcwd(), False, (), {}), "127.0.0.1", ())
         self.is_lost = False
 
     def call(self, method: str, *args: Any, limit_s: float = 5.0) -> Any:

@@ -177,16 +177,19 @@ def test_a_server_ends_when_whoever_started_it_is_killed(tmp_path: Path):
 def test_command_lines_have_the_settings():
     keys = [f"{KEY}.rollout.{key}" for key in ("tensor_model_parallel_size=2", "dtype=float16", "max_model_len=99")]
     vllm = classifier_command(settings(*keys, f"{KEY}.rollout.name=vllm", f"+{KEY}.rollout.engine_kwargs.vllm.seed=3")
-                              .reward_model, 5, True)  # fmt: skip
+                              .reward_model, True, "127.0.0.1", 5)  # fmt: skip
     text = " ".join(vllm)
     assert "vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 5" in text and "--runner pooling" in text
     for part in ("--tensor-parallel-size 2", "--dtype float16", "--max-model-len 99", "--enforce-eager", "--seed 3"):
         assert part in text
     assert "--enable-sleep-mode" in text
-    sglang = " ".join(classifier_command(settings(*keys, f"{KEY}.rollout.name=sglang").reward_model, 5, False))
+    sglang = " ".join(
+        classifier_command(settings(*keys, f"{KEY}.rollout.name=sglang").reward_model, False, "127.0.0.1", 5)
+    )
     assert "--is-embedding" in sglang and "--tp-size 2" in sglang and "--enable-memory-saver" not in sglang
-    judge = " ".join(judge_command(settings(*keys).reward_model, 5, 3, True))
+    judge = " ".join(judge_command(settings(*keys).reward_model, "cpu", 3, True, "10.0.0.7", 5))
     assert "rollout.name=native" in judge and "rollout.num_replicas=3" in judge and "--allow-sleep" in judge
+    assert "--host 10.0.0.7 --port 5" in judge and "trainer.device=cpu" in judge
 
 
 @pytest.mark.vllm
@@ -199,7 +202,7 @@ def test_a_real_vllm_gives_the_scores_of_transformers(tmp_path: Path, monkeypatc
     config = settings(f"{KEY}.model_path={folder}", *(f"{KEY}.{key}" for key in keys))
     asked = [[1 + (n * k) % 12 for k in range(1, 4 + n)] for n in range(9)]
     with ExitStack() as started:
-        servers = start_servers(config, [()], 0, False, started)
+        servers = start_servers(config, [(0, ())], 0, False, started)
         found = asyncio.run(servers.scores(asked))
     assert found == pytest.approx(oracle_scores(folder, asked), abs=1e-4)
     assert max(found) > 1 or min(found) < 0  # not squashed

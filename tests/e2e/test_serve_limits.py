@@ -15,15 +15,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from tests.e2e import jobs
 from tests.e2e.serving import serving
 from verl.commands.serve.request_body import RequestError
-from verl.commands.serve.server import OpenAIServer, ServerLimits
+from verl.commands.serve.server import OpenAIServer, ServerLimits, check_is_near
 from verl.config import load_config
 from verl.models.load import load_tokenizer
 from verl.trainer.ppo.rollout_setup import build_standalone_engine
@@ -125,6 +127,19 @@ def health(address: str) -> tuple[int, dict[str, Any]]:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+@pytest.mark.parametrize(("peer", "own"), [("127.0.0.1", "127.0.0.2"), ("10.0.0.7", "10.0.0.7")])
+def test_sleeping_is_for_the_machine_of_the_server(peer: str, own: str):
+    def request(**ends: str) -> Any:
+        transport = SimpleNamespace(
+            get_extra_info=lambda name, default=None: (ends[name], 1) if name in ends else default
+        )
+        return make_mocked_request("POST", "/sleep", transport=transport)
+
+    check_is_near(request(peername=peer, sockname=own))
+    with pytest.raises(RequestError, match="is another"):
+        check_is_near(request(peername="10.0.0.8", sockname=own))
 
 
 def test_health_names_the_lost_replicas(server: OpenAIServer, address: str, monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,7 @@ from verl.utils.errors import ConfigError
 from verl.workers.rollout.http_server import HOST
 
 KEY = "reward.reward_model.model_path"
+ROUTER_ADDRESS = "reward_router_address"  # keyword of a function that asks a judge
 
 
 def build_model_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, shares_devices: bool) -> ModelReward:
@@ -77,7 +78,7 @@ def judge_keywords(settings: ScoringModelConfig, port: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(HFModelConfig(path=str(folder)))
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}={settings.model_path}: its tokenizer has no chat template, which a judge needs")
-    return {"reward_router_address": f"{HOST}:{port}", "reward_model_tokenizer": tokenizer}
+    return {ROUTER_ADDRESS: f"{HOST}:{port}", "reward_model_tokenizer": tokenizer}
 
 
 def check_server_is_installed(settings: ScoringModelConfig) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verl.config.reward import RewardConfig, ScoringModelConfig, reward_model_place
 from verl.plugin.platform import get_platform
@@ -22,10 +24,26 @@ SLEEPING = {"sglang": ("/release_memory_occupation", "/resume_memory_occupation"
 OTHERS_SLEEPING = ("/sleep?level=1", "/wake_up")
 
 
+class Server(Protocol):
+    """A server that has started, on this machine or another."""
+
+    name: str
+    address: str  # HOST:PORT
+
+    def wait_until_ready(self, limit_s: float, key: str) -> None:
+        """Return when it answers. TransportError where it ends before, or takes more than `limit_s`."""
+
+    async def ask(self, path: str, body: Any, limit_s: float) -> Any:
+        """The JSON that POST `path` answers; TransportError, which says how the server ended if it has."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class RewardServers:
     """Servers with a copy of a model each. `sleeps`: they sleep now, and except between `wake` and `sleep`."""
 
-    def __init__(self, servers: Sequence[HTTPServerProcess], settings: ScoringModelConfig, sleeps: bool):
+    def __init__(self, servers: Sequence[Server], settings: ScoringModelConfig, sleeps: bool):
         self.servers, self.engine, self.limits = servers, settings.rollout.name or "native", settings.rollout.server
         self.shares_devices = self.sleeps = sleeps
         for server in servers:
@@ -70,42 +88,65 @@ class RewardServers:
         return {}
 
 
-def start_servers(
-    config: RewardConfig, devices: Sequence[Sequence[int]], port: int, sleeps: bool, started: ExitStack
-) -> RewardServers:
-    """The servers of a reward model, one on each of `devices`, or that of a judge on `port`, which has all of them.
+@dataclass(frozen=True)
+class PlannedServer:
+    """A server on `devices` (indices) of machine `node`. `command` starts it at a host and port; a `judge` is asked by
+    others than the driver."""
 
-    `started` closes them. TransportError where one does not start.
-    """
+    name: str
+    command: Callable[[str, int], list[str]]
+    node: int
+    devices: tuple[int, ...]
+    sleeps: bool
+    is_judge: bool = False
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """`given`, and what the server needs."""
+        paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), given.get("PYTHONPATH")]))
+        asks = {"VLLM_SERVER_DEV_MODE": "1"} if self.sleeps else {}  # vLLM answers `/sleep` and `/wake_up`
+        defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        return {**defaults, **given, **asks, "PYTHONPATH": paths}
+
+
+def planned_servers(
+    config: RewardConfig, places: Sequence[tuple[int, Sequence[int]]], sleeps: bool
+) -> list[PlannedServer]:
+    """The servers of a reward model, one at each of `places` (machine and devices), or that of a judge, which has the
+    devices of all of them, on one machine."""
     settings = config.reward_model
     if reward_model_place(config) == "judge":
-        command = judge_command(settings, port, max(len(devices), 1), sleeps)
-        planned = [("the judge", command, [one for replica in devices for one in replica], port)]
-    else:
-        planned = []
-        for replica, own in enumerate(devices):
-            free = free_port()
-            name, command = f"server {replica} of the reward model", classifier_command(settings, free, sleeps)
-            planned.append((name, command, list(own), free))
-    servers = []
-    for name, command, own_devices, at in planned:
-        servers.append(HTTPServerProcess(name, command, _environment(own_devices, sleeps), at))
-        started.callback(servers[-1].close)
-    return RewardServers(servers, settings, sleeps)
+        command = partial(judge_command, settings, get_platform().device_name, max(len(places), 1), sleeps)
+        everything = tuple(device for _, devices in places for device in devices)
+        return [PlannedServer("the judge", command, places[0][0], everything, sleeps, is_judge=True)]
+    command = partial(classifier_command, settings, sleeps)
+    return [
+        PlannedServer(f"server {number} of the reward model", command, node, tuple(devices), sleeps)
+        for number, (node, devices) in enumerate(places)
+    ]
 
 
-def _environment(devices: Sequence[int], sleeps: bool) -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    asks = {"VLLM_SERVER_DEV_MODE": "1"} if sleeps else {}  # vLLM answers `/sleep` and `/wake_up`
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    return {**defaults, **get_platform().rollout_environment(devices), **asks, "PYTHONPATH": paths}
+def start_servers(
+    config: RewardConfig, places: Sequence[tuple[int, Sequence[int]]], port: int, sleeps: bool, started: ExitStack
+) -> RewardServers:
+    """The servers at `places` of this machine; a judge listens on `port`. `started` closes them.
+
+    TransportError where one does not start.
+    """
+    servers: list[Server] = []
+    for planned in planned_servers(config, places, sleeps):
+        at = port if planned.is_judge else free_port()
+        environment = planned.environment(get_platform().rollout_environment(planned.devices))
+        server = HTTPServerProcess(planned.name, planned.command(HOST, at), environment, at)
+        started.callback(server.close)
+        servers.append(server)
+    return RewardServers(servers, config.reward_model, sleeps)
 
 
-def classifier_command(settings: ScoringModelConfig, port: int, sleeps: bool) -> list[str]:
+def classifier_command(settings: ScoringModelConfig, sleeps: bool, host: str, port: int) -> list[str]:
     """The command line of a server that classifies."""
     rollout = settings.rollout
     python, dtype = rollout.server.python or sys.executable, None if rollout.dtype == "auto" else rollout.dtype
-    own: dict[str, Any] = {"host": HOST, "port": port, "served_model_name": NAME, "dtype": dtype}
+    own: dict[str, Any] = {"host": host, "port": port, "served_model_name": NAME, "dtype": dtype}
     if rollout.name == "sglang":
         own |= {
             "model_path": settings.model_path,
@@ -136,8 +177,10 @@ def classifier_command(settings: ScoringModelConfig, port: int, sleeps: bool) ->
     return [python, "-m", program, *command_line({name: value for name, value in own.items() if value is not None})]
 
 
-def judge_command(settings: ScoringModelConfig, port: int, replicas: int, sleeps: bool) -> list[str]:
-    """The command line of `verl serve` for a judge."""
+def judge_command(
+    settings: ScoringModelConfig, device: str, replicas: int, sleeps: bool, host: str, port: int
+) -> list[str]:
+    """The command line of `verl serve` for a judge on such devices."""
     rollout, path = settings.rollout, str(settings.model_path)
     values: dict[str, Any] = {
         "name": rollout.name or "native",
@@ -156,7 +199,6 @@ def judge_command(settings: ScoringModelConfig, port: int, replicas: int, sleeps
         **{f"engine_kwargs.vllm.{name}": json.dumps(value) for name, value in rollout.engine_kwargs.vllm.items()},
     }
     overrides = [f"rollout.{name}={value}" for name, value in values.items() if value is not None]
-    serve = [sys.executable, "-m", "verl.commands.serve.command", "--host", HOST, "--port", str(port), "--name", path]
+    serve = [sys.executable, "-m", "verl.commands.serve.command", "--host", host, "--port", str(port), "--name", path]
     limits = ["--max-concurrent", "100000", *(["--allow-sleep"] if sleeps else [])]
-    device = f"trainer.device={get_platform().device_name}"
-    return [*serve, *limits, f"model={path}", device, *overrides]
+    return [*serve, *limits, f"model={path}", f"trainer.device={device}", *overrides]

@@ -60,7 +60,8 @@ class ObjectOnNode(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any, limit_s: float = ANSWER_S) -> Any:
-        """The result of `method(*args)`; TimeoutError after `limit_s`, and VerlError where it failed or is lost."""
+        """The result of `method(*args)`, also beside other calls; TimeoutError after `limit_s`, the VerlError that it
+        raised, and VerlError where it failed otherwise or is lost."""
 
     @abstractmethod
     def end(self) -> None:
@@ -102,10 +103,15 @@ class WorkerGroup(ABC):
         """Start one call of `method` on `rank` per tuple; coroutines of one post start together."""
 
     def hold(
-        self, factory: Callable[[str, list[str]], Any], node: int, ranks: Sequence[int] = (), num_devices: int = 0
+        self,
+        factory: Callable[[str, list[str]], Any],
+        node: int,
+        ranks: Sequence[int] = (),
+        num_devices: int = 0,
+        for_all: bool = False,
     ) -> ObjectOnNode:
-        """What `factory(address, devices)` builds on machine `node` of a cluster, where the driver reaches it at
-        `address`: for the devices of `ranks`, or for `num_devices` of its own."""
+        """What `factory(address, devices)` builds on machine `node` of a cluster, where the driver, with `for_all`
+        every machine, reaches it at `address`: for the devices of `ranks`, or for `num_devices` of its own."""
         raise NotImplementedError("only a cluster's ranks have machines")
 
     @property
@@ -139,9 +145,14 @@ class _RoleGroup(WorkerGroup):
         return self.base.post(rank, f"{self.name}.{method}", arguments)
 
     def hold(
-        self, factory: Callable[[str, list[str]], Any], node: int, ranks: Sequence[int] = (), num_devices: int = 0
+        self,
+        factory: Callable[[str, list[str]], Any],
+        node: int,
+        ranks: Sequence[int] = (),
+        num_devices: int = 0,
+        for_all: bool = False,
     ) -> ObjectOnNode:
-        return self.base.hold(factory, node, ranks, num_devices)
+        return self.base.hold(factory, node, ranks, num_devices, for_all)
 
     @property
     def address(self) -> str:

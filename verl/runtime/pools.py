@@ -10,12 +10,15 @@ from verl.runtime.group import WorkerGroup
 
 @dataclass(frozen=True)
 class Pool:
-    """Ranks that hold a worker of each of `roles`. Pools of one machine share no device."""
+    """Ranks that hold a worker of each of `roles`, equally many on each of `num_nodes` machines. Pools of one machine
+    share no device."""
 
     name: str
     roles: tuple[str, ...]
     num_ranks: int = 1
     first_device: int = 0
+    num_nodes: int = 1
+    first_node: int = 0
 
 
 def describe_pools(pools: Iterable[Pool]) -> str:

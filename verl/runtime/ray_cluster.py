@@ -179,6 +179,7 @@ class Devices:
     share: float = 1.0  # of a device, or of a core on CPUs; (0, 1]
     group_name: str = "verl"  # begins the name of the placement group
     wait_s: float = 0.0  # how long nodes that are missing are waited for
+    first_node: int = 0  # the number of its first bundle
 
     @property
     def ranks_per_device(self) -> int:

@@ -93,7 +93,7 @@ class RayGroup(RemoteGroup):
         if self.nsight:  # Ray then starts `python`, which must be this one
             environment["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}${{PATH}}"
         for rank in range(self.layout.world_size):
-            bundle = rank * self.devices.num_nodes // self.layout.world_size
+            bundle = self.devices.first_node + rank * self.devices.num_nodes // self.layout.world_size
             options = {
                 **self.devices.actor_options(),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
@@ -135,14 +135,16 @@ class RayGroup(RemoteGroup):
         except ray.exceptions.RayError as error:
             raise VerlError(f"Ray could not start the ranks: {plain(error)}{advice}") from error
 
-    def hold(self, factory: Factory, node: int, ranks: Sequence[int] = (), num_devices: int = 0) -> ObjectOnNode:
+    def hold(
+        self, factory: Factory, node: int, ranks: Sequence[int] = (), num_devices: int = 0, for_all: bool = False
+    ) -> ObjectOnNode:
         options = {
             **(self.devices.options_of(num_devices) if num_devices else {"num_cpus": 0}),
             "runtime_env": {"env_vars": rank_environment(self.devices.platform)},
         }
         names = [name for rank in ranks for name in self._device_names[rank]]
         resource, has_ranks = device_resource(self.devices.platform), node < self.devices.num_nodes
-        held = ObjectOnRay(factory, (self._group, node), options, resource, names, has_ranks)
+        held = ObjectOnRay(factory, (self._group, node), options, resource, names, has_ranks, for_all)
         if self._ranks is not None:
             self._ranks.holders.append(held.actor)
         return held

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 from verl.runtime.group import ANSWER_S, ObjectOnNode
 from verl.runtime.rank_processes import Counters, helpers_of
+from verl.runtime.ray_cluster import alive_nodes
 from verl.utils.errors import VerlError
 
 LOOPBACK = "127.0.0.1"
+CALLS_AT_ONCE = 8  # of one object
 Factory = Callable[[str, list[str]], Any]  # of the address at which the driver reaches the node, and device names
 
 
@@ -25,12 +27,12 @@ def devices_of_this_actor(resource: str) -> list[str]:
 class _Holder:
     """The actor: it builds the object and calls its methods."""
 
-    def __init__(self, factory: Factory, resource: str, devices: list[str], drivers_node: str):
+    def __init__(self, factory: Factory, resource: str, devices: list[str], near: str):
         import ray
 
         address = cast(Any, ray.util.get_node_ip_address)
-        self.node, is_alone = str(address()), ray.get_runtime_context().get_node_id() == drivers_node
-        self.item = factory(LOOPBACK if is_alone else self.node, devices or devices_of_this_actor(resource))
+        self.node, is_near = str(address()), ray.get_runtime_context().get_node_id() == near
+        self.item = factory(LOOPBACK if is_near else self.node, devices or devices_of_this_actor(resource))
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         return getattr(self.item, method)(*arguments)
@@ -47,7 +49,7 @@ class _Holder:
 class ObjectOnRay(ObjectOnNode):
     """What `factory` builds in `placement`: a placement group and the number of a bundle. It is for the devices named,
     or for those that Ray gives its actor, with `options`, as `resource`. `has_ranks`: the node's versions are known to
-    be the driver's."""
+    be the driver's. `for_all`: it is told an address that every machine reaches."""
 
     def __init__(
         self,
@@ -57,14 +59,16 @@ class ObjectOnRay(ObjectOnNode):
         resource: str,
         devices: Sequence[str] = (),
         has_ranks: bool = True,
+        for_all: bool = False,
     ):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        remote, context = cast(Any, ray.remote), ray.get_runtime_context()
+        remote, drivers_node = cast(Any, ray.remote), ray.get_runtime_context().get_node_id()
         there = {"scheduling_strategy": PlacementGroupSchedulingStrategy(*placement), "max_restarts": 0}
-        actor_class = remote(_Holder).options(**there, **options)
-        self.actor = actor_class.remote(factory, resource, list(devices), context.get_node_id())
+        actor_class = remote(_Holder).options(max_concurrency=CALLS_AT_ONCE, **there, **options)
+        near = "" if for_all and len(alive_nodes()) > 1 else drivers_node  # where loopback is enough
+        self.actor = actor_class.remote(factory, resource, list(devices), near)
         self.is_checked = has_ranks
 
     def call(self, method: str, *args: Any, limit_s: float = ANSWER_S) -> Any:
@@ -84,6 +88,8 @@ class ObjectOnRay(ObjectOnNode):
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"its node has not answered for {limit_s:g} s") from None
         except Exception as error:  # its own, or Ray's, which may have ended
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, VerlError):
+                raise error.cause from None
             raise VerlError(plain(error)) from error
 
     def end(self) -> None:

@@ -206,12 +206,19 @@ def test_beside_ranks_on_ray_the_run_starts_the_replicas_of_the_plan_or_one_and_
     for name in ("vllm", "sglang"):
         words = [*words, f"actor_rollout_ref.rollout.name={name}"]
         config = load_config([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
-        assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and not devices_apart(config)
+        assert plan_run(config).rollout.count == 6 and not plan_run(config).notes and devices_apart(config) == ([], "")
     apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
-    assert devices_apart(load_config([*words, *apart])) == [2, 2]
+    assert devices_apart(load_config([*words, *apart])) == ([2, 2], " and 4 devices for the rollout")
     place(*words, *apart, "actor_rollout_ref.rollout.name=native")
     far = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8"]
-    assert devices_apart(load_config([*words, *far])) == [0, 0, 8]
+    assert devices_apart(load_config([*words, *far])) == ([0, 0, 8], " and 8 devices for the rollout")
+    reward = [f"reward.reward_model.{key}" for key in ("enable=True", "model_path=m", "enable_resource_pool=True")]
+    sized = [*reward, "reward.reward_model.nnodes=1", "reward.reward_model.n_gpus_per_node=2"]
+    ranks = load_config([*words, *sized])
+    assert devices_apart(ranks) == ([2, 0], " and 2 devices for the reward model")
+    assert place_roles(ranks)[1] == Pool("reward_model", ("reward_model",), 2, 6)
+    served = load_config([*words, *sized, "reward.reward_model.rollout.name=vllm"])
+    assert devices_apart(served) == devices_apart(ranks) and [pool.name for pool in place_roles(served)] == ["actor"]
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ConfigError])

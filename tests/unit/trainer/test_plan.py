@@ -200,6 +200,28 @@ def test_pools_with_machines_of_their_own_fill_room_that_is_left():
     assert served.pools == shared.pools and served.reward_servers.count == 8
 
 
+def test_a_server_of_a_reward_model_and_all_of_a_judge_are_on_one_machine():
+    served = [f"{REWARD}.enable=True", f"{REWARD}.model_path=m", f"{REWARD}.rollout.name=vllm"]
+    two = [*VLLM, *served, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    wide = [*two, f"{REWARD}.rollout.tensor_model_parallel_size=4", f"{REWARD}.rollout.data_parallel_size=2"]
+    text = refusal(*wide, runtime="ray")
+    assert "a server takes tensor_model_parallel_size=4 x data_parallel_size=2 = 8 devices of one machine" in text
+    judge = [*two, "reward.custom_reward_function.path=judge.py"]
+    text = refusal(*judge, runtime="ray")
+    assert text.startswith("a judge is one server on one machine, and its 8 replicas of 1 devices take 2 machines of 4")
+    assert text.endswith(f"the nearest that fits is {REWARD}.rollout.num_replicas=4")
+    made = plan(*judge, f"{REWARD}.rollout.num_replicas=4", runtime="ray")
+    assert made.places(made.reward_servers) == tuple((0, (device,)) for device in range(4))
+    own = [*served, f"{REWARD}.enable_resource_pool=True", f"{REWARD}.nnodes=1", f"{REWARD}.n_gpus_per_node=2"]
+    words = [*VLLM, "trainer.nnodes=2", "trainer.n_gpus_per_node=8", *own]
+    assert devices_table(plan(*words, runtime="ray")).splitlines() == [
+        "node  devices   actor       rollout        reward_model",
+        "0     cuda 0-7  ranks 0-7   replicas 0-7",
+        "1     cuda 0-7  ranks 8-15  replicas 8-15",
+        "2     cuda 0-1                             replicas 0-1",
+    ]
+
+
 def test_a_rollout_apart_needs_numbers_and_gets_the_nearest_that_fit():
     assert "say how many of a machine's with actor_rollout_ref.rollout.n_gpus_per_node=N" in refusal(*VLLM, SPLIT)
     found = refusal(*VLLM, SPLIT, "trainer.n_gpus_per_node=8")  # the rollout's number follows it

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -111,10 +112,12 @@ class OpenAIServer:
         return web.json_response({"status": status, **more}, status=503 if self.engine.lost else 200)
 
     async def _sleep(self, request: web.Request) -> web.Response:
+        check_is_near(request)
         await self.engine.sleep()
         return web.json_response({})
 
     async def _wake(self, request: web.Request) -> web.Response:
+        check_is_near(request)
         await self.engine.wake()
         return web.json_response({})
 
@@ -361,3 +364,11 @@ def error_response(error: Exception, status: int) -> web.Response:
     if status in (401, 408, 413, 415, 429):
         response.force_close()
     return response
+
+
+def check_is_near(request: web.Request) -> None:
+    """RequestError for one of another machine: who lets the server sleep has started it."""
+    peer, own = str(request.remote), request.get_extra_info("sockname", ("",))[0]
+    if peer != own and not ip_address(peer).is_loopback:
+        text = f"{request.path} is answered on the server's machine alone, and {peer} is another"
+        raise RequestError(text, status=403, code="forbidden")

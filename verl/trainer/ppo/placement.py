@@ -68,7 +68,7 @@ def place_roles(config: RunConfig) -> tuple[Pool, ...]:
     _check_reward_model_can_start(config, plan)
     servers = [made.pool for made in plan.replicas if made.pool != "actor"]  # replicas are no ranks
     trained = [pool for pool in plan.pools if pool.name not in servers]
-    return tuple(Pool(p.name, p.roles, p.num_devices, first_device=p.first_device) for p in trained)
+    return tuple(Pool(p.name, p.roles, p.num_devices, p.first_device, p.nodes, p.first_node) for p in trained)
 
 
 def announce_plan(config: RunConfig, announce: Callable[[str], None] = say) -> list[PoolMemory]:
@@ -94,17 +94,9 @@ def _has_copies_on_devices(config: RunConfig, plan: Plan) -> bool:
 
 def _check_reward_model_can_start(config: RunConfig, plan: Plan) -> None:
     """ConfigError for a reward model that `verl plan` plans and a run cannot start."""
-    settings, key = config.reward.reward_model, REWARD_MODEL
-    if not settings.enable:
-        return
-    where = f"{key}.rollout.data_parallel_size={settings.rollout.data_parallel_size}"
-    if plan.reward_servers is not None and settings.rollout.data_parallel_size > 1:
-        raise ConfigError(f"{where} is planned by `verl plan`, but a run starts its servers with 1; set it to 1")
-    if plan.runtime == "ray" and (settings.enable_resource_pool or plan.reward_servers is not None):
-        raise ConfigError(
-            f"{key}.enable_resource_pool or {key}.rollout.name with Ray is planned by `verl plan`, but there this "
-            f"version has reward models on the actor's ranks alone; drop them, or use trainer.runtime=processes"
-        )
+    key, count = f"{REWARD_MODEL}.rollout.data_parallel_size", config.reward.reward_model.rollout.data_parallel_size
+    if plan.reward_servers is not None and count > 1:
+        raise ConfigError(f"{key}={count} is planned by `verl plan`, but a run starts its servers with 1; set it to 1")
 
 
 def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
@@ -131,15 +123,17 @@ def _check_replicas_can_start(config: RunConfig, plan: Plan) -> None:
         )
 
 
-def devices_apart(config: RunConfig) -> list[int]:
-    """By machine, the devices of a rollout that has its own and is no rank; empty without such a rollout."""
+def devices_apart(config: RunConfig) -> tuple[list[int], str]:
+    """By machine, the devices of a rollout and a reward model that have their own, and in words how many each has;
+    empty without such pools."""
     plan = plan_run(config)
-    pool, counts = plan.rollout_pool, [0] * plan.num_nodes
-    if pool.roles != ("rollout",):
-        return []
-    for node in range(pool.first_node, pool.first_node + pool.nodes):
-        counts[node] = pool.per_node
-    return counts
+    counts, words = [0] * plan.num_nodes, []
+    for pool in plan.pools:
+        if pool.roles in (("rollout",), ("reward_model",)):
+            words.append(f"{pool.num_devices} devices for the {pool.name.replace('_', ' ')}")
+            for node in range(pool.first_node, pool.first_node + pool.nodes):
+                counts[node] += pool.per_node
+    return (counts, " and " + " and ".join(words)) if words else ([], "")
 
 
 def is_this_process(pool: Pool, runtime: str) -> bool:
@@ -164,7 +158,8 @@ def start_pools(
         launcher = partial(command_of_rank, config, pool.roles)
         if runtime == "ray":
             nsight = worker_options(config) if any(map(launcher, range(pool.num_ranks))) else None
-            return RayGroup(factory, layout, devices, name, num_ranks, stall_timeout_s, reserved, nsight)
+            there = replace(devices, num_nodes=pool.num_nodes, first_node=pool.first_node)
+            return RayGroup(factory, layout, there, name, num_ranks, stall_timeout_s, reserved, nsight)
         if is_this_process(pool, runtime):
             return InlineGroup(RankWorkers(config, total_steps, pool.roles))
         limit_s = 0.0 if uses_nsys(config) else stall_timeout_s  # the process that is watched would be that of nsys
@@ -174,11 +169,12 @@ def start_pools(
         if runtime == "ray":
             cluster = join_cluster(config.ray_kwargs.ray_init, config.ray_kwargs.timeline_json_file)
             ending.callback(cluster.leave)
-            apart = devices_apart(config)
-            announce(cluster.describe(platform, num_ranks + sum(apart)))
-            beside = sum(pool.num_ranks for pool in pools if pool.name != "actor") // config.trainer.nnodes
-            replicas = f" and {sum(apart)} devices for the rollout" if apart else ""
-            reserved = reserve(devices, num_ranks, f"the run of {describe_pools(pools)}{replicas}", beside, apart)
+            apart, others = devices_apart(config)
+            near = [pool for pool in pools if pool.name != "reward_model"]  # the others' devices are in `apart`
+            ranks = sum(pool.num_ranks for pool in near)
+            announce(cluster.describe(platform, ranks + sum(apart)))
+            beside = sum(pool.num_ranks for pool in near if pool.name != "actor") // settings.nnodes
+            reserved = reserve(devices, ranks, f"the run of {describe_pools(near)}{others}", beside, apart)
             ending.callback(release, reserved)
         else:
             report_local_head(config.trainer, announce)

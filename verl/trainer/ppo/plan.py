@@ -328,7 +328,19 @@ def _reward_replicas(config: RunConfig, pool: PlannedPool, machine: Machine) -> 
         return Replicas("reward_model", pool.name, number or 1, on_devices=False)
     if (served.name or "native") == "native":
         return Replicas("reward_model", pool.name, 1)
-    return _fitted(Replicas("reward_model", pool.name, 0, tensor, data), pool, number, f"{REWARD_MODEL}.rollout")
+    made = _fitted(Replicas("reward_model", pool.name, 0, tensor, data), pool, number, f"{REWARD_MODEL}.rollout")
+    if (each := pool.per_node // made.size) == 0:
+        raise ConfigError(
+            f"{REWARD_MODEL}.rollout: a server takes tensor_model_parallel_size={tensor} x data_parallel_size={data} = "
+            f"{made.size} devices of one machine, and pool {pool.name} has {pool.per_node} of each; lower them"
+        )
+    if reward_model_place(config.reward) == "judge" and made.count > each:
+        raise ConfigError(
+            f"a judge is one server on one machine, and its {made.count} replicas of {made.size} devices take "
+            f"{-(-made.count // each)} machines of {pool.per_node}; the nearest that fits is "
+            f"{REWARD_MODEL}.rollout.num_replicas={each}"
+        )
+    return made
 
 
 def _check_ranks_of_the_transport(replicas: Replicas, pool: PlannedPool, backend: str) -> None:

@@ -1,8 +1,8 @@
 """Everything of a run that can be read and checked before its ranks start."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,8 @@ class Preparation:
     validation: PromptDataset | None
     reward: Reward
     model_reward: ModelReward | None = None  # the part of `reward` that a reward model gives, without its backend
-    judge_port: int = 0  # where the reward function asks the judge; 0: there is none
+    judge_port: int = 0  # of this machine, for the judge; 0: there is none
+    judge_keywords: Mapping[str, Any] = field(default_factory=dict)  # with which the reward function is called then
     teacher_of_row: dict[int, str] | None = None  # names of teachers; None: no teacher, or one for all rows
 
     @property
@@ -95,7 +96,7 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     files = _files_there(config, found)
     if tokenizer is None:
         return None
-    model_reward, judge_port, reward = _find_reward(config, tokenizer, found)
+    model_reward, judge, reward = _find_reward(config, tokenizer, found)
     runner = found.run("agent loops", lambda: AgentRunner(config, tokenizer), lambda r: r.loop_name(None))
     if runner is None:
         return None
@@ -108,13 +109,14 @@ def prepare_run(config: RunConfig, found: Findings) -> Preparation | None:
     _check_disk_room(config, found)
     if found.errors or reward is None or prompts is None:
         return None
-    return Preparation(runner, prompts, validation, reward, model_reward, judge_port, teacher_of_row)
+    return Preparation(runner, prompts, validation, reward, model_reward, *judge, teacher_of_row)
 
 
 def _find_reward(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, found: Findings
-) -> tuple[ModelReward | None, int, Reward | None]:
-    """The reward model, if there is one, the port of a judge, and the whole reward."""
+) -> tuple[ModelReward | None, tuple[int, dict[str, Any]], Reward | None]:
+    """The reward model, if there is one, the port of a judge and what its function is called with, and the whole
+    reward, which on Ray is built anew when the judge's machine is known."""
     model, port, keywords, settings = None, 0, dict[str, Any](), config.reward.reward_model
     if (place := reward_model_place(config.reward)) == "judge":
         port = free_port()
@@ -125,9 +127,10 @@ def _find_reward(
             KEY, lambda: build_model_reward(config, tokenizer, shares), lambda _: str(settings.model_path)
         )
         if model is None:
-            return None, port, None
+            return None, (0, {}), None
     name = config.reward.reward_manager.name
-    return model, port, found.run("reward", lambda: build_reward(config, tokenizer, model, keywords), lambda _: name)
+    reward = found.run("reward", lambda: build_reward(config, tokenizer, model, keywords), lambda _: name)
+    return model, (port, keywords), reward
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:

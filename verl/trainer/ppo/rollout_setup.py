@@ -1,7 +1,6 @@
 """Builds the rollout engine, its sampling parameters and its weight sync."""
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,7 @@ from verl.workers.rollout.registry import (
     rollout_engine_of,
     why_not_trained,
 )
-from verl.workers.rollout.server_process import ServerOnNode, start_on_node
+from verl.workers.rollout.server_process import DriversSettings, ServerOnNode, start_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +78,7 @@ def start_server(plan: Plan, group: WorkerGroup, settings: ServerConfig, replica
     """The server of a replica on the machine and the devices that the plan names: those of ranks of `group`, or others
     of the cluster. It starts while others do."""
     (node, devices), pool, secret = plan.rollout_places[replica], plan.rollout_pool, new_secret()
-    factory = partial(start_on_node, settings.python, secret, os.getcwd(), "OMP_NUM_THREADS" not in os.environ)
-    factory = partial(factory, get_platform().visible_devices_envvars(), get_platform().rollout_env_vars())
+    factory = partial(start_on_node, settings.python, secret, DriversSettings.on(get_platform()))
     if pool.roles == ("rollout",):
         held = group.hold(factory, node, num_devices=len(devices))
     else:

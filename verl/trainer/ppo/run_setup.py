@@ -97,11 +97,12 @@ def assemble_run(
     """The driver's side of a run, on ranks that have started; `started` closes, the newest first, what starts here."""
     tokenizer = prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
-    reward_model = start_reward_model(config, prepared, pools, started)  # on devices where the rollout is not yet
+    # On devices where the rollout is not yet:
+    reward_model, reward_of_run = start_reward_model(config, prepared, pools, started)
     engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
     free_cache = rollout_of_run(config).free_cache_engine
-    canary = canary_of(config.reward, prepared.reward)
-    reward = canary or prepared.reward
+    canary = canary_of(config.reward, reward_of_run)
+    reward = canary or reward_of_run
     answering = with_parking(config, engine)
     collector = RolloutCollector(answering, reward, tokenizer, prepared.agent_runner, free_cache, reward_model)
     reference, critic = None, None

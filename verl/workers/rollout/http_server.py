@@ -20,21 +20,22 @@ from verl.utils.errors import TransportError
 
 HOST = "127.0.0.1"
 _POLL_S, _EXIT_S = 0.2, 10.0
-_OPENER = build_opener(ProxyHandler({}))  # loopback is never reached by a proxy
+_OPENER = build_opener(ProxyHandler({}))  # this machine is never reached by a proxy
 
 
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+def free_port(host: str = HOST) -> int:
+    """A port of an address of this machine that nobody listens on."""
     with socket.socket() as trial:
-        trial.bind((HOST, 0))
+        trial.bind((host, 0))
         return int(trial.getsockname()[1])
 
 
 class HTTPServerProcess:
-    """`command`, which listens on HOST:`port`; `name` is what messages call it."""
+    """`command`, which listens on `port` of an address of this machine; `name` is what messages call it."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
-        self.name, self.port, self.url = name, port, f"http://{HOST}:{port}"
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, host: str = HOST):
+        self.name, self.address = name, f"{host}:{port}"
+        self.url = f"http://{self.address}"
         descriptor, log = tempfile.mkstemp(prefix="verl-served-", suffix=".log")
         self.log = Path(log)
         watched = [sys.executable, "-m", "verl.workers.rollout.http_server", *command]
@@ -56,9 +57,10 @@ class HTTPServerProcess:
 
     async def ask(self, path: str, body: Any, limit_s: float) -> Any:
         """The JSON that POST `path` answers; TransportError, which says how the process ended if it has."""
-        return await asyncio.to_thread(self._ask, path, body, limit_s)
+        return await asyncio.to_thread(self.answer, path, body, limit_s)
 
-    def _ask(self, path: str, body: Any, limit_s: float) -> Any:
+    def answer(self, path: str, body: Any, limit_s: float) -> Any:
+        """The same, in this thread."""
         request = Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
             with _OPENER.open(request, timeout=limit_s) as answer:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import verl
+from verl.plugin.platform import PlatformBase
 from verl.runtime.group import ObjectOnNode
 from verl.runtime.rank_processes import Counters, family, waits_for_disk
 from verl.utils.errors import VerlError
@@ -109,26 +110,37 @@ class LocalServer:
             self.kill()
 
 
-def start_on_node(
-    python: str | None,
-    secret: bytes,
-    folder: str,
-    share_cores: bool,
-    shown_by: Sequence[str],
-    variables: dict[str, str],
-    address: str,
-    devices: Sequence[str],
-) -> LocalServer:
-    """A server on this node, which listens at its `address` for a trainer that knows `secret`.
+@dataclass(frozen=True)
+class DriversSettings:
+    """What processes that the driver starts on other machines get of it."""
 
-    The variables `shown_by` show it `devices`, if there are any. `share_cores`: also those that Ray counts for others.
-    """
-    with contextlib.suppress(OSError):  # paths are relative to the driver's folder, where this node has it
-        os.chdir(folder)
-    environment = {**os.environ, **variables, **{name: ",".join(devices) for name in shown_by if devices}}
-    if share_cores:
-        environment.pop("OMP_NUM_THREADS", None)  # Ray sets it to the cores it counts for its actor
-    return LocalServer(python, environment, address, secret)
+    folder: str
+    share_cores: bool  # also those that Ray counts for others
+    shown_by: tuple[str, ...]  # variables that show a process its devices
+    variables: dict[str, str]
+
+    @classmethod
+    def on(cls, platform: PlatformBase) -> "DriversSettings":
+        """Those of this process, which is the driver."""
+        shown_by, variables = platform.visible_devices_envvars(), platform.rollout_env_vars()
+        return cls(os.getcwd(), "OMP_NUM_THREADS" not in os.environ, shown_by, variables)
+
+    def environment(self, devices: Sequence[str]) -> dict[str, str]:
+        """That of a process on this machine, which sees `devices`, if there are any; this one goes to the folder."""
+        with contextlib.suppress(OSError):  # paths are relative to the driver's folder, where this node has it
+            os.chdir(self.folder)
+        shown = {name: ",".join(devices) for name in self.shown_by if devices}
+        environment = {**os.environ, **self.variables, **shown}
+        if self.share_cores:
+            environment.pop("OMP_NUM_THREADS", None)  # Ray sets it to the cores it counts for its actor
+        return environment
+
+
+def start_on_node(
+    python: str | None, secret: bytes, settings: DriversSettings, address: str, devices: Sequence[str]
+) -> LocalServer:
+    """A server on this node for `devices`, which listens at its `address` for a trainer that knows `secret`."""
+    return LocalServer(python, settings.environment(devices), address, secret)
 
 
 class ServerOnNode:
