@@ -24,13 +24,13 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
-    "rewards": 5316,
+    "rewards": 5362,
     "trainer": 9122,
     "commands": 7121,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21839, 62429, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21839, 62475, 400
 
 
 def package_of(path: Path) -> str:

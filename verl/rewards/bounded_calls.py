@@ -5,23 +5,19 @@ is reported as timed out, and a new thread starts. Time in the queue or in a bus
 """
 
 import asyncio
-import contextlib
-import faulthandler
 import inspect
 import queue
-import sys
 import threading
-import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verl.rewards.held_interpreter import held_interpreter
 from verl.utils.errors import ConfigError
 
 MAX_ABANDONED_CALLS = 64
-HELD_S = 10.0  # beyond the limit of a call, in which no other thread has had a turn
 _POLL_INTERVAL_S = 0.25
 _ASYNC_POLL_INTERVAL_S = 1.0  # longer, because thousands of calls wait at once
 
@@ -35,6 +31,14 @@ class RewardTimeoutError(Exception):
 
 class TooManyHangingCallsError(RuntimeError):
     """Too many calls have not returned, or one blocks the event loop."""
+
+
+class CallsCancelledError(asyncio.CancelledError):
+    """Who waits for calls was cancelled while some ran; `still_run` is done when these have ended."""
+
+    def __init__(self, still_run: Future[None]):
+        super().__init__()
+        self.still_run = still_run
 
 
 class RemoteCallError(Exception):
@@ -89,64 +93,8 @@ class CallPool:
         """Outcomes (results or errors) of one call per dict of keyword arguments, in that order."""
         if not self.close.alive:
             raise RuntimeError("the threads of this reward are closed")
-        with _held_interpreter.while_running(self._timeout_s):
+        with held_interpreter.while_running(self._timeout_s):
             return await self._threads.run(all_kwargs)
-
-
-class _HeldInterpreterTimer:
-    """While calls run, prints the stacks of all threads when one lets no other run, as a regular expression can.
-
-    Then neither a limit nor a thread of ours gets a turn; faulthandler's timer does. To set it costs more than a short
-    call, so that a thread does it, once per poll, until no call has run at a poll.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_runs = 0
-        self._timeout_s = 0.0  # the longest of the runs since the timer was set first
-        self._is_set = False
-        self._thread: threading.Thread | None = None
-        self._wanted = threading.Event()
-
-    @contextlib.contextmanager
-    def while_running(self, timeout_s: float | None) -> Iterator[None]:
-        if timeout_s is None:
-            yield
-            return
-        with self._lock:
-            self._num_runs += 1
-            if not self._is_set or timeout_s > self._timeout_s:
-                self._timeout_s = max(self._timeout_s, timeout_s)
-                self._set()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._keep_set, name="reward timer", daemon=True)
-                self._thread.start()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_runs -= 1
-
-    def _set(self) -> None:
-        self._is_set = True
-        self._wanted.set()
-        with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a stderr without a file
-            faulthandler.dump_traceback_later(self._timeout_s + HELD_S, repeat=True, file=sys.__stderr__ or sys.stderr)
-
-    def _keep_set(self) -> None:
-        while True:
-            self._wanted.wait()
-            time.sleep(_POLL_INTERVAL_S)
-            with self._lock:
-                if self._num_runs:
-                    self._set()  # anew: this thread has had a turn
-                else:
-                    faulthandler.cancel_dump_traceback_later()
-                    self._is_set, self._timeout_s = False, 0.0
-                    self._wanted.clear()
-
-
-_held_interpreter = _HeldInterpreterTimer()  # faulthandler has one timer per process
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -171,6 +119,8 @@ class _JobGroup:
     finished: asyncio.Future[None]
     unfinished: int
     awaited: bool = True  # if False, queued jobs are skipped
+    num_running: int = 0
+    all_ended: Future[None] = field(default_factory=Future)  # if not awaited: the last that ran has ended
 
 
 class _ThreadPool:
@@ -199,9 +149,18 @@ class _ThreadPool:
                 await asyncio.wait({group.finished}, timeout=self._poll_s)
                 self._abandon_late(running)
             return [job.outcome for job in jobs if job.outcome is not None]
+        except asyncio.CancelledError as error:
+            if self._leave(group):
+                raise CallsCancelledError(group.all_ended) from error
+            raise
         finally:
-            with self._lock:
-                group.awaited = False
+            self._leave(group)
+
+    def _leave(self, group: _JobGroup) -> bool:
+        """Start no more of its jobs; whether some run."""
+        with self._lock:
+            group.awaited = False
+            return group.num_running > 0
 
     def _start_threads(self) -> None:
         with self._lock:
@@ -215,11 +174,15 @@ class _ThreadPool:
             if job is None:
                 self._jobs.put(None)  # for the next thread
                 return
-            if not job.group.awaited:
+            with self._lock:
+                job.running = job.group.awaited
+                job.group.num_running += job.running
+            if not job.running:
                 continue
-            job.running = True
             outcome = _run_call(self._function, job.kwargs)
             with self._lock:
+                job.group.num_running -= 1
+                is_last = not (job.group.awaited or job.group.num_running)
                 if (given_up := job.outcome) is not None:
                     self._num_abandoned -= 1
                 else:
@@ -227,6 +190,8 @@ class _ThreadPool:
                     job.group.unfinished -= 1
                     if job.group.unfinished == 0 and job.group.awaited:
                         job.group.loop.call_soon_threadsafe(job.group.finished.set_result, None)
+            if is_last:
+                job.group.all_ended.set_result(None)
             if given_up is not None:
                 assert given_up.still_runs is not None
                 given_up.still_runs.set_result(None)
@@ -271,16 +236,19 @@ class _EventLoopThread:
         self._heartbeats = 0  # polls completed by all runs together
 
     async def run(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
-        future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs), self._running_loop())
+        cancelled, ended = threading.Event(), Future[None]()
+        future = asyncio.run_coroutine_threadsafe(self._run_all(all_kwargs, cancelled, ended), self._running_loop())
         waiting, heartbeats, silent_s = asyncio.wrap_future(future), self._heartbeats, 0.0
-        while not waiting.done():
-            await asyncio.wait({waiting}, timeout=_POLL_INTERVAL_S)
-            # Sum of poll intervals, not wall time: a process that was suspended has not been silent.
-            silent_s, heartbeats = (
-                (silent_s + _POLL_INTERVAL_S if self._heartbeats == heartbeats else 0.0),
-                self._heartbeats,
-            )
-            self._check_blocked(waiting, silent_s)
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=_POLL_INTERVAL_S)
+                # Sum of poll intervals, not wall time: a process that was suspended has not been silent.
+                silent_s = silent_s + _POLL_INTERVAL_S if self._heartbeats == heartbeats else 0.0
+                heartbeats = self._heartbeats
+                self._check_blocked(waiting, silent_s)
+        except asyncio.CancelledError as error:
+            cancelled.set()
+            raise CallsCancelledError(ended) from error
         return waiting.result()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -309,14 +277,17 @@ class _EventLoopThread:
                 f"the async function has blocked its event loop for {silent_s:.1f} s; it must await instead of blocking"
             )
 
-    async def _run_all(self, all_kwargs: Sequence[dict[str, Any]]) -> list[Outcome]:
-        """One task per call, and one timer for all: at 500 calls a timer for each takes as long as they do."""
+    async def _run_all(
+        self, all_kwargs: Sequence[dict[str, Any]], cancelled: threading.Event, ended: Future[None]
+    ) -> list[Outcome]:
+        """One task per call, and one timer for all: at 500 calls a timer for each takes as long as they do. `cancelled`
+        is heard at the next poll; `ended` is done when the last call is."""
         tasks = [asyncio.ensure_future(_run_async_call(self._function, kwargs)) for kwargs in all_kwargs]
         # At least four polls per limit, so that one poll in a blocked event loop does not use up the limit.
         limit_s = float("inf") if self._timeout_s is None else self._timeout_s
         waiting, step, used_s = set(tasks), min(_ASYNC_POLL_INTERVAL_S, limit_s / 4), 0.0
         try:
-            while waiting and used_s < limit_s:
+            while waiting and used_s < limit_s and not cancelled.is_set():
                 _, waiting = await asyncio.wait(waiting, timeout=step)
                 self._heartbeats += 1
                 used_s += step  # poll intervals, not wall time: a loop blocked by other calls must not cause a timeout
@@ -324,6 +295,7 @@ class _EventLoopThread:
         finally:
             for task in waiting:
                 task.cancel()
+            asyncio.gather(*waiting, return_exceptions=True).add_done_callback(lambda _: ended.set_result(None))
 
     def _given_up(self, task: asyncio.Task[Outcome]) -> Outcome:
         ended: Future[None] = Future()

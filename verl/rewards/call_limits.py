@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import RewardConfig
-from verl.rewards.bounded_calls import Calls, Outcome, TooManyHangingCallsError
+from verl.rewards.bounded_calls import Calls, CallsCancelledError, Outcome, TooManyHangingCallsError
 from verl.utils.errors import ConfigError
 
 MINUTE_S = 60.0
@@ -161,7 +161,11 @@ class LimitedCalls:
 
     async def _run_one(self, kwargs: dict[str, Any]) -> Outcome:
         async with self._limits.turn() as turn:
-            outcome = (await self._calls.run([kwargs]))[0]
+            try:
+                outcome = (await self._calls.run([kwargs]))[0]
+            except CallsCancelledError as error:
+                turn.still_runs = error.still_run
+                raise
             turn.still_runs = outcome.still_runs
             return outcome
 

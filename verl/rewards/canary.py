@@ -45,7 +45,7 @@ class Canary:
         self._candidates: list[RewardInput] = []
         self._answers: list[RewardInput] = []
         self._first: list[float] = []  # scores
-        self._first_step, self._resumed = 0, False
+        self._first_step, self._last_step, self._resumed = 0, 0, False
         self._repeats = False  # whether a score that changes is an error
         self._alone = False  # its calls draw random numbers: nothing else may run, so that these can be given back
         self.metrics: dict[str, float] = {}  # of the last step
@@ -59,8 +59,11 @@ class Canary:
         return scores
 
     async def beside(self, work: Callable[[], Coroutine[Any, Any, T]], step: int) -> T:
-        """What `work` returns, which scores the answers of a step; meanwhile the fixed answers are scored."""
-        self.metrics = {}
+        """What `work` returns, which scores the answers of a step or of a part of it; in the first part the fixed
+        answers are scored meanwhile."""
+        if self._answers and step == self._last_step:
+            return await work()
+        self.metrics, self._last_step = {}, step
         if not self._answers:
             result = await work()
             if self._candidates:

@@ -137,15 +137,17 @@ def test_two_event_loops_share_one_limit():
     assert done == [1.0] * 30 and most == 2
 
 
+@pytest.mark.parametrize("how", ["timed out", "cancelled"])
 @pytest.mark.parametrize("kind", ["thread", "async"])
-def test_a_call_that_was_given_up_keeps_its_turn_until_it_has_ended(kind):
-    running, most, lock = 0, 0, threading.Lock()
+def test_a_call_that_was_given_up_keeps_its_turn_until_it_has_ended(kind, how):
+    running, most, lock, has_begun = 0, 0, threading.Lock(), threading.Event()
 
     def count(step):
         nonlocal running, most
         with lock:
             running += step
             most = max(most, running)
+        has_begun.set()
 
     def function(number):
         count(1)
@@ -162,10 +164,41 @@ def test_a_call_that_was_given_up_keeps_its_turn_until_it_has_ended(kind):
                 continue
         count(-1)
 
-    calls = LimitedCalls(CallPool(function if kind == "thread" else stubborn, 4, 0.2), CallLimits(1, None))
-    first, *others = asyncio.run(calls.run([{"number": number} for number in range(4)]))
-    assert isinstance(first.error, RewardTimeoutError) and [one.error for one in others] == [None] * 3
-    assert most == 1
+    async def main():
+        if how == "timed out":
+            first, *others = await calls.run([{"number": number} for number in range(4)])
+            assert isinstance(first.error, RewardTimeoutError)
+        else:
+            first = asyncio.create_task(calls.run([{"number": 0}]))
+            await asyncio.to_thread(has_begun.wait, 30)
+            first.cancel()
+            others = await calls.run([{"number": number} for number in range(1, 4)])
+            assert first.cancelled()
+        assert [one.error for one in others] == [None] * 3
+
+    limit_s = 0.2 if how == "timed out" else 5.0
+    calls = LimitedCalls(CallPool(function if kind == "thread" else stubborn, 4, limit_s), CallLimits(1, None))
+    asyncio.run(main())
+    assert most == 1 and running == 0
+
+
+def test_a_call_that_is_cancelled_before_a_thread_takes_it_gives_its_turn_back():
+    ends, pool = threading.Event(), None
+
+    async def main():
+        busy = asyncio.create_task(pool.run([{"number": 0}]))
+        await asyncio.sleep(0.1)
+        waits = asyncio.create_task(calls.run([{"number": 1}]))  # it has a turn, and no thread
+        await asyncio.sleep(0.1)
+        waits.cancel()
+        await asyncio.wait({waits})
+        async with asyncio.timeout(5), limits.turn():
+            ends.set()
+        assert (await busy)[0].error is None
+
+    limits, pool = CallLimits(1, None), CallPool(lambda number: ends.wait(30), 1, None)
+    calls = LimitedCalls(pool, limits)
+    asyncio.run(main())
 
 
 def test_calls_that_were_given_up_and_never_end_are_an_error(monkeypatch):

@@ -62,6 +62,19 @@ def test_a_reward_that_stays_itself_has_no_change():
     assert all(r"\boxed{" in item["solution_str"] for item in kept[:2])  # gold answers
 
 
+def test_a_step_of_several_parts_scores_the_fixed_answers_once():
+    calls = []
+    steps = Steps(lambda solution_str, **_: calls.append(solution_str) or len(solution_str))
+    for expected in ([8 + 2 * 4, 8, 8], [8 + 4, 8, 8]):  # the first step scores them twice
+        found, metrics = [], []
+        for part in range(3):
+            calls.clear()
+            steps.step -= part > 0
+            metrics.append(dict(steps.take()))
+            found.append(len(calls))
+        assert found == expected and metrics[0] == metrics[1] == metrics[2]
+
+
 def test_a_score_that_changes_stops_the_run_with_row_scores_answer_and_causes():
     offset = [0.0]
     steps = Steps(lambda solution_str, **_: len(solution_str) + offset[0] * (solution_str == "it is 1"))

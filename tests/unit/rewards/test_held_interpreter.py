@@ -12,7 +12,7 @@ from tests.unit.rewards.test_function_reward import item, score, wrap
 @pytest.mark.parametrize("word", ["sync", "async"])
 def test_a_call_that_lets_no_other_thread_run_is_shown_with_its_line(monkeypatch, capfd, word: str):
     """A regular expression that backtracks keeps the interpreter to itself until it is done."""
-    monkeypatch.setattr("verl.rewards.bounded_calls.HELD_S", 0.0)
+    monkeypatch.setattr("verl.rewards.held_interpreter.HELD_S", 0.0)
 
     def backtrack() -> float:
         start = time.monotonic()
