@@ -14,6 +14,7 @@ from tests.e2e import jobs, test_sft
 from verl.commands import generate_answers
 from verl.commands.score_answers import print_scores
 from verl.config import load_config
+from verl.observe.events import read_events
 from verl.observe.progress import Progress
 from verl.trainer import main_ppo
 from verl.trainer.checkpoints import complete_steps
@@ -71,12 +72,15 @@ def test_a_rerun_goes_on_and_another_configuration_that_goes_on_names_its_keys(
 
 
 def test_a_rerun_of_what_saved_nothing_keeps_the_earlier_records(folder: Path, capsys: pytest.CaptureFixture[str]):
+    how = ["trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.v1.trainer_mode=colocate_async", *QUICK]
     for _ in range(2):
-        jobs.train(folder, "run", "trainer.total_training_steps=1", "trainer.save_freq=-1", *QUICK)
+        jobs.train(folder, "run", *how)
     said = capsys.readouterr().out
     assert "saves nothing" in said.splitlines()[0] and "starts over, as it had saved nothing" in said
     assert complete_steps(folder / "run") == [] and (folder / "metrics" / "e2e" / "run.earlier-1.jsonl").exists()
     assert list((folder / "run" / "ledger.earlier-1").glob("*.parquet"))
+    for name in ("events.earlier-1.jsonl", "events.jsonl"):
+        assert [event["event"] for event in read_events(folder / "run" / name)].count("take") == 1
 
 
 def test_a_run_without_a_name_gets_the_date_and_a_counter_and_says_how_to_continue(

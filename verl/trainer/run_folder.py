@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from verl.config import RunConfig, SFTConfig
 from verl.config.run_name import C, has_dated_name, has_own_folder, with_trainer_values
+from verl.observe.events import EVENTS_FILE
 from verl.observe.run_changes import change_lines, find_changes, results_change
 from verl.observe.run_record import RUN_FILE, VALIDATION_SAMPLES, RunRecord, read_record
 from verl.observe.trackers import parse_metrics
@@ -269,7 +270,7 @@ def _set_aside_and_describe(config: AnyConfig, held: Holdings, place: RunPlace) 
 def set_aside_records(config: AnyConfig) -> str:
     """Rename what an earlier start of this run has logged and recorded; returns the new names."""
     root, metrics = Path(config.trainer.default_local_dir), metrics_of(config)
-    folders = [root / LEDGER, root / VALIDATION_SAMPLES]
+    folders = [root / LEDGER, root / VALIDATION_SAMPLES, root / EVENTS_FILE]
     folders += [Path(str(folder)) for name in _DUMPS if (folder := config.trainer.get(name))]
     kept = []
     for path in [*([metrics] if metrics else []), *folders]:

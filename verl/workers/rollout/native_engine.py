@@ -88,6 +88,7 @@ class NativeEngine(RolloutEngine):
         saved = self._restored.pop(request.request_id, None)
         if saved is not None and saved["prompt"] == request.prompt_ids:  # a turn may begin otherwise than before
             self.core.take_back(state, saved)
+            self.core.counters.requests -= 1  # the process that got it first has counted it
         future = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
         self._start_driver()

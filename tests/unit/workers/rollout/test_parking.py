@@ -140,7 +140,10 @@ def test_what_was_parked_goes_on_in_another_process_bit_for_bit():
         await asyncio.sleep(0)
         await engine.update_weights(engine.model, 5)
         await engine.resume()
-        return await asyncio.gather(*answers)
+        completions = await asyncio.gather(*answers)
+        [stats] = await engine.stats()
+        assert stats.totals["requests"] == len(REQUESTS) - len(saved)  # the first has counted those that go on
+        return completions
 
     saved, uninterrupted = asyncio.run(first())
     assert any(part["tokens"] for request in saved for part in request["unfinished"])
