@@ -3,8 +3,8 @@
     python benchmarks/schedule.py [--pairs 5] [--only NAME] [--json benchmarks/results/schedule.json]
 
 A pair is a synchronous run and an asynchronous one of the same seed, on the same cores: one thread a process, one
-process a core; which comes first alternates. The synchronous run predicts by the code of the command, from steps 7 to
-16; its later steps, and those of the asynchronous run after the sixth, are measured, from ledger file to ledger file.
+process a core; which comes first alternates. The synchronous run predicts by the code of the command, which takes its
+last 20 steps; both arms are measured over the same steps, from ledger file to ledger file.
 The figures are medians over the pairs. The results are written after each pair, and a later call goes on from them
 (`--anew`: begins again). Alone on two cores a setting takes about four minutes.
 """
@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from verl.commands.plan.observed_steps import observe
 from verl.commands.plan.schedule import plan_schedule
 from verl.observe.trackers import read_metrics
 
-OBSERVED = 10  # steps that a prediction is made from
-WARM = 6  # steps until an asynchronous run has its mean age
+WARM = 6  # first steps, in which an asynchronous run gets to its mean age
 LAST = 5  # steps whose mean reward is the final one
 RESULTS = Path(__file__).parent / "results" / "schedule.json"
 SCORE = "critic/score/mean"
@@ -43,7 +42,6 @@ def measure_pair(setting: Setting, seed: int, cores: list[int]) -> Pair:
         for arm in ("sync", "async") if seed % 2 else ("async", "sync"):
             train(folder, overrides(folder, setting, arm, seed, arms[arm]), cores, folder / f"{arm}.log")
         run = observe(str(folder / "sync"))
-        run = replace(run, steps=run.steps[:OBSERVED])
         plan = plan_schedule(run, setting.ages())
         sync = plan.predictions[0]
         found = next(p for p in plan.predictions if p.schedule.name == setting.schedule)
@@ -52,7 +50,7 @@ def measure_pair(setting: Setting, seed: int, cores: list[int]) -> Pair:
             statistics.mean(1 / outcome.step_s for outcome in sync.outcomes),
             statistics.mean(1 / outcome.step_s for outcome in found.outcomes),
             statistics.mean(found.speedups),
-            rate(moments(folder / "sync"), run.steps[-1].step),
+            rate(moments(folder / "sync"), WARM),
             rate(moments(folder / "async"), WARM),
             final_reward(folder, "sync"),
             final_reward(folder, "async"),
@@ -91,7 +89,7 @@ def write(path: Path, pairs: dict[str, list[Pair]], cores: list[int]) -> None:
         for setting in SETTINGS
         if pairs.get(setting.name)
     ]
-    save(path, {"cores": cores, "observed_steps": OBSERVED, "settings": rows})
+    save(path, {"cores": cores, "settings": rows})
 
 
 def show(name: str, summary: Summary) -> None:

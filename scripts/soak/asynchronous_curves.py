@@ -61,6 +61,7 @@ class Curve:
 
 def train(mode: str, seed: int, steps: int, folder: Path) -> Curve:
     """One run of `mode`. Its lines are in `folder`/logs."""
+    os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")  # of the warm-up, too
     model, name = cpu.prepare(folder, seed), mode
     words = [
         *grpo_overrides(folder, model, seed, steps),
@@ -80,7 +81,7 @@ def train(mode: str, seed: int, steps: int, folder: Path) -> Curve:
     metrics.unlink(missing_ok=True)  # of a run that was stopped
     shutil.rmtree(folder / name, ignore_errors=True)
     log.parent.mkdir(exist_ok=True)
-    environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "metrics"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as output:
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
         subprocess.run(command, stdout=output, stderr=output, env=environment, check=True)
