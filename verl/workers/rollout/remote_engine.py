@@ -33,6 +33,7 @@ from verl.workers.rollout.engine_stats import EngineStats
 from verl.workers.rollout.server_process import LocalServer, Server
 from verl.workers.rollout.server_profiles import ProfiledServer
 
+_CLOSE_S = 5.0  # for the thread that reads, once its process has ended
 _SIGN_OF_LIFE = 0  # the number of calls whose answers nobody awaits
 _Call = list[Any]  # number, method, arguments
 
@@ -70,7 +71,8 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         if server is None:
             server = LocalServer(config.server.python, get_platform().rollout_environment(devices))
         self.server: Server = server
-        threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True).start()
+        self._reader = threading.Thread(target=self._read_replies, name=f"rollout replica {replica}", daemon=True)
+        self._reader.start()
         self._stop = weakref.finalize(self, self.server.stop)
         self._started = self._call(
             "start", config=config, model_path=str(model_path), eos_token_ids=list(eos_token_ids), replica=replica
@@ -303,5 +305,6 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
         return await self._call_async("stats")
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and what reads from it: it asks the process's machine how it ended, while that is there."""
         self._stop()
+        self._reader.join(_CLOSE_S)
