@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoConfig
@@ -18,11 +19,20 @@ from tests.reward_models import oracle_scores, save_reward_model
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_model
 from verl.config import load_config
+from verl.config.load import pop_unread_keys
 from verl.rewards import call_retries
 from verl.rewards.base import RewardInput
 from verl.rewards.function_reward import CallRules
 from verl.rewards.model_reward import ModelReward
-from verl.rewards.reward_servers import LARGEST_REQUEST, RewardServers, classifier_command, judge_command, start_servers
+from verl.rewards.reward_servers import (
+    LARGEST_REQUEST,
+    RewardServers,
+    classifier_command,
+    judge_command,
+    planned_servers,
+    start_servers,
+)
+from verl.rewards.servers_on_nodes import start_servers_on_nodes
 from verl.utils.errors import RewardError, TransportError
 from verl.workers.rollout.http_server import HTTPServerProcess, free_port
 
@@ -190,6 +200,16 @@ def test_command_lines_have_the_settings():
     judge = " ".join(judge_command(settings(*keys).reward_model, "cpu", 3, True, "10.0.0.7", 5))
     assert "rollout.name=native" in judge and "rollout.num_replicas=3" in judge and "--allow-sleep" in judge
     assert "--host 10.0.0.7 --port 5" in judge and "trainer.device=cpu" in judge
+
+
+def test_the_driver_knows_which_keys_servers_of_other_machines_read():
+    config = load_config([f"{KEY}.enable=True", f"{KEY}.model_path=m", f"{KEY}.rollout.name=vllm",
+                          f"{KEY}.rollout.max_model_len=99"])  # fmt: skip
+    planned = planned_servers(config.reward, [(0, ())], False)
+    held = Mock(call=Mock(return_value=("server 0", "http://127.0.0.1:1")))
+    with ExitStack() as started:
+        start_servers_on_nodes(config.reward.reward_model, planned, lambda *_: held, Mock(), started)
+    assert f"{KEY}.rollout.max_model_len" not in pop_unread_keys(config)
 
 
 @pytest.mark.vllm

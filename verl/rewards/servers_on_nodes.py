@@ -86,6 +86,7 @@ def start_servers_on_nodes(
     and ConfigError where its machine has other versions."""
     servers: list[Server] = []
     for one in planned:
+        one.command(HOST, 0)  # reads its keys in this process, too, which reports those that nothing reads
         servers.append(ServerOnNode(one.name, hold(one, partial(ServerHere, one, of_driver))))
         started.callback(servers[-1].close)
     return RewardServers(servers, settings, any(one.sleeps for one in planned))
