@@ -15,7 +15,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "plugin": 1350,
     "data": 2818,
     "algorithms": 2300,
-    "runtime": 3406,
+    "runtime": 3409,
     "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21840, 62481, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21843, 62484, 400
 
 
 def package_of(path: Path) -> str:

@@ -89,7 +89,9 @@ def test_a_reward_model_is_started_with_arguments_and_asked_by_a_path_that_the_p
     model = ["enable=True", "model_path=m", "rollout.name=sglang", "rollout.max_model_len=9", "rollout.dtype=float16"]
     config = load_config([f"reward.reward_model.{key}" for key in model])
     names = argument_sources(sources)
-    flags = [word for word in classifier_command(config.reward.reward_model, 1, True) if word.startswith("--")]
+    flags = [
+        word for word in classifier_command(config.reward.reward_model, True, "127.0.0.1", 1) if word.startswith("--")
+    ]
     assert len(flags) > 10
     for flag in flags:
         assert f"{flag.removeprefix('--').replace('-', '_')}:" in names or f'"{flag}"' in names, flag

@@ -110,8 +110,11 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 
 def read_errors(folder: Path) -> list[RecordedError]:
-    """What all ranks have recorded, in order of time."""
-    texts = [file.read_text() for file in folder.glob("rank_*.json")]
+    """What all ranks have recorded, in order of time; nothing where their group has been closed."""
+    try:
+        texts = [file.read_text() for file in folder.glob("rank_*.json")]
+    except FileNotFoundError:
+        return []
     return sorted((RecordedError(**one) for text in texts for one in json.loads(text)), key=lambda e: e.time)
 
 

@@ -211,6 +211,11 @@ class Machine:
         return watch
 
 
+def test_reports_that_are_deleted_while_they_are_read_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([tmp_path / "rank_0.json"]))
+    assert read_errors(tmp_path) == []
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
