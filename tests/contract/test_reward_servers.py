@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -166,7 +168,8 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_lines(stand_ins)
         stand_ins("vllm", fault="start")
 
 
-def test_a_server_ends_when_whoever_started_it_is_killed(tmp_path: Path):
+@pytest.mark.parametrize("killed", ["the program", "the process that watches it"])
+def test_a_server_ends_when_whoever_started_it_is_killed(tmp_path: Path, killed: str):
     (tmp_path / "server.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     program = (
         "import os, sys, time\nfrom verl.workers.rollout.http_server import HTTPServerProcess\n"
@@ -177,11 +180,17 @@ def test_a_server_ends_when_whoever_started_it_is_killed(tmp_path: Path):
     while time.monotonic() < until and not (pid.is_file() and pid.read_text()):
         time.sleep(0.05)
     server = int(pid.read_text())
-    starter.kill()
-    starter.wait()
+    if killed == "the program":
+        starter.kill()
+    else:
+        (status,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{server}/status").read_text())
+        os.kill(int(status), signal.SIGKILL)
     while time.monotonic() < until and Path(f"/proc/{server}").exists():
         time.sleep(0.05)
-    assert not Path(f"/proc/{server}").exists()
+    ended = not Path(f"/proc/{server}").exists()
+    starter.kill()
+    starter.wait()
+    assert ended
 
 
 def test_command_lines_have_the_settings():

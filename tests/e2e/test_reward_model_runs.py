@@ -15,6 +15,7 @@ from tests.reward_models import save_reward_model
 from verl.commands.quickstart.addition_task import CHARACTERS, Problem, Split, write_split
 from verl.commands.quickstart.small_model import make_model
 from verl.rewards import call_retries
+from verl.runtime.rank_processes import family
 from verl.workers.reward_model import RewardModel
 
 KEY = "reward.reward_model"
@@ -94,6 +95,10 @@ def test_a_function_asks_a_judge_that_the_run_serves(folder: Path, capsys: pytes
     rows = train(folder, "judge", *judge)
     assert rows[1]["reward/said/mean"] > 0 and rows[1]["reward/errors"] == 0
     assert "judge        Qwen3ForCausalLM" in capsys.readouterr().out
+    commands = [
+        Path(f"/proc/{process}/cmdline").read_text() for process in family({os.getpid()}).keys() - {os.getpid()}
+    ]
+    assert not [command for command in commands if "verl.commands.serve" in command]  # it has ended with the run
 
 
 def test_the_example_trains_a_reward_model_from_pairs_and_a_policy_on_it(tmp_path: Path):

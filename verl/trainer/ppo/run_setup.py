@@ -98,7 +98,8 @@ def assemble_run(
     tokenizer = prepared.tokenizer
     actor = Actor(config, pools.for_role("actor"))
     # On devices where the rollout is not yet:
-    reward_model, reward_of_run = start_reward_model(config, prepared, pools, started)
+    servers = started.enter_context(ExitStack())
+    reward_model, reward_of_run = start_reward_model(config, prepared, pools, servers)
     engine, weight_sync = build_engine_and_weight_sync(config, pools.group_of("actor"), actor, tokenizer, started)
     free_cache = rollout_of_run(config).free_cache_engine
     canary = canary_of(config.reward, reward_of_run)
@@ -121,7 +122,7 @@ def assemble_run(
         critic,
         teachers,
     )
-    trainer.canary = canary
+    trainer.canary, trainer.reward_servers = canary, servers
     started.callback(trainer.loop.close)
     if isinstance(trainer.source, AsyncSource) and trainer.source.goes_on and not config.trainer.val_only:
         trainer.beside = trainer.source

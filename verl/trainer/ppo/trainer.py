@@ -117,6 +117,7 @@ class PPOTrainer:
         self.reference, self.critic, self.teachers = reference, critic, teachers
         self.pools = pools  # closed with the trainer
         self.canary: Canary | None = None  # of the reward
+        self.reward_servers = ExitStack()  # what closes them, with the trainer
         self.num_parts = num_parts(config)  # in which a step takes its trajectories
         self.has_moved = False  # whether the policy was trained since it was published
         self.beside: AsyncSource | None = None  # `source`, where its engine goes on while the policy is trained
@@ -380,9 +381,10 @@ class PPOTrainer:
             self.canary.load_state_dict(state.get("canary", {}))
 
     def close(self) -> None:
-        """End what still generates, then the rollout engine and the ranks."""
+        """End what still generates, then the rollout engine, the servers of a reward model and the ranks."""
         with ExitStack() as ending:  # the last first, each also where one before it fails
             ending.callback(end_scoring_processes)
             ending.callback(self.pools.close)
+            ending.callback(self.reward_servers.close)
             ending.callback(self.source.close)
             ending.callback(self.loop.close)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from verl.utils.errors import TransportError
 
 HOST = "127.0.0.1"
 _POLL_S, _EXIT_S = 0.2, 10.0
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _OPENER = build_opener(ProxyHandler({}))  # this machine is never reached by a proxy
 
 
@@ -99,7 +101,7 @@ class HTTPServerProcess:
 
 def run_until_left(command: Sequence[str]) -> int:
     """Run `command` until it ends, or until standard input does, as when who has started this process is gone."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
     os.set_blocking(0, False)
     while child.poll() is None:
         try:
@@ -113,6 +115,12 @@ def run_until_left(command: Sequence[str]) -> int:
             os.killpg(0, signal.SIGKILL)
         time.sleep(_POLL_S)
     return child.returncode
+
+
+def _end_with_parent() -> None:
+    """Let Linux send this process SIGTERM when its parent is gone, which Ray kills where an actor has started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":
