@@ -73,13 +73,17 @@ def test_a_rerun_goes_on_and_another_configuration_that_goes_on_names_its_keys(
 
 def test_a_rerun_of_what_saved_nothing_keeps_the_earlier_records(folder: Path, capsys: pytest.CaptureFixture[str]):
     how = ["trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.v1.trainer_mode=colocate_async", *QUICK]
+    (folder / "run").mkdir()
+    killed_in_its_first_step = '{"event": "publish", "version": 0, "time": 1.0}\n'
+    (folder / "run" / "events.jsonl").write_text(killed_in_its_first_step)
     for _ in range(2):
         jobs.train(folder, "run", *how)
+    assert (folder / "run" / "events.earlier-1.jsonl").read_text() == killed_in_its_first_step
     said = capsys.readouterr().out
     assert "saves nothing" in said.splitlines()[0] and "starts over, as it had saved nothing" in said
     assert complete_steps(folder / "run") == [] and (folder / "metrics" / "e2e" / "run.earlier-1.jsonl").exists()
     assert list((folder / "run" / "ledger.earlier-1").glob("*.parquet"))
-    for name in ("events.earlier-1.jsonl", "events.jsonl"):
+    for name in ("events.earlier-2.jsonl", "events.jsonl"):
         assert [event["event"] for event in read_events(folder / "run" / name)].count("take") == 1
 
 

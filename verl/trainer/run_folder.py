@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,6 +252,7 @@ def _chosen_values(config: AnyConfig, taken: AnyConfig) -> dict[str, Any]:
 def _set_aside_and_describe(config: AnyConfig, held: Holdings, place: RunPlace) -> RunPlace:
     """What the header says; the records of a run that must start over are set aside first."""
     if not held.has_steps:
+        _set_aside([Path(config.trainer.default_local_dir) / EVENTS_FILE])  # of a process that ended in its first step
         return place
     if config.trainer.get("val_only", False):
         return RunPlace("validation alone")
@@ -272,14 +273,19 @@ def set_aside_records(config: AnyConfig) -> str:
     root, metrics = Path(config.trainer.default_local_dir), metrics_of(config)
     folders = [root / LEDGER, root / VALIDATION_SAMPLES, root / EVENTS_FILE]
     folders += [Path(str(folder)) for name in _DUMPS if (folder := config.trainer.get(name))]
+    return ", ".join(_set_aside([*([metrics] if metrics else []), *folders]))
+
+
+def _set_aside(paths: Iterable[Path]) -> list[str]:
+    """Rename files, and folders that hold something, where they exist; returns the new names."""
     kept = []
-    for path in [*([metrics] if metrics else []), *folders]:
+    for path in paths:
         if path.exists() and (path.is_file() or any(path.iterdir())):
             names = (path.with_name(f"{path.stem}.earlier-{number}{path.suffix}") for number in itertools.count(1))
             target = next(name for name in names if not name.exists())
             path.rename(target)
             kept.append(str(target))
-    return ", ".join(kept)
+    return kept
 
 
 def _remove_if_empty(folder: Path) -> None:
