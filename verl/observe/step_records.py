@@ -12,7 +12,7 @@ from verl.utils.paths import atomic_write_text
 logger = logging.getLogger(__name__)
 
 PROFILES_FILE = "profiles.jsonl"  # {"name": "step_5", "files": [...]}
-REPLICAS_FILE = "replicas.jsonl"  # {"step": 5, "lost": 0, "replicas": [{"counts": {...}, "gauges": {...}}]}
+REPLICAS_FILE = "replicas.jsonl"  # {"step": 5, "lost": 0, "replicas": [{"counts", "gauges", "decode_times": {...}}]}
 ReplicaPoints = dict[str, dict[int, list[tuple[float, float]]]]  # name -> replica -> (step, value)
 
 

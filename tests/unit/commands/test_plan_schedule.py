@@ -9,17 +9,30 @@ from pathlib import Path
 import pytest
 
 from verl import cli
-from verl.commands.plan.observed_steps import ObservedStep, fit_decode_step
-from verl.commands.plan.schedule_simulation import Costs, Groups, Outcome, Schedule, decode_steps, simulate
+from verl.commands.plan.decode_step import fit_decode_step, measured
+from verl.commands.plan.observed_steps import ObservedStep
+from verl.commands.plan.schedule_simulation import (
+    Costs,
+    Generation,
+    Groups,
+    Outcome,
+    Schedule,
+    decode_steps,
+    generate,
+    line,
+    simulate,
+    steps_within,
+)
 from verl.data.batch import Batch
 from verl.data.trajectory import Trajectory
 from verl.observe.ledger import Ledger
 from verl.trainer.ppo.admission import DROP, WAIT
+from verl.workers.rollout.engine_stats import DecodeTimes
 
 B, TOKENS = 8, 100.0
 CONSTANT = [[TOKENS] * 2 for _ in range(B)]
-EVEN = Costs(0.0, 0.001, train_s=0.5, publish_s=0.1)  # generation costs the same for each token
-GENERATION_S = B * 2 * TOKENS * EVEN.per_answer_s  # 1.6 s
+EVEN = Costs(line(0.0, 0.001), train_s=0.5, publish_s=0.1)  # generation costs the same for each token
+GENERATION_S = B * 2 * TOKENS * 0.001  # 1.6 s
 
 
 def exponential(count: int, seed: int = 0) -> list[list[float]]:
@@ -59,20 +72,20 @@ def test_colocated_gains_nothing_with_constant_lengths():
 
 @pytest.mark.parametrize("train_s", [0.5, 1.6, 4.0])
 def test_one_step_off_takes_the_longer_of_generation_and_training(train_s: float):
-    costs = Costs(0.0, EVEN.per_answer_s, train_s, EVEN.publish_s)
+    costs = Costs(EVEN.decode_s, train_s, EVEN.publish_s)
     found = simulate(one_step_off(), costs, CONSTANT, B)
     assert found.step_s == pytest.approx(max(GENERATION_S, train_s) + EVEN.publish_s, rel=0.02)
 
 
 def test_the_longest_of_n_exponential_answers_takes_the_harmonic_number_of_means():
-    n, costs = 32, Costs(0.01, 0.0, 0.0, 0.0)  # a decode step takes as long for one as for all
+    n, costs = 32, Costs(line(0.01, 0.0), 0.0, 0.0)  # a decode step takes as long for one as for all
     found = simulate(sync(), costs, exponential(n * 400), n, steps=390)
     assert found.step_s == pytest.approx(0.01 * TOKENS * harmonic(n), rel=0.04)
 
 
 def test_colocated_waits_for_the_first_half_of_twice_as_many_exponential_answers():
     """They have no memory: of 2B that run, B are complete after mean x (H_2B - H_B), at every step anew."""
-    n, costs = 32, Costs(0.01, 0.0, 0.0, 0.0)
+    n, costs = 32, Costs(line(0.01, 0.0), 0.0, 0.0)
     found = simulate(colocated(1.0, 100), costs, exponential(n * 400), n, steps=280)
     assert found.step_s == pytest.approx(0.01 * TOKENS * (harmonic(2 * n) - harmonic(n)), rel=0.04)
     assert found.mean_lag == pytest.approx(1.0, abs=0.05)
@@ -86,7 +99,7 @@ def heavy(count: int = 2000) -> Groups:
 @pytest.mark.parametrize("strategy", [WAIT, DROP])
 @pytest.mark.parametrize("schedule", [colocated, lambda k, m, s: Schedule("a", k, m, 1, 1, True, 2, s)])
 def test_no_group_is_older_than_the_largest_age(strategy: str, schedule: Callable[[float, int, str], Schedule]):
-    costs = Costs(0.01, 0.0001, 1.0, 0.1, prefill_s=1e-4)
+    costs = Costs(line(0.01, 0.0001), 1.0, 0.1, prefill_s=1e-4)
     found = simulate(schedule(1.0, 3, strategy), costs, heavy(), B, steps=200)
     assert found.largest_lag == 3
     assert (found.dropped > 0) == (strategy == DROP)
@@ -95,7 +108,7 @@ def test_no_group_is_older_than_the_largest_age(strategy: str, schedule: Callabl
 
 def test_the_same_seed_gives_the_same_outcome_and_another_one_another():
     def run(seed: int) -> Outcome:
-        return simulate(colocated(0.5, 8), Costs(0.01, 0.0001, 1.0, 0.1), heavy(), B, seed=seed)
+        return simulate(colocated(0.5, 8), Costs(line(0.01, 0.0001), 1.0, 0.1), heavy(), B, seed=seed)
 
     assert run(3) == run(3) != run(4)
 
@@ -103,7 +116,7 @@ def test_the_same_seed_gives_the_same_outcome_and_another_one_another():
 def test_parts_of_a_step_are_trained_on_while_the_others_are_generated():
     """The answers of a step are 1, 2, ... B x the first: a step in B parts trains each as soon as it is there."""
     groups = [[TOKENS * (i + 1)] for i in range(B)]
-    costs = Costs(0.01, 0.0, train_s=0.8, publish_s=0.0)
+    costs = Costs(line(0.01, 0.0), train_s=0.8, publish_s=0.0)
     whole, parts = (simulate(Schedule("s", 0.0, 0, 1, 1, True, n), costs, groups, B) for n in (1, B))
     assert whole.step_s == pytest.approx(0.01 * TOKENS * B + 0.8)
     assert parts.step_s == pytest.approx(0.01 * TOKENS * B + 0.1)
@@ -111,8 +124,8 @@ def test_parts_of_a_step_are_trained_on_while_the_others_are_generated():
 
 def test_tokens_of_parked_answers_are_computed_anew():
     """One answer of 8 short steps beside short ones: at each publish its tokens so far and its prompt are prefilled."""
-    costs = Costs(0.01, 0.0, 0.0, 0.0, prefill_s=0.001, prompt_tokens=50.0)
-    free = Costs(0.01, 0.0, 0.0, 0.0)
+    costs = Costs(line(0.01, 0.0), 0.0, 0.0, prefill_s=0.001, prompt_tokens=50.0)
+    free = Costs(line(0.01, 0.0), 0.0, 0.0)
     groups = exponential(4000)
     slow, fast = (simulate(colocated(1.0, 100), c, groups, 1, steps=3000) for c in (costs, free))
     # two run, one of them ends first: the other has no memory, and has run for as long as its lag in the mean
@@ -123,6 +136,83 @@ def test_tokens_of_parked_answers_are_computed_anew():
 def test_a_limit_of_running_answers_makes_the_others_wait():
     assert decode_steps(CONSTANT, 0) == TOKENS
     assert decode_steps(CONSTANT, 4) == TOKENS * 4
+
+
+CACHED = Costs(line(0.01, 0.001), 0.0, 0.0, prompt_tokens=50.0, per_token_s=1e-5, begin_s=0.02)
+
+
+def test_a_decode_step_takes_longer_the_more_tokens_are_cached():
+    """Two answers of 100 and 300 tokens: the integral of a line over the steps of both, then of one."""
+    found = generate([[100.0, 300.0]], CACHED).now
+    both = 100 * (0.01 + 2 * 0.001 + 1e-5 * 2 * 50) + 1e-5 * 2 * 100**2 / 2
+    one = 200 * (0.01 + 0.001 + 1e-5 * 50) + 1e-5 * (300**2 - 100**2) / 2
+    assert found == pytest.approx(2 * 0.02 + both + one)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_new_answer_beside_a_long_one_takes_as_long_as_that_where_caches_are_padded(pads: bool):
+    generation = Generation(replace(CACHED, pads=pads, begin_s=0.0), 1)
+    generation.add(0, [200.0])
+    generation.advance(until=steps_s(100, 0.011 + 1e-5 * 50, 1e-5))
+    assert generation.steps == pytest.approx(100)  # and then another one begins
+    before = generation.now
+    generation.add(1, [100.0])
+    generation.advance()
+    cached = (100 + 50) * 2 if pads else (100 + 50) + 50
+    assert generation.now - before == pytest.approx(steps_s(100, 0.012 + 1e-5 * cached, 2e-5))
+
+
+def steps_s(count: float, first_s: float, slower_s: float) -> float:
+    """Seconds of `count` decode steps."""
+    return count * first_s + slower_s * count**2 / 2
+
+
+@pytest.mark.parametrize("slower_s", [0.0, 1e-9, 1e-3])
+def test_steps_within_a_time_are_those_that_take_it(slower_s: float):
+    assert steps_within(steps_s(37.5, 0.01, slower_s), 0.01, slower_s) == pytest.approx(37.5)
+
+
+def decode_times(step_s: Callable[[int], float], per_token_s: float) -> DecodeTimes:
+    """Of 8 answers of 100 to 800 tokens, begun together, and of 8 that begin after half of that."""
+    times = DecodeTimes()
+    for first in (20, 420):
+        for step in range(800):
+            answers = 8 - step // 100
+            times.record(answers, answers * (step + first), step_s(answers) + per_token_s * answers * (step + first))
+    return times
+
+
+def uneven(answers: float) -> float:
+    return 0.002 + 0.001 * (answers > 1) + 0.0005 * answers
+
+
+@pytest.mark.parametrize("per_token_s", [0.0, 3e-7, 1e-5])
+def test_what_a_decode_step_takes_follows_from_the_sums_of_an_engine(per_token_s: float):
+    """Each number of answers has a time of its own; 4 and 5 are one, as are 6 and 7."""
+    points, slope = measured(decode_times(uneven, per_token_s).sums)
+    assert slope == pytest.approx(per_token_s, rel=0.1, abs=1e-12)
+    expected = {1.0: 0.0025, 2.0: 0.004, 3.0: 0.0045, 4.5: 0.00525, 6.5: 0.00625, 8.0: 0.007}
+    assert dict(points) == pytest.approx(expected, rel=0.02 if per_token_s < 1e-6 else 0.2)
+
+
+def test_no_time_is_negative_where_longer_caches_take_less():
+    assert measured(decode_times(uneven, -1e-7).sums)[1] == 0
+
+
+def test_times_are_read_between_the_points_and_beyond_them_as_from_half_as_many():
+    costs = Costs(((1.0, 0.002), (4.0, 0.005), (8.0, 0.006)), 0.0, 0.0)
+    assert [costs.decode_step_s(n) for n in (0.5, 1, 2, 4, 8, 16)] == pytest.approx(
+        [0.002, 0.002, 0.003, 0.005, 0.006, 0.008]
+    )
+    assert Costs(((4.0, 0.005),), 0.0, 0.0).decode_step_s(9) == 0.005
+    assert Costs(line(0.01, 0.002), 0.0, 0.0).decode_step_s(7) == pytest.approx(0.024)
+
+
+def test_a_decode_step_in_which_the_machine_stalled_does_not_count():
+    times = decode_times(uneven, 0.0)
+    before = dict(times.sums)
+    times.record(8, 160, 5.0)
+    assert times.sums == before
 
 
 def observed(number: int, groups: list[list[float]], base_s: float, per_answer_s: float) -> ObservedStep:
@@ -220,6 +310,39 @@ def test_the_prediction_of_sync_is_the_run_itself(tmp_path: Path, capsys: pytest
     mean = sum(s["generation_s"] + s["train_s"] + s["publish_s"] for s in steps) / len(steps)
     assert found["predictions"][0]["outcomes"][0]["step_s"] == pytest.approx(mean, rel=0.15)
     assert steps[0]["train_s"] == pytest.approx(0.2)  # a validation is no part of it
+
+
+def test_the_engines_own_times_of_decode_steps_are_used_where_it_recorded_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Two replicas; the second was started anew after the first step, and its sums begin at 0 again."""
+    alike = [[20 + (seed + i) % 5 for i in range(8)] for seed in range(4)]
+    run = save_run(tmp_path, alike, train_s=0.1, base_s=0.003, per_answer_s=0.001)
+    once, wrong = decode_times(uneven, 0.0).sums, decode_times(lambda _: 0.5, 0.0).sums
+    after = [
+        [wrong, wrong],  # the step that warms up
+        [added(wrong, once), once],
+        [added(wrong, once, once), added(once, once)],
+        [added(wrong, once, once, once), added(once, once, once)],
+    ]
+    lines = [
+        {"step": step, "lost": 0, "replicas": [{"counts": {}, "gauges": {}, "decode_times": sums} for sums in replicas]}
+        for step, replicas in enumerate(after, start=1)
+    ]
+    (run / "replicas.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert plan(run, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    [fit] = found["decode_steps"]  # steps that are alike explain one thing alone
+    assert fit["points"][0] == [1.0, pytest.approx(0.0025)] and fit["points"][-1] == [8.0, pytest.approx(0.007)]
+    steps = found["observed_steps"]
+    mean = sum(s["generation_s"] + s["train_s"] + s["publish_s"] for s in steps) / len(steps)
+    assert found["predictions"][0]["outcomes"][0]["step_s"] == pytest.approx(mean, rel=0.02)
+    assert plan(run) == 0
+    assert "2.5 ms with 1, 4.5 ms with 3, 6.25 ms with 6 answers + 0 us x cached tokens" in capsys.readouterr().out
+
+
+def added(*sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: sum(one[name] for one in sums) for name in sums[0]}
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
 """What the synchronous steps of a run tell a planner: seconds of each stage, lengths of the answers, a decode step."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from verl.commands.plan.schedule_simulation import decode_steps
 from verl.observe.ledger import ledger_steps, read_ledger
 from verl.observe.run_record import RUN_FILE, RunRecord, find_run, read_record
-from verl.observe.step_records import latest_by_step
+from verl.observe.step_records import REPLICAS_FILE, latest_by_step, read_records
 from verl.observe.trackers import read_metrics
 from verl.trainer.batch_metrics import prompt_and_response_lengths
 from verl.trainer.run_files import LEDGER
 from verl.utils.errors import DataError
+from verl.workers.rollout.engine_stats import Counts, EngineStats
 
 NEEDED_STEPS, MOST_STEPS = 3, 20
 NOT_TRAINING = ("gen", "update_weights", "testing", "save_checkpoint")
@@ -42,6 +41,7 @@ class ObservedRun:
     record: RunRecord
     devices: int
     steps: list[ObservedStep]
+    decode_times: Counts | None = None  # the engine's sums of `DecodeTimes` over these steps; None: it has none
 
     def mean(self, name: str) -> float:
         """Mean over the steps of one of their numbers."""
@@ -50,6 +50,22 @@ class ObservedRun:
     @property
     def groups(self) -> list[list[float]]:
         return [group for step in self.steps for group in step.groups]
+
+    def training(self) -> tuple[float, float]:
+        """(seconds of one device for what grows with the tokens of a step, seconds that do not depend on them), means.
+
+        All of it grows with the tokens unless the steps show that some does not (an F-test with a bound of 4).
+        """
+        tokens = np.array([step.num_tokens for step in self.steps]) / self.devices
+        times = np.array([step.train_s for step in self.steps])
+        per_token = float(tokens @ times / max(tokens @ tokens, 1e-12))
+        columns = np.stack([tokens, np.ones_like(tokens)], 1)
+        (slope, fixed), *_ = np.linalg.lstsq(columns, times, rcond=None)
+        alone, both = (float(((fit - times) ** 2).sum()) for fit in (tokens * per_token, columns @ (slope, fixed)))
+        noise = max(both, 1e-12 * float(times @ times)) / (len(times) - 2)
+        if slope > 0 and fixed > 0 and alone - both > 4 * noise:
+            return float(slope * tokens.mean()) * self.devices, float(fixed)
+        return self.mean("train_s") * self.devices, 0.0
 
     @property
     def batch(self) -> int:
@@ -89,7 +105,8 @@ def observe(name: str) -> ObservedRun:
     if len(recorded) > NEEDED_STEPS and recorded[0] == min(data):
         recorded = recorded[1:]  # it warms up
     steps = [_observed(step, data[step], folder) for step in recorded[-MOST_STEPS:]]
-    return ObservedRun(record, _num_devices(data[recorded[-1]]), steps)
+    times = _decode_times(record.folder / REPLICAS_FILE, steps[0].step, steps[-1].step)
+    return ObservedRun(record, _num_devices(data[recorded[-1]]), steps, times)
 
 
 def with_folder(record: RunRecord) -> RunRecord:
@@ -112,6 +129,22 @@ def _num_devices(data: dict[str, float]) -> int:
     return max(1, round(data.get("perf/total_num_tokens", 0.0) / rate)) if rate > 0 else 1
 
 
+def _decode_times(path: Path, first: int, last: int) -> Counts | None:
+    """The sums of all replicas or ranks in the steps from `first` to `last`."""
+    if not path.is_file():
+        return None
+    found: dict[str, float] = {}
+    before: list[EngineStats] = []
+    for record in latest_by_step(read_records(path), last):
+        now = [EngineStats(sums=replica.get("decode_times", {})) for replica in record["replicas"]]
+        starts = [*before, *(EngineStats() for _ in now[len(before) :])]
+        for start, stats in zip(starts, now, strict=False):
+            for name, value in stats.since(start).sums.items() if int(record["step"]) >= first else ():
+                found[name] = found.get(name, 0.0) + value
+        before = now
+    return found or None
+
+
 def _observed(step: int, data: dict[str, float], ledger: Path) -> ObservedStep:
     batch = read_ledger(ledger, step).batch
     prompts, answers = prompt_and_response_lengths(batch)
@@ -129,47 +162,3 @@ def _observed(step: int, data: dict[str, float], ledger: Path) -> ObservedStep:
         float(prompts.double().mean()),
         list(groups.values()),
     )
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """Seconds of a decode step: `base_s` + `per_answer_s` x answers running on a device."""
-
-    base_s: float
-    per_answer_s: float
-    error: float  # largest difference from an observed generation, as a share of it
-    squares: float  # sum of the squared differences, s^2
-
-
-def fit_decode_step(steps: Sequence[ObservedStep], devices: int, max_running: float) -> list[DecodeStep]:
-    """The decode step that explains `generation_s` best, by least squares with neither part below 0.
-
-    Two where the steps are too alike, or too noisy, to exclude that all of it is `per_answer_s`, or all of it `base_s`
-    (an F-test with a bound of 4): the ends of what is possible, the former first.
-    """
-    counts = [
-        (decode_steps(step.groups, max_running * devices), sum(map(sum, step.groups)) / devices) for step in steps
-    ]
-    columns, times = np.array(counts), np.array([step.generation_s for step in steps])
-    ends = [_one_part(columns, times, 1), _one_part(columns, times, 0)]
-    both, *_ = np.linalg.lstsq(columns, times, rcond=None)
-    inside = [] if (both < 0).any() else [_decode_step(columns, times, float(both[0]), float(both[1]))]
-    best = min([*inside, *ends], key=lambda fit: fit.squares)
-    noise = max(best.squares, 1e-12 * float(times @ times)) / (len(times) - 2)
-    all_each, all_base = (end.squares - best.squares <= 4 * noise for end in ends)
-    if not all_each and not all_base:
-        return [best]
-    found = [ends[0] if all_each else best, ends[1] if all_base else best]
-    return found if found[0] != found[1] else found[:1]
-
-
-def _one_part(columns: np.ndarray, times: np.ndarray, part: int) -> DecodeStep:
-    """The best fit with one of the two alone: base_s (0) or per_answer_s (1)."""
-    column = columns[:, part]
-    value = float(column @ times / max(column @ column, 1e-12))
-    return _decode_step(columns, times, *((value, 0.0) if part == 0 else (0.0, value)))
-
-
-def _decode_step(columns: np.ndarray, times: np.ndarray, base_s: float, per_answer_s: float) -> DecodeStep:
-    off = np.abs(columns @ np.array([base_s, per_answer_s]) - times)
-    return DecodeStep(base_s, per_answer_s, float((off / np.maximum(times, 1e-12)).max()), float(off @ off))

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from verl.commands.plan.command import load_run_config
-from verl.commands.plan.observed_steps import DecodeStep, ObservedRun, fit_decode_step, observe
+from verl.commands.plan.decode_step import DecodeStep, find_decode_steps
+from verl.commands.plan.observed_steps import ObservedRun, observe
 from verl.commands.plan.schedule_simulation import Costs, Outcome, Schedule, simulate
 from verl.config import RunConfig
 from verl.config.asynchronous import COLOCATED, SEPARATE, SYNC, staleness
@@ -15,11 +16,7 @@ from verl.trainer.ppo.plan_tables import columns
 from verl.utils.errors import ConfigError
 
 MODE = "trainer.v1.trainer_mode"
-APART = (
-    f"{MODE}={SEPARATE}",
-    "actor_rollout_ref.hybrid_engine=False",
-    "algorithm.rollout_correction.bypass_mode=True",
-)
+APART = (f"{MODE}={SEPARATE}", "actor_rollout_ref.hybrid_engine=False")
 CARRIED = (  # keys of the run that a plan goes on with, unless they are given
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.actor.ppo_epochs",
@@ -71,9 +68,9 @@ def plan_schedule(run: ObservedRun, words: Sequence[str]) -> SchedulePlan:
     config, apart = _config(run, words, ()), _config(run, words, APART)
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
-    max_running = rollout.max_num_seqs / size
-    fits = fit_decode_step(run.steps, run.devices, max_running)
-    all_costs = [_costs(run, fit, config, max_running) for fit in fits]
+    known = _costs(run, config, rollout.max_num_seqs / size)
+    fits = find_decode_steps(run, known)
+    all_costs = [replace(known, decode_s=fit.points, per_token_s=fit.per_token_s, begin_s=fit.begin_s) for fit in fits]
     training, generation = _planned_devices(run, config)
     devices, parts = training + generation, num_parts(apart)
     mean, largest = staleness(config), config.trainer.v1.sampler.max_off_policy_threshold
@@ -136,19 +133,22 @@ def _splits(devices: int, size: int, config: RunConfig) -> list[tuple[int, int]]
     return splits[::every]
 
 
-def _costs(run: ObservedRun, fit: DecodeStep, config: RunConfig, max_running: float) -> Costs:
-    """Of one device. An update does three times the work of a forward pass, which is what a prefill is."""
+def _costs(run: ObservedRun, config: RunConfig, max_running: float) -> Costs:
+    """Of one device, but for a decode step. An update does three times the work of a forward pass, which is what a
+    prefill is."""
     passes = 3 * config.actor_rollout_ref.actor.ppo_epochs
+    train_s, train_fixed_s = run.training()
     recomputes = config.actor_rollout_ref.rollout.kv_cache_on_publish == "recompute"
     prefill_s = run.mean("update_s") * run.devices / (passes * max(run.mean("num_tokens"), 1.0))
     return Costs(
-        fit.base_s,
-        fit.per_answer_s,
-        run.mean("train_s") * run.devices,
+        (),
+        train_s,
         run.mean("publish_s"),
         prefill_s if recomputes else 0.0,
         run.mean("prompt_tokens"),
         max_running,
+        train_fixed_s=train_fixed_s,
+        pads=run.record.config.get("actor_rollout_ref", {}).get("rollout", {}).get("name") == "native",
     )
 
 
@@ -243,7 +243,7 @@ def schedule_text(plan: SchedulePlan) -> str:
     """The plan for a terminal."""
     run = plan.run
     lengths = sorted(length for group in run.groups for length in group)
-    fits = " or ".join(f"{fit.base_s * 1e3:.3g} ms + {fit.per_answer_s * 1e3:.3g} ms x answers" for fit in plan.fits)
+    fits = " or ".join(fit.text() for fit in plan.fits)
     sync = plan.predictions[0].outcomes
     seen = run.mean("generation_s") + run.mean("train_s") + run.mean("publish_s")
     rows = [["schedule", "K", "devices", "steps/h", "prompts/s", "of sync", "mean lag", "largest", "train idle"]]
@@ -256,7 +256,7 @@ def schedule_text(plan: SchedulePlan) -> str:
         f"{_range([outcome.step_s for outcome in sync], '{:.3g}')} s on {plan.devices}",
         f"answers      {sum(lengths) / len(lengths):.0f} tokens in the mean, {lengths[len(lengths) * 95 // 100]:.0f} "
         f"at 95 %, {lengths[-1]:.0f} at most; the longest of a step is {_tail(run):.1f} times its mean",
-        f"decode step  {fits} on a device, fitted; off by {max(fit.error for fit in plan.fits):.0%} at most",
+        f"decode step  {fits} on a device; off by {max(fit.error for fit in plan.fits):.0%} at most",
         "",
         columns(rows, numbers=True),
         "",

@@ -1,11 +1,11 @@
 """What a schedule of generation and training gives: a simulation of events over the rules of a real run.
 
-Generation is modelled by one line: a decode step, in which every running answer gets one token, takes `base_s` +
-`per_answer_s` x answers running on a device. Training takes as long as it was seen to, and both are shared evenly by
-their devices.
+A decode step, in which every running answer gets one token, takes a time by the number of answers that run on a device
+and by the tokens in their caches. Training takes as long as it was seen to; both are shared evenly by their devices.
 """
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,35 @@ Groups = Sequence[Sequence[float]]  # of each prompt: sampled tokens of its answ
 class Costs:
     """Seconds of one device."""
 
-    base_s: float  # of a decode step, however many answers run
-    per_answer_s: float  # of a decode step, for each answer that runs on the device
-    train_s: float  # of a step: all but generation and publish
+    decode_s: tuple[tuple[float, float], ...]  # (answers that run on the device, seconds of a decode step), one or more
+    train_s: float  # of a step: all but generation and publish, shared by the devices
     publish_s: float  # on however many devices
     prefill_s: float = 0.0  # to compute a token of an unfinished answer anew, after a publish
     prompt_tokens: float = 0.0  # of an answer, computed anew with it
     max_running: float = 0.0  # answers that a device decodes at once; 0: no limit
+    per_token_s: float = 0.0  # of a decode step, for each token in the caches of the answers that run on the device
+    pads: bool = False  # the caches are all as long as the longest, as those of the native engine
+    train_fixed_s: float = 0.0  # of a step, on however many devices: collectives, the optimizer
+    begin_s: float = 0.0  # of an answer, beside its decode steps: the prompt, and what the agent loop does
+
+    def decode_step_s(self, answers: float) -> float:
+        """Seconds of a decode step but for its cached tokens: on straight lines between the points; beyond the last one
+        on the line from that of half as many answers."""
+        points = self.decode_s
+        last, last_s = points[-1]
+        if answers >= last:
+            half, half_s = min(points, key=lambda point: abs(point[0] - last / 2))
+            return last_s + (answers - last) * max(0.0, last_s - half_s) / (last - half or 1.0)
+        above = next(number for number, point in enumerate(points) if answers < point[0])
+        if above == 0:
+            return points[0][1]
+        (low, low_s), (high, high_s) = points[above - 1 : above + 1]
+        return low_s + (answers - low) * (high_s - low_s) / (high - low)
+
+
+def line(base_s: float, per_answer_s: float) -> tuple[tuple[float, float], ...]:
+    """The points of `base_s` + `per_answer_s` x answers."""
+    return (0.0, base_s), (1.0, base_s + per_answer_s)
 
 
 @dataclass(frozen=True)
@@ -65,6 +87,7 @@ class Generation:
         self.now = self.steps = self.busy_s = 0.0
         self._debt_s = 0.0  # of tokens that are computed anew
         self._running: list[tuple[float, int, float]] = []  # heap of (its last step, group, its first step)
+        self._firsts = 0.0  # sum of the first steps of what runs
         self._waiting: deque[tuple[int, float]] = deque()  # (group, tokens)
         self.left: dict[int, int] = {}  # group -> its answers that are not complete
 
@@ -77,6 +100,7 @@ class Generation:
         """They are not wanted any more."""
         gone = set(groups)
         self._running = [answer for answer in self._running if answer[1] not in gone]
+        self._firsts = sum(first for _, _, first in self._running)
         heapq.heapify(self._running)
         self._waiting = deque(answer for answer in self._waiting if answer[0] not in gone)
         for group in gone:
@@ -95,23 +119,35 @@ class Generation:
             assert until is not None, "a step waits for answers, and none is being decoded"
             self.now = until
             return []
-        step_s = self.costs.base_s + self.costs.per_answer_s * len(self._running) / self.devices
-        needed_s = self._debt_s + (self._running[0][0] - self.steps) * step_s
+        step_s, slower_s = self._step_s()
+        count = self._running[0][0] - self.steps
+        needed_s = self._debt_s + count * (step_s + count * slower_s / 2)
         spent_s = needed_s if until is None else min(needed_s, until - self.now)
         prefill_s = min(self._debt_s, spent_s)
         self._debt_s -= prefill_s
         self.busy_s += spent_s
         if until is not None and needed_s > until - self.now:
-            self.steps += (spent_s - prefill_s) / step_s
+            self.steps += steps_within(spent_s - prefill_s, step_s, slower_s)
             self.now = until
             return []
         self.now += spent_s
         self.steps = self._running[0][0]
         return list(self._complete())
 
+    def _step_s(self) -> tuple[float, float]:
+        """Seconds of a decode step now, and by how many each following one is longer while the same answers run."""
+        costs, count = self.costs, len(self._running)
+        per_token_s, tokens = costs.per_token_s / self.devices, 0.0
+        if per_token_s:
+            firsts = count * min(first for _, _, first in self._running) if costs.pads else self._firsts
+            tokens = count * (self.steps + costs.prompt_tokens) - firsts
+        step_s = costs.decode_step_s(count / self.devices) + per_token_s * tokens
+        return step_s, per_token_s * count
+
     def _complete(self) -> Iterator[int]:
         while self._running and self._running[0][0] <= self.steps:
-            group = heapq.heappop(self._running)[1]
+            _, group, first = heapq.heappop(self._running)
+            self._firsts -= first
             self.left[group] -= 1
             if not self.left[group]:
                 del self.left[group]
@@ -122,16 +158,30 @@ class Generation:
         while self._waiting and (not self.limit or len(self._running) < self.limit):
             group, length = self._waiting.popleft()
             heapq.heappush(self._running, (self.steps + length, group, self.steps))
+            self._firsts += self.steps
+            self._debt_s += self.costs.begin_s / self.devices
 
 
-def decode_steps(groups: Groups, max_running: float) -> float:
-    """Decode steps in which all of `groups` are complete, begun together; `max_running` answers at once (0: all)."""
-    generation = Generation(Costs(1.0, 0.0, 0.0, 0.0, max_running=max_running), 1)
+def steps_within(seconds: float, step_s: float, slower_s: float) -> float:
+    """Decode steps that are made in `seconds`, where the next one takes `step_s` and each later one `slower_s` more."""
+    if slower_s <= 0.0:
+        return seconds / step_s
+    return 2 * seconds / (step_s + math.sqrt(step_s**2 + 2 * slower_s * seconds))
+
+
+def generate(groups: Groups, costs: Costs, devices: int = 1) -> Generation:
+    """All of `groups`, begun together, complete."""
+    generation = Generation(costs, devices)
     for number, lengths in enumerate(groups):
         generation.add(number, lengths)
     while generation.left:
         generation.advance()
-    return generation.steps
+    return generation
+
+
+def decode_steps(groups: Groups, max_running: float) -> float:
+    """Decode steps in which all of `groups` are complete, begun together; `max_running` answers at once (0: all)."""
+    return generate(groups, Costs(line(1.0, 0.0), 0.0, 0.0, max_running=max_running)).steps
 
 
 def draws(groups: Groups, seed: int) -> Iterator[Sequence[float]]:
@@ -146,7 +196,7 @@ def simulate(schedule: Schedule, costs: Costs, groups: Groups, batch: int, steps
     same outcome."""
     admission = AdmissionRules(batch, schedule.staleness, schedule.max_lag, schedule.strategy)
     generation, prompts = Generation(costs, schedule.generation_devices), draws(groups, seed)
-    part_s = costs.train_s / schedule.training_devices / schedule.parts
+    part_s = (costs.train_s / schedule.training_devices + costs.train_fixed_s) / schedule.parts
     first = schedule.max_lag + 4  # of the steps that count
     lags: list[int] = []
     dropped, start_s, busy_s = 0, 0.0, 0.0

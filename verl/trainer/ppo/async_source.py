@@ -39,7 +39,7 @@ class Flight:
     number: int  # also the id of its request
     row: PromptRow
     version: int  # published when it was admitted
-    answers: list[Trajectory] | None = None
+    answers: list[Trajectory] | None = None  # these and the next may be complete at different times
     greedy: list[Trajectory] | None = None  # the answer whose reward is the baseline of the others, if there is one
     task: "asyncio.Task[Group] | None" = None
     engine: ConversationEngine | None = None  # while there are no answers
@@ -135,7 +135,11 @@ class AsyncSource:
             await self.collector.engine.resume()
         self._publish(version, pause_s)
         self._admit()
-        for _ in range(2):  # the new requests, and those of greedy answers, are at the engine before it may be parked
+        await self._until_sent()  # before the engine may be parked
+
+    async def _until_sent(self) -> None:
+        """New requests, and those of greedy answers, are at the engine."""
+        for _ in range(2):
             await asyncio.sleep(0)
 
     async def keep_going(self) -> None:
@@ -177,7 +181,7 @@ class AsyncSource:
 
     def _send(self, flight: Flight) -> None:
         self.flights[flight.number] = flight
-        if flight.answers is None:
+        if not self._is_answered(flight):
             self.idle.begin(flight.number)
         flight.task = asyncio.create_task(self._answer(flight))
         flight.task.add_done_callback(lambda _: self._done(flight.number))
@@ -189,20 +193,18 @@ class AsyncSource:
     async def _answer(self, flight: Flight) -> Group:
         """The scored answers to one prompt. All that the engine has to do for them comes before any score: it may be
         parked from then on."""
-        if flight.answers is None:
+        if not self._is_answered(flight):
             GroupRequests(self.events, flight.number).follow()
-            engine = self.collector.engine
-            flight.engine = ConversationEngine(engine)
             async with asyncio.TaskGroup() as pair:
-                baseline = (
-                    pair.create_task(self._sample(flight, greedy(self.sampling), engine))
-                    if self.with_baselines
-                    else None
-                )
-                answers = await self._sample(flight, self.sampling, flight.engine)
-            flight.answers, flight.engine = answers, None
-            flight.greedy = baseline.result() if baseline is not None else None
-            self._note_answers(flight, answers)
+                if self.with_baselines and flight.greedy is None:
+                    pair.create_task(self._answer_greedily(flight))
+                if flight.answers is None:
+                    flight.engine = ConversationEngine(self.collector.engine)
+                    flight.answers = await self._sample(flight, self.sampling, flight.engine)
+                    flight.engine = None
+            assert flight.answers is not None
+            self._note_answers(flight, flight.answers)
+        assert flight.answers is not None
         group = await self.collector.scored(flight.row, flight.answers)
         if flight.greedy is not None:
             scored = await self.collector.scored(flight.row, flight.greedy)
@@ -210,6 +212,12 @@ class AsyncSource:
         if self.rules.replace_groups and flight.number in self.admission.versions:
             self._keep_or_evict(flight, group)
         return group
+
+    def _is_answered(self, flight: Flight) -> bool:
+        return flight.answers is not None and (flight.greedy is not None or not self.with_baselines)
+
+    async def _answer_greedily(self, flight: Flight) -> None:
+        flight.greedy = await self._sample(flight, greedy(self.sampling), self.collector.engine)
 
     async def _sample(self, flight: Flight, sampling: SamplingParams, engine: RolloutEngine) -> list[Trajectory]:
         request_id = flight.number if sampling is self.sampling else -1 - flight.number
@@ -283,7 +291,7 @@ class AsyncSource:
             flight.greedy = trajectories_from_json(group["greedy"], flight.number, row.index)
             flight.known = KnownLogprobs.from_json(group.get("known_logprobs", []))
             self._send(flight)
-        await asyncio.sleep(0)  # the requests are at the engine now
+        await self._until_sent()
 
     @property
     def epoch(self) -> int:

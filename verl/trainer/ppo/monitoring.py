@@ -52,7 +52,10 @@ def _export_counts(exporter: Exporter) -> Callable[[CollectCounts], None]:
 def _record_replicas(run: TrainingRun, engine: RolloutEngine) -> list[EngineStats]:
     """What each replica or rank has counted, also as a line of the run's folder, for its report."""
     found = list(run.trainer.wait_for(engine.stats()))
-    replicas = [{"counts": {**stats.totals, **stats.steps}, "gauges": dict(stats.gauges)} for stats in found]
+    replicas = [
+        {"counts": {**stats.totals, **stats.steps}, "gauges": dict(stats.gauges), "decode_times": dict(stats.sums)}
+        for stats in found
+    ]
     record = {"step": run.trainer.global_step, "lost": len(engine.lost_replicas), "replicas": replicas}
     append_record(run.root / REPLICAS_FILE, record)
     return found

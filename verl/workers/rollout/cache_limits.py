@@ -1,5 +1,6 @@
 """Size of the native engine's KV cache in the memory there is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from verl.models.decoder.lean import Decoder
 from verl.utils.errors import ConfigError
 
 CPU_CACHE_BYTES = 1 << 30
+FEW_PROMPT_TOKENS = 64  # padding shorter prompts to it takes less time than a pass of their own
 CPU_PREFILL_TOKENS = 2048  # a small model's activations for this many fit the processor's caches
 
 
@@ -20,6 +22,12 @@ class CacheLimits:
     max_model_len: int
     columns: int
     prefill_tokens: int
+
+    def is_one_prefill(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts of these lengths are computed together: none is padded to more than twice its length, and
+        all of them are `prefill_tokens` at most."""
+        longest = max(lengths)
+        return longest <= max(2 * min(lengths), FEW_PROMPT_TOKENS) and len(lengths) * longest <= self.prefill_tokens
 
 
 def cache_limits(config: RolloutConfig, decoder: Decoder, device: torch.device) -> CacheLimits:

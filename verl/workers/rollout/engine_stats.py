@@ -15,6 +15,7 @@ class EngineStats:
     steps: Counts = field(default_factory=dict)  # counts; the metric is the mean over the replicas that worked
     ratios: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # two counts; the mean of their quotients
     gauges: Counts = field(default_factory=dict)  # as of now, subtracted by nobody; the sum over the replicas
+    sums: Counts = field(default_factory=dict)  # of DecodeTimes: for `verl plan --schedule`, and no metric
 
     def continuing(self, ended: "EngineStats") -> "EngineStats":
         """Stats of an engine that took the place of one that `ended`."""
@@ -23,6 +24,7 @@ class EngineStats:
             {**dict.fromkeys(ended.steps, 0), **self.steps},
             {**dict.fromkeys(ended.ratios, (0, 0)), **self.ratios},
             self.gauges,
+            {**dict.fromkeys(ended.sums, 0.0), **self.sums},
         )
         return fresh._plus(ended, 1)
 
@@ -37,11 +39,12 @@ class EngineStats:
             for name, ratio in self.ratios.items()
         }
         totals, steps = _add(self.totals, other.totals, sign), _add(self.steps, other.steps, sign)
-        return EngineStats(totals, steps, cast(dict[str, tuple[float, float]], ratios), self.gauges)
+        sums = _add(self.sums, other.sums, sign)
+        return EngineStats(totals, steps, cast(dict[str, tuple[float, float]], ratios), self.gauges, sums)
 
     def _counts(self) -> dict[Any, float]:
         halves = {(name, half): ratio[half] for name, ratio in self.ratios.items() for half in (0, 1)}
-        return {**self.totals, **self.steps, **halves}
+        return {**self.totals, **self.steps, **self.sums, **halves}
 
 
 def metrics_between(before: Sequence[EngineStats], now: Sequence[EngineStats]) -> dict[str, float]:
@@ -119,3 +122,33 @@ class Counters:
     model_s: float = 0.0
     sampling_s: float = 0.0
     scheduling_s: float = 0.0
+
+    def decoded_since(self, before: "Counters") -> tuple[int, int] | None:
+        """(answers that ran, tokens in their caches) of the decode step since `before`; None if prompts came, too."""
+        if self.decode_steps == before.decode_steps or self.prefill_tokens > before.prefill_tokens:
+            return None
+        return self.row_steps - before.row_steps, self.cache_columns - before.cache_columns
+
+
+DECODE_SUMS = ("steps", "answers", "cached", "seconds", "cached*cached", "cached*seconds")
+
+
+class DecodeTimes:
+    """Sums over decode steps, by how many answers ran: of these, of the tokens that their caches hold, of the seconds
+    that a step took, and of products of the last two. Keys of `sums` are `8:seconds`; 8 stands for 8 to 11 answers."""
+
+    STALLED = 10  # times the mean: the machine did something else
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+
+    def record(self, answers: int, cached: int, seconds: float) -> None:
+        """Add a step; one that takes far longer than those before it with as many answers is left out."""
+        octave = 1 << (answers.bit_length() - 1)
+        size = octave if 2 * answers < 3 * octave else 3 * octave // 2  # 1, 2, 3, 4, 6, 8, 12, 16 ...
+        count = self.sums.get(f"{size}:steps", 0.0)
+        if count > 20 and seconds * count > self.STALLED * self.sums[f"{size}:seconds"]:
+            return
+        values = (1.0, answers, cached, seconds, cached * cached, cached * seconds)
+        for name, value in zip(DECODE_SUMS, values, strict=True):
+            self.sums[f"{size}:{name}"] = self.sums.get(f"{size}:{name}", 0.0) + value

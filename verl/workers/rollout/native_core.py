@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from verl.models.decoder.prompt_cache import PromptSharing
 from verl.utils.errors import WorkerError
 from verl.workers.rollout.base import Completion, GenerationRequest, check_request
 from verl.workers.rollout.cache_limits import CacheLimits
-from verl.workers.rollout.engine_stats import Counters
+from verl.workers.rollout.engine_stats import Counters, DecodeTimes
 from verl.workers.rollout.parking import Parking, saved_requests
 from verl.workers.rollout.sampling import sample
 from verl.workers.rollout.scheduler import (
@@ -46,12 +47,11 @@ class NativeCore:
         self.decoder, self.limits, self.vocab_size, self.decode_text = decoder, limits, vocab_size, decode_text
         self.device = device or torch.device("cpu")
         self.version = 0
-        self.counters = Counters()
+        self.counters, self.decode_times = Counters(), DecodeTimes()
         self.queue = WaitingQueue()
         self.states: dict[int, RequestState] = {}
         self.parking = Parking()
-        self.column = self.low = 0
-        self.ragged = False
+        self.column, self.low, self.ragged = 0, 0, False
         self.table: RowTable | None = None
         self.cached_prompts: list[CachedPrompt] = []  # indexed by the decoder's slot
         self.sharing: PromptSharing | None = None
@@ -117,21 +117,23 @@ class NativeCore:
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
         """Prefill new prompts, then decode one token per running row. Returns the requests that are now complete."""
-        started = time.perf_counter()
-        busy_s = self.counters.model_s + self.counters.sampling_s
-        finished: list[RequestState] = []
-        batches = self._schedule_prefills()
-        can_mix = batches and self.decoder.supports_mixed_batches and self.table is not None and self.table.count
+        started, before, now = time.perf_counter(), replace(self.counters), self.counters
+        finished = self._prefill_and_decode()
+        for state in finished:
+            del self.states[state.request.request_id]
+        seconds = time.perf_counter() - started
+        now.scheduling_s += seconds - (now.model_s - before.model_s) - (now.sampling_s - before.sampling_s)
+        if decoded := now.decoded_since(before):
+            self.decode_times.record(*decoded, seconds)
+        return finished
+
+    def _prefill_and_decode(self) -> list[RequestState]:
+        finished, batches = list[RequestState](), self._schedule_prefills()
+        can_mix = batches and self.decoder.supports_mixed_batches and self.is_decoding
         prefill = batches.pop() if can_mix else None
         for batch in batches:
             finished += self._prefill(batch)
-        if self.table is not None and self.table.count:
-            finished += self._decode(prefill)
-        model_and_sampling_s = self.counters.model_s + self.counters.sampling_s - busy_s
-        self.counters.scheduling_s += time.perf_counter() - started - model_and_sampling_s
-        for state in finished:
-            del self.states[state.request.request_id]
-        return finished
+        return finished + (self._decode(prefill) if self.is_decoding else [])
 
     def run(self, requests: list[GenerationRequest], stop_ids: tuple[int, ...] = ()) -> list[list[Completion]]:
         """Completions of each request, in order: the synchronous entry point (benchmarks, tests)."""
@@ -231,12 +233,12 @@ class NativeCore:
         self.low += by
 
     def _split_prefills(self, requests: list[PrefillRequest]) -> list[list[PrefillRequest]]:
-        """Split by padded tokens; a prompt over the budget is alone. Without continuous batching, all are one batch."""
+        """Split by padded tokens. Without continuous batching, all are one batch."""
         if not self.decoder.supports_continuous_batching or not requests:
             return [requests] if requests else []
         batches: list[list[PrefillRequest]] = [[]]
         for request in requests:
-            if batches[-1] and (len(batches[-1]) + 1) * len(request.prompt) > self.limits.prefill_tokens:
+            if batches[-1] and not self.limits.is_one_prefill([len(r.prompt) for r in (*batches[-1], request)]):
                 batches.append([])
             batches[-1].append(request)
         return batches
@@ -309,10 +311,8 @@ class NativeCore:
         Returns the requests whose last sample has ended."""
         started = time.perf_counter()
         table, column = self.table, self.column
-        uniforms_B, steps = (
-            uniforms(table.keys[rows], column - table.first_columns[rows]),
-            table.needed_sampling_steps(),
-        )
+        uniforms_B = uniforms(table.keys[rows], column - table.first_columns[rows])
+        steps = table.needed_sampling_steps()
         if steps.changed_logits:
             logits = logits.float()
             table.apply_bias_and_penalties(logits, rows, column)

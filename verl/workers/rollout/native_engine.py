@@ -89,6 +89,8 @@ class NativeEngine(RolloutEngine):
         if saved is not None and saved["prompt"] == request.prompt_ids:  # a turn may begin otherwise than before
             self.core.take_back(state, saved)
             self.core.counters.requests -= 1  # the process that got it first has counted it
+            if not self._is_parked:  # it comes after the others went on
+                self.core.resume()
         future = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
         self._start_driver()
@@ -211,7 +213,8 @@ class NativeEngine(RolloutEngine):
             "occupancy": (totals.pop("row_steps"), slots),
             "cache_use": (totals.pop("cache_columns"), slots * self.limits.columns),
         }
-        return [EngineStats(totals, ratios=ratios, gauges={"copied_weight_bytes": self.copied_bytes})]
+        gauges = {"copied_weight_bytes": self.copied_bytes}
+        return [EngineStats(totals, ratios=ratios, gauges=gauges, sums=dict(self.core.decode_times.sums))]
 
 
 def take_exception(task: asyncio.Task[None]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine_work import work_of
 from tests.unit.workers.rollout.test_native_engine import CONFIG, ask, complete, model  # noqa: F401
-from verl.workers.rollout.engine_stats import EngineStats, metrics_between
+from verl.workers.rollout.engine_stats import DecodeTimes, EngineStats, metrics_between
 from verl.workers.rollout.native_engine import NativeEngine
 
 
@@ -59,3 +59,28 @@ def test_an_engine_that_started_anew_counts_from_zero_and_a_new_replica_as_well(
 def test_an_engine_in_the_place_of_an_ended_one_goes_on_counting():
     second = replica(2, 1, 0.25).continuing(replica(9, 5, 2.0))
     assert second == EngineStats({"tokens": 11}, {"steps": 6}, ratios={"cache_use": (2.25, 6)}, gauges={"bytes": 16})
+
+
+def test_the_native_engine_sums_its_decode_steps_but_those_with_a_prompt(model):  # noqa: F811
+    """Two answers of four tokens after prompts of three: the prompts are computed in the step of the second token."""
+    engine = NativeEngine(CONFIG, model)
+    complete(engine, *(ask(number, max_tokens=4, prompt=(5, 6, 9 + number)) for number in range(2)))
+    [stats] = asyncio.run(engine.stats())
+    sums = {name.removeprefix("2:"): value for name, value in stats.sums.items()}  # both answers ran in each
+    assert (sums["steps"], sums["answers"], sums["cached"], sums["cached*cached"]) == (2, 4, 10 + 12, 10**2 + 12**2)
+    assert 0 < sums["seconds"] <= sum(stats.totals[f"{part}_s"] for part in ("model", "sampling", "scheduling"))
+    assert 10 * sums["seconds"] < sums["cached*seconds"] < 12 * sums["seconds"]
+
+
+@pytest.mark.parametrize(("answers", "size"), [(1, 1), (2, 2), (3, 3), (5, 4), (6, 6), (11, 8), (12, 12), (100, 96)])
+def test_decode_steps_are_told_apart_by_the_answers_that_ran(answers: int, size: int):
+    times = DecodeTimes()
+    times.record(answers, 5, 0.1)
+    assert times.sums[f"{size}:answers"] == answers
+
+
+def test_sums_go_on_in_a_new_engine_and_are_no_metric():
+    first, second = EngineStats(sums={"8:steps": 5.0}), EngineStats(sums={"8:steps": 2.0})
+    assert second.continuing(first).sums == {"8:steps": 7.0}
+    assert first.since(second).sums == {"8:steps": 3.0} and second.since(first).sums == {"8:steps": 2.0}
+    assert metrics_between([second], [first]) == {}

@@ -52,6 +52,20 @@ def test_the_prompt_of_a_group_is_computed_once(model: PreTrainedModel):
     assert work_of(engine)["prefill_tokens"] == 3 + 5
 
 
+def test_a_short_prompt_is_not_padded_to_a_long_one(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    config = RolloutConfig(dtype="float32", max_model_len=220, max_num_seqs=4)
+    engine = NativeEngine(config, model)
+    prefill, passes = engine.decoder.prefill, []
+    monkeypatch.setattr(
+        engine.decoder, "prefill", lambda prompts, target: passes.append(prompts) or prefill(prompts, target)
+    )
+    requests = [ask(i, prompt=(5, 6, 7 + i) + (9,) * (length - 3)) for i, length in enumerate((3, 200, 60, 110))]
+    answers = complete(engine, *requests)
+    assert [[len(prompt) for prompt in prompts] for prompts in passes] == [[3, 60], [110, 200]]
+    alone = [complete(NativeEngine(config, model), request)[0] for request in requests]
+    assert [group[0].token_ids for group in answers] == [group[0].token_ids for group in alone]
+
+
 def test_rows_are_refilled_as_sequences_end(model: PreTrainedModel):
     engine = NativeEngine(RolloutConfig(dtype="float32", max_model_len=40, max_num_seqs=4), model)
     complete(engine, *(ask(i, max_tokens=30 if i == 0 else 3) for i in range(30)))

@@ -150,6 +150,23 @@ def test_what_was_parked_goes_on_in_another_process_bit_for_bit():
     assert asyncio.run(second(saved)) == uninterrupted
 
 
+def test_a_request_that_comes_back_after_the_engine_went_on_goes_on_at_once():
+    model = small_model()
+
+    async def run() -> tuple[Completion, Completion]:
+        first, second = engine_of(model), engine_of(model)
+        answer = asyncio.ensure_future(first.generate(REQUESTS[2]))
+        await until(first, 4)
+        await first.park()
+        second.restore(first.parked())
+        again = await asyncio.wait_for(second.generate(REQUESTS[2]), 60)
+        await first.resume()
+        return (await answer)[0], again[0]
+
+    uninterrupted, again = asyncio.run(run())
+    assert again == uninterrupted
+
+
 def test_a_parked_request_can_be_aborted_and_keeps_its_tokens():
     expected = whole(small_model())
 
