@@ -19,7 +19,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5713,
+    "workers/rollout": 5721,
     "workers": 1164,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21863, 62718, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21863, 62726, 400
 
 
 def package_of(path: Path) -> str:

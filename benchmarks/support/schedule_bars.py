@@ -56,7 +56,7 @@ def summarise(pairs: Sequence[Pair], helps: bool) -> Summary:
     bars: dict[str, bool | None] = {
         "prediction": all(abs(ratio - 1) <= FAR_OFF for ratio in arms.values()),
         "speedup": measured >= GAIN * promised if promised >= PROMISED else None,
-        "reward": reward["async"] >= min(finals) if len(pairs) > 1 else None,
+        "reward": reward["async"] >= min(finals) if len(pairs) > 1 and promised >= PROMISED else None,
         "verdict": said * 2 > len(pairs),
     }
     minutes = (pairs[-1].ended - pairs[0].ended) / 60

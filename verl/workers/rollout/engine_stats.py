@@ -138,12 +138,21 @@ class DecodeTimes:
     that a step took, and of products of the last two. Keys of `sums` are `8:seconds`; 8 stands for 8 to 11 answers."""
 
     STALLED = 10  # times the mean: the machine did something else
+    COLD = 8  # steps after new weights, which come from memory at first
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
+        self._left_out = 0
+
+    def new_weights(self) -> None:
+        """Leave the next steps out."""
+        self._left_out = self.COLD
 
     def record(self, answers: int, cached: int, seconds: float) -> None:
         """Add a step; one that takes far longer than those before it with as many answers is left out."""
+        if self._left_out:
+            self._left_out -= 1
+            return
         octave = 1 << (answers.bit_length() - 1)
         size = octave if 2 * answers < 3 * octave else 3 * octave // 2  # 1, 2, 3, 4, 6, 8, 12, 16 ...
         count = self.sums.get(f"{size}:steps", 0.0)

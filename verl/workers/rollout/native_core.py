@@ -70,6 +70,7 @@ class NativeCore:
 
     def use_version(self, version: int) -> None:
         """Sample from weights of `version` from now on; running sequences keep count of it."""
+        self.decode_times.new_weights()
         for row in self.table.rows if self.table is not None and version != self.version else ():
             row.note_version(version, self.column + 1 - row.first_column)
         self.version = version
@@ -285,10 +286,8 @@ class NativeCore:
             width = max(map(len, prefill.prompts)) if prefill and not prefill.shares_prompts else 0
             self._shift(-min(self.low, self.column + 1 - width))
         count, column = table.count, self.column
-        window = CacheWindow(
-            column, self.low, table.starts[:count], self.ragged, table.own_starts[:count], self.sharing
-        )
-        tokens = table.tokens[:count, column]
+        own_starts, tokens = table.own_starts[:count], table.tokens[:count, column]
+        window = CacheWindow(column, self.low, table.starts[:count], self.ragged, own_starts, self.sharing)
         started = time.perf_counter()
         if prefill and not prefill.is_cached:
             target = self._cache_target(prefill, column + 1)

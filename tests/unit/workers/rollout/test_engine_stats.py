@@ -79,6 +79,14 @@ def test_decode_steps_are_told_apart_by_the_answers_that_ran(answers: int, size:
     assert times.sums[f"{size}:answers"] == answers
 
 
+def test_the_steps_after_new_weights_are_left_out():
+    times = DecodeTimes()
+    times.new_weights()
+    for step in range(DecodeTimes.COLD + 2):
+        times.record(1, 5 + step, 0.1)
+    assert (times.sums["1:steps"], times.sums["1:cached"]) == (2, 2 * 5 + 2 * DecodeTimes.COLD + 1)
+
+
 def test_sums_go_on_in_a_new_engine_and_are_no_metric():
     first, second = EngineStats(sums={"8:steps": 5.0}), EngineStats(sums={"8:steps": 2.0})
     assert second.continuing(first).sums == {"8:steps": 7.0}
