@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4534,
+    "config": 4535,
     "plugin": 1350,
     "data": 2818,
     "algorithms": 2300,
@@ -19,8 +19,8 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5721,
-    "workers": 1164,  # the driver-side handles
+    "workers/rollout": 5913,
+    "workers": 1186,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21863, 62726, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21864, 62941, 400
 
 
 def package_of(path: Path) -> str:

@@ -10,7 +10,9 @@ from tests.e2e import jobs
 from tests.e2e.test_async_runs import (
     ASYNC,
     EVERY_STEP,
+    KEEPS,
     assert_old_logprobs_of_each_version,
+    assert_sampled_with_kept_cache,
     assert_trained_once_or_dropped,
 )
 from tests.e2e.test_resume import stopping
@@ -31,9 +33,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("replicas", "resumes"), [(1, True), (2, False)])
-def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, replicas: int, resumes: bool):
-    how = [*SMALL_RUN, *EVERY_STEP, ASYNC, f"actor_rollout_ref.rollout.num_replicas={replicas}"]
+@pytest.mark.parametrize(
+    ("replicas", "resumes", "keeps"),
+    [(1, True, []), (2, False, []), (2, True, [KEEPS])],
+    ids=["one", "two", "two-keep_kv"],
+)
+def test_answers_go_on_under_the_next_weights_and_over_a_resume(
+    folder: Path, replicas: int, resumes: bool, keeps: list[str]
+):
+    how = [*SMALL_RUN, *EVERY_STEP, ASYNC, f"actor_rollout_ref.rollout.num_replicas={replicas}", *keeps]
     how += [] if resumes else [BYPASS]
     # three at a time, of four answers a prompt: some are half done whenever a step ends
     how += ["data.max_response_length=24", "actor_rollout_ref.rollout.max_num_seqs=3", "trainer.device=cpu"]
@@ -50,6 +58,8 @@ def test_answers_go_on_under_the_next_weights_and_over_a_resume(folder: Path, re
     assert all(sum(count for _, count in segments) <= 24 for segments in answers)
     if resumes:  # the trainer scores what vLLM has sampled, before it leaves a version
         assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
+    if keeps:
+        assert_sampled_with_kept_cache(folder, "run", steps=range(2, 7))
 
 
 def test_without_staleness_prompts_versions_and_weights_are_those_of_the_synchronous_run(folder: Path):
@@ -62,10 +72,11 @@ def test_without_staleness_prompts_versions_and_weights_are_those_of_the_synchro
             assert ahead[step][name] == sync[step][name], (step, name)
 
 
-def test_with_devices_of_its_own_the_rollout_stops_for_a_publish_only(folder: Path):
+@pytest.mark.parametrize("keeps", [[], [KEEPS]], ids=["recompute", "keep_kv"])
+def test_with_devices_of_its_own_the_rollout_stops_for_a_publish_only(folder: Path, keeps: list[str]):
     apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
     how = [*SMALL_RUN, *apart, "trainer.v1.trainer_mode=separate_async", "data.max_response_length=24"]
-    how += ["actor_rollout_ref.rollout.max_num_seqs=3", "trainer.device=cpu", "trainer.test_freq=2"]
+    how += ["actor_rollout_ref.rollout.max_num_seqs=3", "trainer.device=cpu", "trainer.test_freq=2", *keeps]
     jobs.train(folder, "run", *how, "trainer.save_freq=1")
     assert_old_logprobs_of_each_version(folder, "run", steps=range(1, 7), mixed=False)  # by weights that are kept
     assert_trained_once_or_dropped(folder / "run")

@@ -1,7 +1,6 @@
 """Colocated asynchronous runs: without staleness they are the synchronous run, and with it nothing is lost."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -17,12 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.e2e import jobs
 from tests.e2e.test_resume import assert_same_run, stopping
+from tests.mixed_weights import mixed_logprobs
 from verl.config import load_config
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
+from verl.trainer.ppo.parking_setup import check_parking
 from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.preflight import Findings
-from verl.utils.errors import VerlError
+from verl.utils.errors import ConfigError, VerlError
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 EVERY_STEP = ["trainer.save_freq=1", "trainer.test_freq=1"]
@@ -182,10 +183,15 @@ def has_taken(events: Path, step: int) -> bool:
     return events.exists() and sum(event["event"] == "take" for event in read_events(events)) >= step
 
 
-def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path):
-    """Each rank decodes with a copy of the weights, which it drops while the policy is trained. Float32 throughout: an
-    answer's log-probs are the trainer's of the versions that sampled it."""
-    how = [*EVERY_STEP, ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", "data.max_response_length=12"]
+KEEPS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
+
+
+@pytest.mark.parametrize("keeps", [[], [KEEPS]], ids=["recompute", "keep_kv"])
+def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path, keeps: list[str]):
+    """Each rank decodes with a copy of the weights, which it drops while the policy is trained, unless it keeps the
+    cache of unfinished answers. Float32 throughout: an answer's old log-probs are the trainer's of the versions that
+    sampled it."""
+    how = [*EVERY_STEP, ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", "data.max_response_length=12", *keeps]
     jobs.train(folder, "run", *how, *stopping(folder, 3))
     jobs.train(folder, "run", *how)
     assert_trained_once_or_dropped(folder / "run")
@@ -193,6 +199,37 @@ def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path):
     mixed = [s for e in events if e["event"] == "answered" for s in e["segments"] if len(s) > 1]
     assert mixed
     assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
+    if keeps:
+        assert_sampled_with_kept_cache(folder, "run", steps=range(2, 7))
+
+
+def assert_sampled_with_kept_cache(folder: Path, run: str, steps: range) -> None:
+    """The log-probs that the rollout has recorded are those of float64 models in which each version reads the tokens
+    that were there when it sampled, after the keys and values of the versions before it. A resume has none of these."""
+    models: dict[int, PreTrainedModel] = {}
+    events = read_events(folder / run / "events.jsonl")
+    resumed = {group for e in events if e["event"] == "resumed" for group in e["groups"]}
+    segments = {e["group"]: e["segments"] for e in events if e["event"] == "answered"}
+    gaps: list[float] = []
+    for step in steps:
+        batch = read_ledger(folder / run / "ledger", step).batch
+        starts, seen = batch.cu_seqlens.tolist(), Counter[int]()
+        for group, start, end in zip(batch["group_ids"].tolist(), starts, starts[1:], strict=False):
+            parts, tokens = segments[group][seen[group]], batch["tokens"][start:end].tolist()
+            seen[group] += 1
+            if len(parts) == 1 or group in resumed:
+                continue
+            for version, _ in parts:
+                path = folder / run / f"global_step_{version}" / "actor" / "huggingface"
+                models[version] = models.get(version) or AutoModelForCausalLM.from_pretrained(
+                    path if version else folder / "model", dtype=torch.float64
+                )
+            first = tokens[: len(tokens) - sum(count for _, count in parts)]
+            expected = mixed_logprobs(models, first, tokens[len(first) :], parts)
+            recorded = batch["rollout_logprobs"][start:end][len(first) :].double()
+            torch.testing.assert_close(recorded, expected, atol=1e-5, rtol=0)
+            gaps.append(float((batch["old_logprobs"][start:end][len(first) :].double() - recorded).abs().max()))
+    assert max(gaps) > 1e-5, "no answer differs from what a recomputed cache gives"
 
 
 def assert_old_logprobs_of_each_version(folder: Path, run: str, steps: range, mixed: bool = True) -> None:
@@ -249,18 +286,12 @@ def test_a_resumed_run_has_the_old_log_probs_that_were_scored(folder: Path):
     assert_same_run(folder, "whole", "parts", step=6)
 
 
-STAYS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ([STAYS, "algorithm.rollout_correction.bypass_mode=True"], "kv_cache_on_publish=keep_kv needs"),
-        (["actor_rollout_ref.rollout.stop=[ab]"], "use stop_token_ids"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_starts(folder: Path, extra: list[str], message: str):
-    settings = jobs.overrides(folder, "run", ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", *extra)
+def test_what_cannot_be_is_refused_before_anything_starts(folder: Path):
+    ranks = [ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
     found = Findings()
-    prepare_run(load_config(settings), found)
-    assert [error for error in map(str, found.errors) if re.search(message, error)]
+    stops = jobs.overrides(folder, "run", *ranks, "actor_rollout_ref.rollout.stop=[ab]")
+    prepare_run(load_config(stops), found)
+    assert [error for error in map(str, found.errors) if "use stop_token_ids" in error]
+    sglang = load_config(jobs.overrides(folder, "run", *ranks, KEEPS, "actor_rollout_ref.rollout.name=sglang"))
+    with pytest.raises(ConfigError, match=r"keep_kv needs .* rollout\.name=sglang aborts"):
+        check_parking(sglang)

@@ -119,6 +119,12 @@ def check_ages(mean: float, largest: int) -> None:
         )
 
 
+def keeps_cache(config: "RunConfig") -> bool:
+    """Whether answers that are unfinished at a publish go on with their keys and values of the weights before it."""
+    kept = config.actor_rollout_ref.rollout.kv_cache_on_publish == "keep_kv"
+    return kept and is_asynchronous(config) and staleness(config) > 0
+
+
 def records_old_logprobs(config: "RunConfig") -> bool:
     """Whether the log-probs that the rollout records are those of the trainer at the version that sampled a token: it
     computes with the trainer's own weights, type and full vocabulary, and no keys and values of older weights."""

@@ -8,8 +8,8 @@ from verl.config.profiler import ProfilerConfig
 
 _KV_CACHE = (
     "Asynchronous training: what unfinished answers do with keys and values of the weights before a publish. "
-    "recompute: from all tokens anew by the new weights; keep_kv: go on with them (native, one process), which saves "
-    "the time and keeps the memory."
+    "recompute: from all tokens anew by the new weights; keep_kv (native, vllm): go on with them, which saves the time "
+    "and keeps the memory: while an answer is unfinished the engine does not sleep, whatever free_cache_engine says."
 )
 
 

@@ -1,6 +1,7 @@
 """Rollout on a rank of a sharded engine: an engine in place on a full copy of the weights, freed while it sleeps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,6 +73,18 @@ class RankRollout:
     async def abort(self, request_id: int | None = None) -> None:
         if self.inner is not None:
             await self.inner.abort(request_id)
+
+    async def park(self) -> None:
+        """Let what runs wait, with its KV cache, over a publish."""
+        if self.inner is not None:
+            await self.inner.park()
+
+    async def resume(self) -> None:
+        if self.inner is not None:
+            await self.inner.resume()
+
+    async def in_flight(self) -> list[dict[str, Any]]:
+        return [] if self.inner is None else await self.inner.in_flight()
 
     async def stats(self) -> EngineStats:
         """Counts of all engines that this rank had."""

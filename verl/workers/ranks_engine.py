@@ -80,6 +80,15 @@ class MultiRankRolloutEngine(RolloutEngine):
     async def wake(self) -> None:
         await self._on_all_ranks("wake")
 
+    async def park(self) -> None:
+        await self._on_all_ranks("park")
+
+    async def resume(self) -> None:
+        await self._on_all_ranks("resume")
+
+    async def in_flight(self) -> list[dict[str, Any]]:
+        return [request for requests in await self._on_all_ranks("in_flight") for request in requests]
+
     async def abort(self, request_id: int | None = None) -> None:
         await self._on_all_ranks("abort", request_id)
 

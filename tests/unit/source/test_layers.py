@@ -28,6 +28,7 @@ ADAPTERS = {
         "verl.workers.rollout.vllm_engine",
         "verl.workers.rollout.vllm_experts",
         "verl.workers.rollout.vllm_layout",
+        "verl.workers.rollout.vllm_requests",
         "verl.workers.rollout.vllm_worker",
     },
     "sglang": {"verl.workers.rollout.sglang_engine"},

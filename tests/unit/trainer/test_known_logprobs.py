@@ -74,8 +74,9 @@ def test_what_a_prompt_has_under_way_is_every_turn_once_with_the_versions_of_its
                 return [Completion([1, 2], [0.0, 0.0], "stop", (0, 1), segments=((0, 1), (1, 1)))]
             return await asyncio.Event().wait()
 
-    finished = {"token_ids": [9], "segments": [], "policy_version": [1, 1]}
-    unfinished = {"sample": 0, "tokens": [3, 4, 5], "first_version": 1, "later_versions": [[2, 1]]}
+    finished = {"token_ids": [9], "logprobs": [0.0], "segments": [], "policy_version": [1, 1], "stop_reason": "stop"}
+    unfinished: dict[str, Any] = {"sample": 0, "tokens": [3, 4, 5], "logprobs": [0.0, 0.0, 0.0]}
+    unfinished |= {"first_version": 1, "later_versions": [[2, 1]]}
     native: dict[str, Any] = {"prompt": [*PROMPT, 1, 2, 8], "finished": {"1": finished}, "unfinished": [unfinished]}
     parked: dict[str, Any] = {
         "prompt": [*PROMPT, 1, 2, 8],

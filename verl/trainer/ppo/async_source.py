@@ -302,13 +302,14 @@ class AsyncSource:
         self.collector.engine.close()
 
     async def saved(self) -> dict[str, Any]:
-        """`state_dict` of a source whose engine goes on. What it completes after it was asked is complete here, too."""
+        """`state_dict` with what the engine says is in flight. What it completes after it was asked is complete here,
+        too."""
         requests = await self.collector.engine.in_flight()
         return self.state_dict(requests)
 
     def state_dict(self, in_flight: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
         """The prompts that come next, what is under way with its tokens, and the order of admissions. `in_flight`: what
-        the engine says about the requests of an unparked one."""
+        the engine says about its requests; without it, what is parked outside the engine."""
         self.events.write()
         if self._saved is not None:  # nothing was taken since it was loaded
             return self._saved

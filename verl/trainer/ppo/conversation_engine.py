@@ -1,11 +1,11 @@
 """The rollout engine as one prompt sees it: it remembers what was asked and answered until there is a trajectory."""
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 from verl.trainer.ppo.known_logprobs import SampledTokens
 from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.parking import samples_in_flight
 
 
 class ConversationEngine(RolloutEngine):
@@ -36,7 +36,8 @@ class ConversationEngine(RolloutEngine):
         ]
         for number in sorted(self.open & in_flight.keys()):
             prompt = in_flight[number]["prompt"]
-            found += [SampledTokens.after(prompt, *sample) for sample in samples_in_flight(in_flight[number])]
+            samples = samples_in_flight(in_flight[number]).values()
+            found += [SampledTokens.after(prompt, sample["tokens"], sample["segments"]) for sample in samples]
         out: list[SampledTokens] = []
         for sequence in found:
             for place, earlier in enumerate(out):
@@ -70,15 +71,3 @@ Parts = Sequence[Sequence[int]]  # (version, tokens that it sampled), in order
 def parts(segments: Parts, versions: Sequence[int], tokens: Sequence[int]) -> Parts:
     """Those of a completion, which names no segments where there is one version."""
     return segments or ((versions[1], len(tokens)),)
-
-
-def samples_in_flight(saved: dict[str, Any]) -> Iterator[tuple[list[int], Parts]]:
-    """(tokens, parts) of each sample of a request under way, from either form of `RolloutEngine.in_flight`."""
-    if "samples" in saved:
-        yield from ((sample["tokens"], sample["segments"]) for sample in saved["samples"])
-        return
-    for done in saved["finished"].values():
-        yield done["token_ids"], parts(done["segments"], done["policy_version"], done["token_ids"])
-    for part in saved["unfinished"]:
-        starts = [(part["first_version"], 0), *part["later_versions"], (-1, len(part["tokens"]))]
-        yield part["tokens"], [(version, end - start) for (version, start), (_, end) in pairwise(starts)]

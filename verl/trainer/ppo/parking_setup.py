@@ -1,7 +1,7 @@
 """How the rollout engine of a run keeps unfinished answers over a publish (asynchronous training)."""
 
 from verl.config import RunConfig
-from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, staleness
+from verl.config.asynchronous import COLOCATED, SEPARATE, is_asynchronous, keeps_cache, staleness
 from verl.plugin.platform import get_platform
 from verl.rewards.model_setup import takes_turns
 from verl.trainer.ppo.placement import is_this_process, place_roles
@@ -34,24 +34,27 @@ def check_parking(config: RunConfig) -> None:
         )
     if not parks(config):
         return
-    in_place = rollout_engine_of(config.actor_rollout_ref).weights is Weights.IN_PLACE
-    if in_place and any(is_this_process(pool, chosen_runtime(config.trainer)) for pool in place_roles(config)):
-        return
-    where = "in processes of its ranks" if in_place else "that aborts what is parked"
-    if rollout.kv_cache_on_publish != "recompute":
+    registered = rollout_engine_of(config.actor_rollout_ref)
+    if keeps_cache(config) and not registered.keeps_cache:
         raise ConfigError(
             f"actor_rollout_ref.rollout.kv_cache_on_publish={rollout.kv_cache_on_publish} needs an engine that keeps "
-            f"unfinished answers: rollout.name=native in one process; this is rollout.name={rollout.name} {where}. "
-            "Set kv_cache_on_publish=recompute"
+            f"the KV cache of unfinished answers over a publish: rollout.name=native or vllm; rollout.name="
+            f"{rollout.name} aborts them, and is asked again with their tokens. Set kv_cache_on_publish=recompute"
         )
+    in_place = registered.weights is Weights.IN_PLACE
+    if in_place and any(is_this_process(pool, chosen_runtime(config.trainer)) for pool in place_roles(config)):
+        return
     if rollout.stop:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.stop={list(rollout.stop)} with {what} and rollout.name={rollout.name} {where}: "
-            "an answer goes on as a new prompt, in which the engine does not look for a stop string; use "
-            "stop_token_ids, rollout.name=native in one process, or async_training.staleness_threshold=0"
+            f"actor_rollout_ref.rollout.stop={list(rollout.stop)} with {what} and rollout.name={rollout.name}"
+            f"{' on several ranks' if in_place else ''}: an answer that was parked, or saved by a checkpoint, goes on "
+            "as a new prompt, in which the engine does not look for a stop string; use stop_token_ids, "
+            "rollout.name=native in one process, or async_training.staleness_threshold=0"
         )
 
 
 def with_parking(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:
     """The engine that answers prompts: one that can park, where answers are parked."""
-    return ReissuingEngine(engine) if parks(config) and not engine.can_park else engine
+    if not parks(config) or engine.can_park:
+        return engine
+    return ReissuingEngine(engine, keeps_cache(config))

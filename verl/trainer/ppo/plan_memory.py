@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from verl.config import HFModelConfig, RunConfig
-from verl.config.asynchronous import keeps_published_weights
+from verl.config.asynchronous import keeps_cache, keeps_published_weights
 from verl.config.check import has_adapters
 from verl.config.distillation import role_name, teachers
 from verl.config.engine import EngineConfig
@@ -217,6 +217,7 @@ class _PoolEstimate:
         if cache is None:
             cache = self._cache(weights, rollout.gpu_memory_utilization, ROLLOUT, tensor, taken)
         stays = not rollout.free_cache_engine or (rollout.name == "vllm" and not rollout.enable_sleep_mode)
+        stays = stays or keeps_cache(self.config)  # as long as answers are unfinished
         always = splits_rollout(self.config) or stays
         engine = rollout_engine_of(self.config.actor_rollout_ref)
         rows = self._of_server("rollout", weights, cache, always, always or engine.sleeps_with_weights)

@@ -360,10 +360,11 @@ class PPOTrainer:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the engines' own checkpoints; JSON values only."""
         critic = self.critic.state_dict() if self.critic is not None else {}
+        source = self.source
         return {
             "global_step": self.global_step,
             "version": self.version,
-            "source": self.source.state_dict() if self.beside is None else self.wait_for(self.beside.saved()),
+            "source": self.wait_for(source.saved()) if isinstance(source, AsyncSource) else source.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
             **({"critic": critic} if critic else {}),
             **({"canary": self.canary.state_dict()} if self.canary else {}),

@@ -157,7 +157,7 @@ class RolloutEngine(ABC):
     lost: str | None = None  # how its process ended, or the last of its replicas; None: it works
     metrics_addresses: Sequence[str] = ()  # host:port of servers that answer Prometheus themselves
     lost_replicas: Sequence[int] = ()  # those that others stand in for, and that nothing replaces
-    can_park = False  # whether `park` and `resume` work: unfinished answers outlive a publish
+    can_park = False  # whether unfinished answers outlive a publish by `park` and `resume`, a process by `restore`
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> list[Completion]:

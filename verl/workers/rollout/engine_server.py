@@ -149,7 +149,7 @@ class RolloutServer:
                 return (
                     await self.engine.set_profiling(arguments["on"]) if isinstance(self.engine, VLLMProfiling) else None
                 )
-            case "begin_update" | "sleep" | "sleep_until_update" | "wake":
+            case "begin_update" | "park" | "resume" | "sleep" | "sleep_until_update" | "wake":
                 return await getattr(self.engine, method)()
         raise VerlError(f"a rollout server has no method {method!r}; trainer and server must run one version of verl")
 

@@ -98,8 +98,10 @@ class NativeEngine(RolloutEngine):
             return await future
         except asyncio.CancelledError:
             self.core.abort(request.request_id)
-            self._futures.pop(request.request_id, None)
             raise
+        finally:
+            if self._futures.get(request.request_id) is future:  # else asked again meanwhile
+                del self._futures[request.request_id]
 
     def _check_published(self) -> None:
         """Raise WorkerError if the weights changed since they were published: samples would carry a wrong version."""
@@ -131,6 +133,11 @@ class NativeEngine(RolloutEngine):
     def parked(self) -> list[dict[str, Any]]:
         return self.core.saved()
 
+    async def in_flight(self) -> list[dict[str, Any]]:
+        while any(future.done() for future in self._futures.values()):  # complete, and its caller does not know yet
+            await asyncio.sleep(0)
+        return self.parked()
+
     def restore(self, parked: Sequence[dict[str, Any]]) -> None:
         self._restored = {saved["request_id"]: saved for saved in parked}
 
@@ -159,7 +166,7 @@ class NativeEngine(RolloutEngine):
 
     def _resolve_futures(self, states: list) -> None:
         for state in states:
-            future = self._futures.pop(state.request.request_id)
+            future = self._futures[state.request.request_id]
             if not future.done():
                 future.set_result(state.result())
 

@@ -74,7 +74,7 @@ class NativeReplica(CopyingEngine):
             await self._native.abort(request_id)
 
     async def in_flight(self) -> list[dict[str, Any]]:
-        return [] if self._native is None else self._native.parked()
+        return [] if self._native is None else await self._native.in_flight()
 
     async def begin_update(self) -> None:
         self._arrived = {}

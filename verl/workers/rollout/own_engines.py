@@ -5,12 +5,19 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from verl.utils.errors import ConfigError
-from verl.workers.rollout.registry import EngineInputs, Weights, register_apart, register_rollout_engine
+from verl.workers.rollout.registry import (
+    EngineInputs,
+    Weights,
+    register_apart,
+    register_keeps_cache,
+    register_rollout_engine,
+)
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import CopyingEngine, RolloutEngine
 
 Engine = TypeVar("Engine", bound="CopyingEngine")
+register_keeps_cache("native", "vllm")
 
 
 @register_apart("native")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from verl.workers.rollout.base import Completion
@@ -91,3 +92,24 @@ def saved_requests(
         }
         for state in (*waiting, *(state for state in states if state.request.request_id not in first))
     ]
+
+
+def samples_in_flight(saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The samples that have begun of a request under way, by number, from either form of `RolloutEngine.in_flight`.
+
+    Each has `tokens`, `logprobs`, `segments` ((version, tokens that it sampled), in order), and `stop_reason`, which is
+    None while it is unfinished.
+    """
+    if "samples" in saved:
+        return dict(enumerate(saved["samples"]))
+    samples: dict[int, dict[str, Any]] = {}
+    for number, done in saved["finished"].items():
+        segments = done["segments"] or [(done["policy_version"][1], len(done["token_ids"]))]
+        sample = {"tokens": done["token_ids"], "logprobs": done["logprobs"], "segments": segments}
+        samples[int(number)] = sample | {"stop_reason": done["stop_reason"]}
+    for part in saved["unfinished"]:
+        starts = [(part["first_version"], 0), *part["later_versions"], (-1, len(part["tokens"]))]
+        segments = [(version, end - start) for (version, start), (_, end) in pairwise(starts) if end > start]
+        sample = {"tokens": part["tokens"], "logprobs": part["logprobs"], "segments": segments, "stop_reason": None}
+        samples[part["sample"]] = sample
+    return samples

@@ -73,6 +73,10 @@ class RegisteredEngine:
     is_apart: bool = False  # the form with copied weights of one that is in place on the trainer's devices
 
     @property
+    def keeps_cache(self) -> bool:
+        return self.name in _KEEP_CACHE
+
+    @property
     def can_train(self) -> bool:
         return self.weights is not Weights.REMOTE
 
@@ -92,6 +96,7 @@ class RegisteredEngine:
 
 _ENGINES: Registry[RegisteredEngine] = Registry("rollout engine")
 _APART: "dict[str, Callable[[EngineInputs], RolloutEngine]]" = {}  # by name of an engine in place
+_KEEP_CACHE: set[str] = set()
 
 
 def register_rollout_engine(
@@ -136,6 +141,12 @@ def register_apart(
         return builder
 
     return add
+
+
+def register_keeps_cache(*names: str) -> None:
+    """Say of engines that `park` stops them between two tokens, `resume` lets them go on with their KV cache, under new
+    weights too, and `in_flight` says what they have sampled."""
+    _KEEP_CACHE.update(names)
 
 
 def find_rollout_engine(name: str, external_lib: str | Sequence[str] | None = None) -> RegisteredEngine:

@@ -1,4 +1,5 @@
-"""Parking for engines that cannot park: unfinished answers are aborted, kept, and asked for again with their tokens."""
+"""Parking for engines that cannot park by themselves: unfinished answers are aborted, kept, and asked for again with
+their tokens, or wait in the engine with their KV cache."""
 
 import asyncio
 import itertools
@@ -8,46 +9,13 @@ from typing import Any
 
 from verl.utils.errors import WorkerError
 from verl.utils.seeds import derive_seed
-from verl.workers.rollout.base import Alternatives, Completion, GenerationRequest, RolloutEngine
+from verl.workers.rollout.base import Completion, GenerationRequest, RolloutEngine
 from verl.workers.rollout.engine_stats import EngineStats
+from verl.workers.rollout.parking import samples_in_flight
+from verl.workers.rollout.partial_answer import PartialAnswer
 
 _FIRST_ID = 1 << 52  # of requests that continue others: above those of prompts, validations and agents
 _ABORT_AGAIN_S = 0.1  # a request that reached the engine after an abort is not ended by it
-
-
-@dataclass(eq=False)
-class PartialAnswer:
-    """One sample so far, in parts that were each sampled under one version."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens), versions ascending
-    stop_reason: str | None = None  # None: unfinished
-    alternatives: list[Alternatives] = field(default_factory=list)
-
-    def add(self, part: Completion) -> None:
-        """Append what the engine has sampled; an aborted part leaves the answer unfinished."""
-        self.tokens += part.token_ids
-        self.logprobs += part.logprobs
-        self.alternatives += part.alternatives or []
-        version = part.policy_version[1]
-        if part.token_ids and self.segments and self.segments[-1][0] == version:
-            self.segments[-1] = (version, self.segments[-1][1] + len(part.token_ids))
-        elif part.token_ids:
-            self.segments.append((version, len(part.token_ids)))
-        self.stop_reason = None if part.stop_reason == "aborted" else part.stop_reason
-
-    def completion(self, version: int) -> Completion:
-        """The whole answer; `version` is that of one without tokens."""
-        segments = self.segments or [(version, 0)]
-        return Completion(
-            self.tokens,
-            self.logprobs,
-            self.stop_reason or "aborted",
-            (segments[0][0], segments[-1][0]),
-            self.alternatives or None,
-            tuple(segments) if len(segments) > 1 else (),
-        )
 
 
 @dataclass
@@ -56,7 +24,7 @@ class _Open:
 
     request: GenerationRequest
     samples: list[PartialAnswer]
-    inner_ids: set[int] = field(default_factory=set)  # of the engine's requests that run for it
+    inner: dict[int, list[PartialAnswer]] = field(default_factory=dict)  # samples of the engine's requests that run
     aborted: bool = False
 
     @property
@@ -71,12 +39,15 @@ class ReissuingEngine(RolloutEngine):
     Between `park` and `resume` the inner engine has nothing in flight, so that it may sleep, drop its cache and get
     weights; new requests wait. Requests with stop strings or penalties are refused: these look back at tokens that
     would be part of the prompt.
+
+    With `keeps_cache` the inner engine parks: nothing is aborted, what runs there goes on with its KV cache, and it
+    does not sleep while there is such a request. Only what `restore` brings is asked for with its tokens.
     """
 
     can_park = True
 
-    def __init__(self, inner: RolloutEngine):
-        self.inner = inner
+    def __init__(self, inner: RolloutEngine, keeps_cache: bool = False):
+        self.inner, self.keeps_cache = inner, keeps_cache
         self._open: dict[int, _Open] = {}
         self._restored: dict[int, dict[str, Any]] = {}  # by request id, until `generate`
         self._running: set[asyncio.Future[Any]] = set()  # rounds at the inner engine
@@ -109,10 +80,11 @@ class ReissuingEngine(RolloutEngine):
         saved = self._restored.pop(request.request_id, None)
         if saved is None or saved["prompt"] != request.prompt_ids:  # a turn may begin otherwise than before
             return [PartialAnswer() for _ in range(request.sampling.n)]
-        return [
-            PartialAnswer([*s["tokens"]], [*s["logprobs"]], [(v, n) for v, n in s["segments"]], s["stop_reason"])
-            for s in saved["samples"]
-        ]
+        samples = [PartialAnswer() for _ in range(request.sampling.n)]
+        for number, s in samples_in_flight(saved).items():
+            segments = [(version, count) for version, count in s["segments"]]
+            samples[number] = PartialAnswer([*s["tokens"]], [*s["logprobs"]], segments, s["stop_reason"])
+        return samples
 
     async def _round(self, opened: _Open) -> None:
         """Sample until the request is complete or the engine is parked."""
@@ -124,17 +96,22 @@ class ReissuingEngine(RolloutEngine):
     async def _ask(self, opened: _Open) -> None:
         unfinished = [sample for sample in opened.samples if sample.stop_reason is None]
         if not any(sample.tokens or sample.stop_reason for sample in opened.samples):
-            asked = [opened.request]
+            asked = [(opened.request, opened.samples)]
         else:
-            asked = [self._rest(opened.request, opened.samples.index(s), s) for s in unfinished]
-        opened.inner_ids = {request.request_id for request in asked}
+            asked = [(self._rest(opened.request, opened.samples.index(s), s), [s]) for s in unfinished]
+        opened.inner = {request.request_id: samples for request, samples in asked}
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.inner.generate(request)) for request in asked]
+                for request, samples in asked:
+                    group.create_task(self._part(opened, request, samples))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled because of it
-        parts = [part for task in tasks for part in task.result()]
-        for sample, part in zip(unfinished, parts, strict=True):
+
+    async def _part(self, opened: _Open, request: GenerationRequest, samples: list[PartialAnswer]) -> None:
+        """Add what the engine answers, before anything else can ask what is in flight."""
+        parts = await self.inner.generate(request)
+        del opened.inner[request.request_id]
+        for sample, part in zip(samples, parts, strict=True):
             sample.add(part)
 
     def _rest(self, request: GenerationRequest, index: int, sample: PartialAnswer) -> GenerationRequest:
@@ -148,26 +125,42 @@ class ReissuingEngine(RolloutEngine):
 
     async def park(self) -> None:
         self._going_on.clear()
+        if self.keeps_cache:
+            return await self.inner.park()
         while running := tuple(self._running):
             await self.inner.abort()
             await asyncio.wait(running, timeout=_ABORT_AGAIN_S)
 
     async def resume(self) -> None:
+        if self.keeps_cache:
+            await self.inner.resume()
         self._going_on.set()
 
     def parked(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "request_id": number,
-                "prompt": opened.request.prompt_ids,
-                "samples": [
-                    {name: [*getattr(sample, name)] for name in ("tokens", "logprobs", "segments")}
-                    | {"stop_reason": sample.stop_reason}
-                    for sample in opened.samples
-                ],
+        """What is parked here: not what waits in the engine, which `in_flight` asks."""
+        return self._saved({})
+
+    async def in_flight(self) -> list[dict[str, Any]]:
+        running = await self.inner.in_flight() if self.keeps_cache else []
+        return self._saved({saved["request_id"]: samples_in_flight(saved) for saved in running})
+
+    def _saved(self, running: dict[int, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """All that is in flight as JSON values; `running` are the samples of the inner requests, by id."""
+        out = []
+        for number, opened in self._open.items():
+            more = {
+                id(sample): running.get(inner_id, {}).get(place)
+                for inner_id, samples in opened.inner.items()
+                for place, sample in enumerate(samples)
             }
-            for number, opened in self._open.items()
-        ]
+            samples = [sample.saved(more.get(id(sample))) for sample in opened.samples]
+            out.append({"request_id": number, "prompt": opened.request.prompt_ids, "samples": samples})
+        return out
+
+    @property
+    def _holds(self) -> bool:
+        """Whether requests wait in the inner engine with their KV cache."""
+        return self.keeps_cache and not self._going_on.is_set() and any(o.inner for o in self._open.values())
 
     def restore(self, parked: Sequence[dict[str, Any]]) -> None:
         self._restored = {saved["request_id"]: saved for saved in parked}
@@ -176,17 +169,19 @@ class ReissuingEngine(RolloutEngine):
         for number, opened in tuple(self._open.items()):
             if request_id in (None, number):
                 opened.aborted = True
-                for inner_id in tuple(opened.inner_ids):
+                for inner_id in tuple(opened.inner):
                     await self.inner.abort(inner_id)
 
     async def update_weights(self, weights: Any, version: int) -> None:
         await self.inner.update_weights(weights, version)
 
     async def sleep(self) -> None:
-        await self.inner.sleep()
+        if not self._holds:
+            await self.inner.sleep()
 
     async def sleep_until_update(self) -> None:
-        await self.inner.sleep_until_update()
+        if not self._holds:
+            await self.inner.sleep_until_update()
 
     async def wake(self) -> None:
         await self.inner.wake()

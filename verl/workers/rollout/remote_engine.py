@@ -262,6 +262,12 @@ class RemoteEngine(ProfiledServer, CopyingEngine):
     async def abort(self, request_id: int | None = None) -> None:
         await self._call_async("abort", request_id=request_id)
 
+    async def park(self) -> None:
+        await self._call_async("park")
+
+    async def resume(self) -> None:
+        await self._call_async("resume")
+
     async def in_flight(self) -> list[dict[str, Any]]:
         return await self._call_async("in_flight")
 

@@ -55,7 +55,7 @@ class Router(ProfiledServer, CopyingEngine):
         self._tokens = [0] * len(self.engines)  # of the requests that run, also where `load` is infinite
         self._ended = [[EngineStats()]] * len(self.engines)  # counts of the engines that were lost
         self._known = [[EngineStats()]] * len(self.engines)  # the last statistics
-        self._is_asleep = self._is_updated = False
+        self._is_asleep = self._is_updated = self._is_parked = False
         self._aborted: set[int] = set()  # requests that run
         self._falling_asleep: set[asyncio.Task[None]] = set()
 
@@ -233,6 +233,8 @@ class Router(ProfiledServer, CopyingEngine):
             try:
                 engine.wait_until_ready()
                 await engine.wake()
+                if self._is_parked:
+                    await engine.park()
                 problem = ""
             except WorkerError as error:
                 what = "did not start" if engine.lost is None else "ended"
@@ -280,6 +282,14 @@ class Router(ProfiledServer, CopyingEngine):
                 await engine.abort(request_id)
             except WorkerError as error:
                 self._replace(number, engine, error)
+
+    async def park(self) -> None:
+        self._is_parked = True
+        await self._each(lambda engine: engine.park())
+
+    async def resume(self) -> None:
+        self._is_parked = False
+        await self._each(lambda engine: engine.resume())
 
     async def in_flight(self) -> list[dict[str, Any]]:
         return [request for requests in (await self._each(lambda e: e.in_flight())).values() for request in requests]

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from verl.runtime.wire import deserialize, serialize
-from verl.workers.rollout.vllm_engine import VLLMEngine, logprobs_of_prompt
+from verl.workers.rollout.vllm_engine import VLLMEngine
+from verl.workers.rollout.vllm_requests import logprobs_of_prompt
 
 
 class DataParallelVLLMEngine(VLLMEngine):
@@ -54,15 +55,14 @@ class DataParallelVLLMEngine(VLLMEngine):
             os._exit(1)
 
     def _submit(self, name: str, token_ids: Sequence[int], params: Any) -> None:
-        task = self._followed[name] = asyncio.create_task(self._follow(name, token_ids, params))
+        task = self._followed[name] = asyncio.create_task(self._follow(name, self._prompt(token_ids), params))
         task.add_done_callback(partial(self._forget, name))
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
         if self._followed.get(name) is task:  # else asked again meanwhile
             del self._followed[name]
 
-    async def _follow(self, name: str, token_ids: Sequence[int], params: Any) -> None:
-        prompt = {"prompt_token_ids": list(token_ids)}
+    async def _follow(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         try:
             async for output in self.llm.generate(prompt, params, name, lora_request=self._adapters):
                 self._append_tokens(output)
@@ -84,17 +84,25 @@ class DataParallelVLLMEngine(VLLMEngine):
             raise
 
     async def _on_workers(self, method: str, *args: Any) -> list[Any]:
-        if not self._is_paused:
-            await self.llm.pause_generation(mode="keep", clear_cache=False)
-            self._is_paused = True
+        await self._pause()
         message = serialize([method, args])
         by_rank = await self._on_engine("collective_rpc", "verl_over_wire", None, (message,), None)
         return [deserialize(answer) for answers in by_rank for answer in answers]
 
     async def finish_update(self, version: int) -> None:
         await super().finish_update(version)
-        await self.llm.resume_generation()
-        self._is_paused = False
+        if not self._is_parked:
+            await self._go_on()
+
+    async def _pause(self) -> None:
+        if not self._is_paused:
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
+            self._is_paused = True
+
+    async def _go_on(self) -> None:
+        if self._is_paused:
+            await self.llm.resume_generation()
+            self._is_paused = False
 
     async def flush_cache(self) -> None:
         await self._on_engine("reset_prefix_cache", True)  # an aborted request may still run; raises where it cannot
@@ -106,7 +114,11 @@ class DataParallelVLLMEngine(VLLMEngine):
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Those of rank 0, then those of each other rank: `data_parallel_size` times as many as `sequences`."""
         ranks = range(self.config.data_parallel_size)
-        return await asyncio.gather(*(self._logprobs_of(list(ids), rank) for rank in ranks for ids in sequences))
+        await self._go_on()
+        found = await asyncio.gather(*(self._logprobs_of(list(ids), rank) for rank in ranks for ids in sequences))
+        if self._is_parked:
+            await self._pause()
+        return found
 
     async def _logprobs_of(self, ids: list[int], rank: int) -> list[float]:
         from vllm import SamplingParams

@@ -7,7 +7,7 @@ that a completion does not depend on the other requests in flight.
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from verl.config.rollout import RolloutConfig
 from verl.utils.errors import ConfigError, WorkerError
-from verl.utils.seeds import derive_seed
 from verl.utils.suggest import did_you_mean
 from verl.workers.rollout.base import (
-    Alternatives,
     Completion,
     CopyingEngine,
     GenerationRequest,
@@ -28,13 +26,14 @@ from verl.workers.rollout.base import (
     same_on_all_ranks,
 )
 from verl.workers.rollout.engine_stats import EngineStats, SchedulerStatistics
+from verl.workers.rollout.partial_answer import PartialAnswer
 from verl.workers.rollout.server_profiles import VLLMProfiling, vllm_profiler
 from verl.workers.rollout.stop_texts import completes_stop_text, max_stop_tokens
+from verl.workers.rollout.vllm_requests import PendingRequest, logprobs_of_prompt, sampling_params
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm_worker.WeightReceiver"
 # Not replaced by engine_kwargs.
 RESERVED_ARGUMENTS = ("model", "skip_tokenizer_init", "worker_extension_cls", "data_parallel_size")
-PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def vllm_arguments(config: RolloutConfig, model_path: str, replica: int = 0) -> dict[str, Any]:
@@ -88,26 +87,6 @@ def check_engine_arguments(arguments: dict[str, Any], known: Sequence[str]) -> N
             )
 
 
-@dataclass
-class RunningSample:
-    """One completion in progress."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    first_version: int | None = None
-    alternatives: list[Alternatives] = field(default_factory=list)
-    stop_reason: str | None = None
-
-
-@dataclass
-class PendingRequest:
-    """One request: its samples, and the future that its `generate` awaits."""
-
-    request: GenerationRequest
-    samples: list[RunningSample]
-    future: "asyncio.Future[list[Completion]]"
-
-
 class VLLMEngine(VLLMProfiling, CopyingEngine):
     """Runs vLLM step by step from the event loop; vLLM itself batches concurrent `generate` calls.
 
@@ -132,9 +111,11 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         self.dtype = self.llm.vllm_config.model_config.dtype
         self._version = 0
         self._pending: dict[int, PendingRequest] = {}
+        self._unanswered: dict[int, PendingRequest] = {}  # those, and the complete ones of which no caller knows yet
         self._samples: dict[str, tuple[PendingRequest, int]] = {}  # by vLLM's request id
         self._driver: asyncio.Task[None] | None = None
-        self._asleep = self._lacks_weights = False
+        self._asleep = self._lacks_weights = self._is_parked = False
+        self._keeps_cache = config.kv_cache_on_publish == "keep_kv"
         self._adapters: Any = None  # vLLM's name for those of the current version
 
     @property
@@ -149,24 +130,40 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         vocab_size = self.llm.vllm_config.model_config.get_vocab_size()
         check_request(request, self.max_model_len, self._pending, self.decode_text is not None, vocab_size)
         pending = PendingRequest(request, [], asyncio.get_running_loop().create_future())
-        self._pending[request.request_id] = pending
+        self._pending[request.request_id] = self._unanswered[request.request_id] = pending
         try:
             for sample in range(request.sampling.n):
-                pending.samples.append(RunningSample())
-                name, params = f"{request.request_id}:{sample}", self._vllm_sampling_params(request, sample)
-                self._submit(name, request.prompt_ids, params)
-                self._samples[name] = (pending, sample)
+                pending.samples.append(PartialAnswer())
+                self._begin(pending, sample)
             return await pending.future
         except BaseException:  # vLLM refused it, or the caller was cancelled
             for name in self._drop(pending):
                 del self._samples[name]
             raise
+        finally:
+            if self._unanswered.get(request.request_id) is pending:  # else asked again meanwhile
+                del self._unanswered[request.request_id]
+
+    def _begin(self, pending: PendingRequest, sample: int) -> None:
+        request = pending.request
+        name, params = f"{request.request_id}:{sample}", sampling_params(request, sample, self.eos_token_ids)
+        self._submit(name, request.prompt_ids, params)
+        self._samples[name] = (pending, sample)
 
     def _submit(self, name: str, token_ids: Sequence[int], params: Any) -> None:
         """Begin a sample; its outputs go to `_append_tokens`."""
-        self.llm.add_request(name, {"prompt_token_ids": token_ids}, params, lora_request=self._adapters)
-        if self._driver is None or self._driver.done():
+        self.llm.add_request(name, self._prompt(token_ids), params, lora_request=self._adapters)
+        self._start_driver()
+
+    def _start_driver(self) -> None:
+        if self._pending and not self._is_parked and (self._driver is None or self._driver.done()):
             self._driver = asyncio.create_task(self._drive())
+
+    def _prompt(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A prompt for vLLM. Where older weights may have computed what is in its prefix cache, it finds there only
+        what begins with the same salt."""
+        salt = {"cache_salt": f"version {self._version}"} if self._keeps_cache else {}
+        return {"prompt_token_ids": list(token_ids), **salt}
 
     def _stop(self, names: Sequence[str]) -> None:
         """End samples without a last output."""
@@ -180,33 +177,10 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         """The results of a method of `WeightReceiver`, of each of vLLM's workers."""
         return self.llm.collective_rpc(method, args=args)
 
-    def _vllm_sampling_params(self, request: GenerationRequest, sample: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = request.sampling
-        eos = () if params.ignore_eos else self.eos_token_ids
-        return SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k if params.top_k > 0 else 0,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=list(dict.fromkeys((*eos, *params.stop_token_ids))),
-            ignore_eos=True,  # stop_token_ids has our EOS ids: vLLM has no tokenizer
-            seed=derive_seed(params.seed, request.stream_id, sample),
-            **{name: getattr(params, name) for name in PENALTIES},
-            min_p=params.min_p,
-            logit_bias=dict(params.logit_bias) or None,
-            logprobs=params.top_logprobs,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
     async def _drive(self) -> None:
         """Consumes submitted requests; runs while any is in flight; unblocked by `generate`."""
         try:
-            while self._pending:
+            while self._pending and not self._is_parked:
                 if not self.llm.has_unfinished_requests():
                     raise RuntimeError(f"requests {sorted(self._pending)} were lost")
                 for output in self.llm.step():
@@ -231,14 +205,8 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         pending, index = self._samples[output.request_id]
         sample, [new] = pending.samples[index], output.outputs
         for token, candidates in zip(new.token_ids, new.logprobs or (), strict=True):
-            sample.tokens.append(token)
-            sample.logprobs.append(candidates[token].logprob)
-            if top := pending.request.sampling.top_logprobs:
-                ranked = sorted(((i, c.logprob) for i, c in candidates.items()), key=lambda pair: -pair[1])
-                sample.alternatives.append(ranked[:top])
+            pending.add_token(sample, token, candidates, self._version)
             self.statistics[0].generated_tokens += 1  # of all ranks
-            if sample.first_version is None:
-                sample.first_version = self._version
             params, tail = pending.request.sampling, max_stop_tokens(pending.request.sampling)
             if completes_stop_text(params, len(sample.tokens), sample.tokens[-tail:], self.decode_text):
                 self._stop([output.request_id])
@@ -252,16 +220,11 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
 
     def _finish(self, name: str, reason: str) -> None:
         pending, index = self._samples.pop(name)
-        pending.samples[index].stop_reason = reason
+        pending.samples[index].stop_reason = reason if reason in ("stop", "length") else "aborted"
         if all(sample.stop_reason for sample in pending.samples):
             self._pending.pop(pending.request.request_id, None)
             if not pending.future.done():
-                pending.future.set_result([self._completion(sample) for sample in pending.samples])
-
-    def _completion(self, sample: RunningSample) -> Completion:
-        first = self._version if sample.first_version is None else sample.first_version
-        reason = sample.stop_reason if sample.stop_reason in ("stop", "length") else "aborted"
-        return Completion(sample.tokens, sample.logprobs, reason, (first, self._version), sample.alternatives or None)
+                pending.future.set_result([sample.completion(self._version) for sample in pending.samples])
 
     def _drop(self, pending: PendingRequest) -> list[str]:
         """Remove a request from vLLM; returns the names of its unfinished samples."""
@@ -296,8 +259,45 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
             from verl.workers.rollout.vllm_adapters import request_of
 
             self._adapters = request_of(version)
-        await self.flush_cache()
+        if not (self._keeps_cache and self._pending):
+            await self.flush_cache()
         self._version, self._lacks_weights = version, False
+        if self._keeps_cache:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Start the samples again that have no token: what is there of their prompts was computed by older weights."""
+        waiting = {name: place for name, place in self._samples.items() if not place[0].samples[place[1]].tokens}
+        self._stop(list(waiting))
+        for pending, sample in waiting.values():
+            self._begin(pending, sample)
+
+    async def park(self) -> None:
+        """Stop sampling; what runs keeps its KV cache, also over an update of the weights, until `resume`."""
+        self._is_parked = True
+        await self._pause()
+
+    async def resume(self) -> None:
+        if self._is_parked:
+            self._is_parked = False
+            await self._go_on()
+
+    async def _pause(self) -> None:
+        """Returns when vLLM computes nothing: with what it has begun before the weights change, it ends first."""
+        core = self.llm.engine_core.engine_core
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        while core.batch_queue:
+            for output in self.llm.step():
+                self._append_tokens(output)
+
+    async def _go_on(self) -> None:
+        self.llm.engine_core.engine_core.resume_scheduler()
+        self._start_driver()
+
+    async def in_flight(self) -> list[dict[str, Any]]:
+        while any(pending.future.done() for pending in self._unanswered.values()):  # its caller does not know yet
+            await asyncio.sleep(0)
+        return [pending.saved() for pending in self._unanswered.values()]
 
     async def flush_cache(self) -> None:
         """Drop the KV cache of older weights; running requests recompute theirs."""
@@ -311,6 +311,8 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         from vllm import SamplingParams
 
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        if self._is_parked:  # what is parked goes on for as long, under the weights that are probed
+            await self._go_on()
         names = {f"logprobs:{index}": index for index in range(len(sequences))}
         for name, ids in zip(names, sequences, strict=True):
             self.llm.add_request(name, {"prompt_token_ids": list(ids)}, params, lora_request=self._adapters)
@@ -325,6 +327,8 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
                     logprobs[index] = logprobs_of_prompt(sequences[index], output)
                 if output.finished:
                     del names[output.request_id]
+        if self._is_parked:
+            await self._pause()
         return logprobs
 
     async def sleep_until_update(self) -> None:
@@ -335,6 +339,7 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
         if self._pending:
             waiting = f"{len(self._pending)} requests are in flight; await or abort() them before sleep()"
             raise WorkerError(self.replica, "sleep", waiting)
+        await self._go_on()  # if it is parked, it is so without requests
         if self.llm.vllm_config.model_config.enable_sleep_mode:
             await self._on_engine("sleep", level)
         self._asleep, self._lacks_weights = True, self._lacks_weights or level > 1
@@ -354,11 +359,6 @@ class VLLMEngine(VLLMProfiling, CopyingEngine):
 
     async def stats(self) -> list[EngineStats]:
         return [statistics.totals() for statistics in self.statistics]
-
-
-def logprobs_of_prompt(token_ids: Sequence[int], output: Any) -> list[float]:
-    tokens = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return [0.0, *(candidates[token].logprob for token, candidates in tokens)]
 
 
 def start_vllm(arguments: dict[str, Any], statistics: Sequence[SchedulerStatistics]) -> Any:
