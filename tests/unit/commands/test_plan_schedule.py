@@ -172,6 +172,10 @@ def test_steps_within_a_time_are_those_that_take_it(slower_s: float):
     assert steps_within(steps_s(37.5, 0.01, slower_s), 0.01, slower_s) == pytest.approx(37.5)
 
 
+def uneven(answers: float) -> float:
+    return 0.002 + 0.001 * (answers > 1) + 0.0005 * answers
+
+
 def decode_times(step_s: Callable[[int], float], per_token_s: float) -> DecodeTimes:
     """Of 8 answers of 100 to 800 tokens, begun together, and of 8 that begin after half of that."""
     times = DecodeTimes()
@@ -182,16 +186,12 @@ def decode_times(step_s: Callable[[int], float], per_token_s: float) -> DecodeTi
     return times
 
 
-def uneven(answers: float) -> float:
-    return 0.002 + 0.001 * (answers > 1) + 0.0005 * answers
-
-
 @pytest.mark.parametrize("per_token_s", [0.0, 3e-7, 1e-5])
 def test_what_a_decode_step_takes_follows_from_the_sums_of_an_engine(per_token_s: float):
     """Each number of answers has a time of its own; 4 and 5 are one, as are 6 and 7."""
     points, slope = measured(decode_times(uneven, per_token_s).sums)
     assert slope == pytest.approx(per_token_s, rel=0.1, abs=1e-12)
-    expected = {1.0: 0.0025, 2.0: 0.004, 3.0: 0.0045, 4.5: 0.00525, 6.5: 0.00625, 8.0: 0.007}
+    expected = {n: uneven(n) for n in (1.0, 2.0, 3.0, 4.5, 6.5, 8.0)}
     assert dict(points) == pytest.approx(expected, rel=0.02 if per_token_s < 1e-6 else 0.2)
 
 
@@ -209,8 +209,7 @@ def test_times_are_read_between_the_points_and_beyond_them_as_from_half_as_many(
 
 
 def test_a_decode_step_in_which_the_machine_stalled_does_not_count():
-    times = decode_times(uneven, 0.0)
-    before = dict(times.sums)
+    before = dict((times := decode_times(uneven, 0.0)).sums)
     times.record(8, 160, 5.0)
     assert times.sums == before
 
@@ -325,10 +324,8 @@ def test_the_engines_own_times_of_decode_steps_are_used_where_it_recorded_them(
         [added(wrong, once, once), added(once, once)],
         [added(wrong, once, once, once), added(once, once, once)],
     ]
-    lines = [
-        {"step": step, "lost": 0, "replicas": [{"counts": {}, "gauges": {}, "decode_times": sums} for sums in replicas]}
-        for step, replicas in enumerate(after, start=1)
-    ]
+    replicas = [[{"counts": {}, "gauges": {}, "decode_times": sums} for sums in row] for row in after]
+    lines = [{"step": step, "lost": 0, "replicas": row} for step, row in enumerate(replicas, start=1)]
     (run / "replicas.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert plan(run, "--json") == 0
     found = json.loads(capsys.readouterr().out)
