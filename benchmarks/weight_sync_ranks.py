@@ -73,14 +73,8 @@ def measure(root: Path, ranks: int, replicas: int, rounds: int, runner: asyncio.
     router = Router(engines)
     sync = CopySync(lambda: [], router, None, 0, WeightTransfer(settings, group, router))
     mover = Mover(settings, replicas)
-    times: dict[str, list[float]] = {
-        "publish": [],
-        "reload": [],
-        "read_back": [],
-        "move": [],
-        "gather": [],
-        "again": [],
-    }
+    names = ("publish", "reload", "read_back", "move", "gather", "again")
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 2):
         run = {
             "move": milliseconds(partial(mover.move, weights, number)),

@@ -18,7 +18,7 @@ from verl.runtime.rank_processes import family
 ARR = "actor_rollout_ref"
 STEPS = 26
 EPOCH = 5  # steps: the data has no more prompts, so that a few steps have seen every length
-# Steps take about a second, so that what a prediction leaves out (the driver, collectives) is small beside the work.
+# Steps take half a second and more: what a prediction leaves out (the driver, collectives) is small beside that.
 COLOCATED, ONE_STEP_OFF, FULLY_ASYNC = "colocate_async", "one_step_off", "fully_async"
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1)
@@ -43,7 +43,7 @@ class Setting:
     max_lag: int = 8
     hidden: int = 512
     layers: int = 2
-    lr: float = 1e-4  # rewards still rise at the end, and differ between seeds
+    lr: float = 1e-4
     more: tuple[str, ...] = field(default=())  # overrides of both arms
 
     def lengths(self) -> list[list[int]]:
@@ -79,8 +79,21 @@ PARTS = (*KEEP_GATHERED, f"{ARR}.actor.ppo_mini_batch_size=4")
 SETTINGS = (
     Setting("colocated, long tail", COLOCATED, 1, True, 25, 1.2, 300, prompts=4, n=2),
     Setting("colocated, mild tail", COLOCATED, 1, True, 50, 0.8, 250, prompts=4, n=2, staleness=0.5),
-    Setting("one step off, tail", ONE_STEP_OFF, 2, True, 30, 0.9, 300, n=8, max_lag=2, more=KEEP_GATHERED),
-    Setting("fully asynchronous, long tail", FULLY_ASYNC, 2, True, 25, 1.2, 400, n=4, more=PARTS),
+    Setting(
+        "one step off, tail",
+        ONE_STEP_OFF,
+        2,
+        True,
+        30,
+        0.9,
+        300,
+        n=8,
+        max_lag=2,
+        hidden=256,
+        layers=4,
+        more=KEEP_GATHERED,
+    ),
+    Setting("fully asynchronous, long tail", FULLY_ASYNC, 2, True, 25, 1.2, 400, n=4, hidden=256, layers=4, more=PARTS),
     Setting("updates take the time", COLOCATED, 1, False, 40, 0.3, 80, prompts=4, more=FOUR_EPOCHS),
     Setting("no tail", COLOCATED, 1, False, 100, 0.0, 100, prompts=4, more=BATCH_AT_ONCE),
 )

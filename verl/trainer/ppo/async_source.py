@@ -202,8 +202,7 @@ class AsyncSource:
                     flight.engine = ConversationEngine(self.collector.engine)
                     flight.answers = await self._sample(flight, self.sampling, flight.engine)
                     flight.engine = None
-            assert flight.answers is not None
-            self._note_answers(flight, flight.answers)
+            self._note_answers(flight)
         assert flight.answers is not None
         group = await self.collector.scored(flight.row, flight.answers)
         if flight.greedy is not None:
@@ -223,9 +222,9 @@ class AsyncSource:
         request_id = flight.number if sampling is self.sampling else -1 - flight.number
         return await self.collector.agent_runner.answer(flight.row, request_id, sampling, engine)
 
-    def _note_answers(self, flight: Flight, answers: Sequence[Trajectory]) -> None:
+    def _note_answers(self, flight: Flight) -> None:
         self.idle.end(flight.number)
-        segments = [t.segments or ((t.policy_version[0], t.num_sampled),) for t in answers]
+        segments = [t.segments or ((t.policy_version[0], t.num_sampled),) for t in flight.answers or ()]
         self.events.add("answered", group=flight.number, segments=segments)
         if not self.rules.replace_groups:
             self.admission.finish(flight.number)

@@ -5,6 +5,7 @@ import copy
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,25 +38,10 @@ def load(model: PreTrainedModel, number: int) -> None:
     model.load_state_dict(version(number).state_dict())
 
 
-def in_this_process(_: Path) -> tuple[RolloutEngine, NativeEngine, Publish]:
-    model = version(0)
-    engine = NativeEngine(KEEPING, model, letters_tokenizer())
-
-    async def publish(number: int) -> None:
-        await engine.park()
-        await engine.sleep()
-        load(model, number)
-        await engine.wake()
-        await engine.update_weights(model, number)
-        await engine.resume()
-
-    return engine, engine, publish
-
-
-def asked_through_another(_: Path) -> tuple[RolloutEngine, NativeEngine, Publish]:
+def in_this_process(_: Path, asked_through_another: bool = False) -> tuple[RolloutEngine, NativeEngine, Publish]:
     model = version(0)
     native = NativeEngine(KEEPING, model, letters_tokenizer())
-    engine = ReissuingEngine(native, keeps_cache=True)
+    engine = ReissuingEngine(native, keeps_cache=True) if asked_through_another else native
 
     async def publish(number: int) -> None:
         await engine.park()
@@ -81,7 +67,7 @@ def with_weights_of_its_own(folder: Path) -> tuple[RolloutEngine, NativeEngine, 
     return replica, replica.native, publish
 
 
-ENGINES = [in_this_process, asked_through_another, with_weights_of_its_own]
+ENGINES = [in_this_process, partial(in_this_process, asked_through_another=True), with_weights_of_its_own]
 
 
 async def sampled(native: NativeEngine, count: int) -> None:
@@ -89,7 +75,7 @@ async def sampled(native: NativeEngine, count: int) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("build", ENGINES)
+@pytest.mark.parametrize("build", ENGINES, ids=["in this process", "asked through another", "weights of its own"])
 def test_older_tokens_keep_the_keys_and_values_of_the_weights_that_read_them(build: Callable, tmp_path: Path):
     engine, native, publish = build(tmp_path)
 
