@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21864, 62941, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21864, 62949, 400
 
 
 def package_of(path: Path) -> str:

@@ -1,6 +1,8 @@
 """The `verl` command: each verb imports one module, when it is called, and runs its function."""
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -56,10 +58,23 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code; 2: a mistake the message explains. 130: Ctrl-C, also while it loads."""
     try:
-        return _run(argv)
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("error: stopped by Ctrl-C", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise  # it was another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has read enough
+        return 0
+
+
+def _nobody_reads(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(argv: Sequence[str] | None) -> int:

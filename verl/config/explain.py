@@ -1,6 +1,5 @@
 """`verl config explain`, `verl config print` and docs/reference/config.md, generated from the schema."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,12 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb not in verbs:
             raise ConfigError(f"unknown command 'verl config {verb}'; {did_you_mean(verb, verbs)}")
-        code = verbs[verb](rest)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `| head` has read enough; what is still in the buffer goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return verbs[verb](rest)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,9 +24,14 @@ def test_python_m_verl_is_the_command():
     assert done.stdout.startswith("algorithm.gamma: Discount per token.")
 
 
-def test_a_pipe_that_closes_ends_the_output_without_a_traceback():
+@pytest.mark.parametrize("words", [["config", "print"], ["--help"], ["plan", "--help"]])
+def test_a_pipe_that_closes_ends_the_output_without_a_traceback(words: list[str]):
     with subprocess.Popen(
-        [*COMMAND, "print"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        [sys.executable, "-m", "verl", *words],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
     ) as process:
         process.stdout.close()  # before the first line is written
         assert process.stderr.read() == b"" and process.wait() == 0
