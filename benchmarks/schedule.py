@@ -6,7 +6,7 @@ A pair is a synchronous run and an asynchronous one of the same seed, on the sam
 process a core; which comes first alternates. The synchronous run predicts by the code of the command, which takes its
 last 20 steps; both arms are measured over the same steps, from ledger file to ledger file.
 The figures are medians over the pairs. The results are written after each pair, and a later call goes on from them
-(`--anew`: begins again). Alone on two cores a setting takes about four minutes.
+(`--anew`: begins again). Alone on two cores a setting takes about seven minutes.
 """
 
 import argparse
@@ -21,13 +21,12 @@ from typing import Any
 
 from support.record import save
 from support.schedule_bars import Pair, Summary, rate, summarise
-from support.schedule_runs import SETTINGS, STEPS, Setting, moments, overrides, prepare, train
+from support.schedule_runs import SETTINGS, Setting, moments, overrides, prepare, train
 
-from verl.commands.plan.observed_steps import observe
+from verl.commands.plan.observed_steps import MOST_STEPS, observe
 from verl.commands.plan.schedule import plan_schedule
 from verl.observe.trackers import read_metrics
 
-WARM = 6  # first steps, in which an asynchronous run gets to its mean age
 LAST = 5  # steps whose mean reward is the final one
 RESULTS = Path(__file__).parent / "results" / "schedule.json"
 SCORE = "critic/score/mean"
@@ -50,18 +49,18 @@ def measure_pair(setting: Setting, seed: int, cores: list[int]) -> Pair:
             statistics.mean(1 / outcome.step_s for outcome in sync.outcomes),
             statistics.mean(1 / outcome.step_s for outcome in found.outcomes),
             statistics.mean(found.speedups),
-            rate(moments(folder / "sync"), WARM),
-            rate(moments(folder / "async"), WARM),
-            final_reward(folder, "sync"),
-            final_reward(folder, "async"),
+            rate(moments(folder / "sync"), setting.steps - MOST_STEPS),
+            rate(moments(folder / "async"), setting.steps - MOST_STEPS),
+            final_reward(folder, "sync", setting.steps),
+            final_reward(folder, "async", setting.steps),
             plan.verdict,
             time.time(),
         )
 
 
-def final_reward(folder: Path, run: str) -> float:
+def final_reward(folder: Path, run: str, steps: int) -> float:
     records = read_metrics(folder / "metrics" / "schedule" / f"{run}.jsonl")
-    return statistics.mean(r["data"][SCORE] for r in records if r["step"] > STEPS - LAST)
+    return statistics.mean(r["data"][SCORE] for r in records if r["step"] > steps - LAST)
 
 
 def read_pairs(path: Path, anew: bool) -> dict[str, list[Pair]]:

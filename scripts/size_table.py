@@ -11,7 +11,7 @@ COUNTED = (".py", ".js", ".css", ".html", ".j2")
 CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "__init__.py": 30,
     "cli.py": 120,
-    "config": 4535,
+    "config": 4529,
     "plugin": 1350,
     "data": 2818,
     "algorithms": 2300,
@@ -19,18 +19,18 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "observe": 4685,
     "models": 5965,
     "workers/engine": 3700,
-    "workers/rollout": 5913,
+    "workers/rollout": 5919,
     "workers": 1186,  # the driver-side handles
     "checkpoint_engine": 973,  # transports, at the path where plug-ins look for their interface
     "weight_sync": 479,
     "agent": 2114,
     "rewards": 5363,
-    "trainer": 9143,
+    "trainer": 9137,
     "commands": 7283,
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21864, 62949, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21857, 62955, 400
 
 
 def package_of(path: Path) -> str:

@@ -6,8 +6,8 @@ from verl.models.fingerprint import fingerprint
 
 
 def test_a_fingerprint_tells_four_words_that_change_places():
-    words = torch.arange(1 << 17, dtype=torch.float64)
-    for step in (1, 2, 64, 1 << 16):
+    words = torch.arange(1 << 18, dtype=torch.float64)
+    for step in (1, 2, 64, 1 << 16, 1 << 17):
         cycled = words.clone()
         cycled[[8, 8 + step, 300, 300 + step]] = words[[8 + step, 8, 300 + step, 300]]
         flipped = words.clone()

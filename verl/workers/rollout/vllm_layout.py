@@ -41,16 +41,18 @@ class WeightPart:
     local: Index
     packed: bool  # only the kernel's own form is left: read it by multiplication
 
-    def expected(self, tensor: Tensor, columns: slice) -> str:
-        """Fingerprint that the layer holds once `tensor` is loaded; of a packed matrix, that of these columns."""
-        sent = tensor[self.sent]
-        return self._fingerprint((sent[:, columns] if self.packed else sent).to(self.dtype))
+    def expected(self, tensor: Tensor, columns: slice | None) -> str | Tensor:
+        """What the layer holds once `tensor` is loaded: its fingerprint, or a copy of these columns."""
+        if columns is None:
+            return self.fingerprint(tensor[self.sent].to(self.dtype))
+        return tensor[self.sent][:, columns].to(self.dtype, copy=True)
 
-    def found(self, parameter: Tensor) -> str:
-        """Fingerprint of this part of `parameter` as read back."""
-        return self._fingerprint(parameter[self.local].to(self.dtype))
+    def found(self, parameter: Tensor) -> Tensor:
+        """This part of `parameter` as read back."""
+        return parameter[self.local].to(self.dtype)
 
-    def _fingerprint(self, tensor: Tensor) -> str:
+    def fingerprint(self, tensor: Tensor) -> str:
+        """Equal for what is equal to a kernel."""
         if self.packed:  # sums lose the sign of zero, and some units flush what is almost zero
             tensor = torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, torch.zeros_like(tensor), tensor)
         return fingerprint(tensor)
@@ -67,7 +69,7 @@ class WeightReader:
 
     model: nn.Module
     parts: dict[str, list[WeightPart]] = field(default_factory=dict)  # by name of the checkpoint's tensor
-    expected: dict[tuple[str, WeightPart], str] = field(default_factory=dict)
+    expected: dict[tuple[str, WeightPart], str | Tensor] = field(default_factory=dict)
     num_updates: int = 0  # that were read back
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class WeightReader:
             self.parts[name] = self.locate(name)
         for part in self.parts[name]:
             same = part.is_plain and part.dtype == tensor.dtype
-            columns = self.columns_to_read(self.modules[part.path]) if part.packed else slice(None)
+            columns = self.columns_to_read(self.modules[part.path]) if part.packed and self.num_updates else None
             self.expected[name, part] = arrived if same else part.expected(tensor, columns)
 
     def columns_to_read(self, module: Any) -> slice:
@@ -125,8 +127,12 @@ class WeightReader:
             missing += missing_rows(f"{path}.{parameter}", module, [part for _, part in parts], value)
             for name, part in parts:
                 found, wanted = part.found(value), self.expected[name, part]
-                if found != wanted:
-                    wrong.append((name, path, wanted, found))
+                if isinstance(wanted, Tensor):
+                    if torch.equal(found, wanted):
+                        continue
+                    wanted = part.fingerprint(wanted)
+                if (held := part.fingerprint(found)) != wanted:
+                    wrong.append((name, path, wanted, held))
             read.add(f"{path}.{parameter}")
         names = {name for name, _ in self.expected}
         aliases = {f"{other}.weight" for path in self.tied if f"{path}.weight" in read for other in self.tied[path]}
