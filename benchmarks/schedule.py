@@ -27,7 +27,7 @@ from verl.commands.plan.observed_steps import MOST_STEPS, observe
 from verl.commands.plan.schedule import plan_schedule
 from verl.observe.trackers import read_metrics
 
-LAST = 5  # steps whose mean reward is the final one
+LAST = 10  # steps whose mean reward is the final one
 RESULTS = Path(__file__).parent / "results" / "schedule.json"
 SCORE = "critic/score/mean"
 

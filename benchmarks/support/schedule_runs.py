@@ -22,6 +22,7 @@ COLOCATED, ONE_STEP_OFF, FULLY_ASYNC = "colocate_async", "one_step_off", "fully_
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1)
 """
+LEARNED = 80  # steps after which little is left to learn: before, an age of a version shows in the reward
 LOOPS = "- name: fixed_lengths\n  _target_: support.fixed_lengths.FixedLengths\n"
 
 
@@ -40,7 +41,7 @@ class Setting:
     n: int = 4
     staleness: float = 1.0
     max_lag: int = 8
-    steps: int = 40  # of training: after 26, a lag of a version still shows in the reward
+    steps: int = 26  # of training
     hidden: int = 256
     layers: int = 4
     lr: float = 1e-4
@@ -77,14 +78,26 @@ KEEP_GATHERED = (f"{ARR}.actor.fsdp_config.reshard_after_forward=False",)  # col
 FOUR_EPOCHS = (f"{ARR}.actor.ppo_epochs=4",)
 PARTS = (*KEEP_GATHERED, f"{ARR}.actor.ppo_mini_batch_size=4")
 SETTINGS = (
-    Setting("colocated, long tail", COLOCATED, 1, True, 25, 1.2, 300, prompts=4, n=2),
-    Setting("colocated, mild tail", COLOCATED, 1, True, 50, 0.8, 250, prompts=4, n=2, staleness=0.5),
-    Setting("one step off, tail", ONE_STEP_OFF, 2, True, 30, 0.9, 300, n=8, max_lag=2, more=KEEP_GATHERED),
-    Setting("fully asynchronous, long tail", FULLY_ASYNC, 2, True, 25, 1.2, 400, more=PARTS),
+    Setting("colocated, long tail", COLOCATED, 1, True, 25, 1.2, 300, prompts=4, n=2, steps=LEARNED),
     Setting(
-        "updates take the time", COLOCATED, 1, False, 40, 0.3, 80, 4, steps=26, more=FOUR_EPOCHS, hidden=512, layers=2
+        "colocated, mild tail",
+        COLOCATED,
+        1,
+        True,
+        50,
+        0.8,
+        250,
+        prompts=4,
+        n=2,
+        staleness=0.5,
+        steps=LEARNED,
+        hidden=512,
+        layers=2,
     ),
-    Setting("no tail", COLOCATED, 1, False, 100, 0.0, 100, 4, steps=26, more=BATCH_AT_ONCE, hidden=512, layers=2),
+    Setting("one step off, tail", ONE_STEP_OFF, 2, True, 30, 0.9, 300, n=8, max_lag=2, more=KEEP_GATHERED),
+    Setting("fully asynchronous, long tail", FULLY_ASYNC, 2, True, 25, 1.2, 400, steps=40, more=PARTS),
+    Setting("updates take the time", COLOCATED, 1, False, 40, 0.3, 80, 4, more=FOUR_EPOCHS, hidden=512, layers=2),
+    Setting("no tail", COLOCATED, 1, False, 100, 0.0, 100, 4, more=BATCH_AT_ONCE, hidden=512, layers=2),
 )
 
 

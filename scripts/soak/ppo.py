@@ -1,5 +1,5 @@
-"""PPO beside GRPO on the quickstart's task, for as many steps as the quickstart: five seeds of each. In the mean PPO
-ends within 3 points of GRPO, and its critic explains more of the returns at the end than at the start.
+"""PPO beside GRPO on the quickstart's task, for 240 steps: five seeds of each. In the mean PPO ends within 3 points of
+GRPO, and its critic explains more of the returns at the end than at the start.
 
     make soak PART=ppo                           # about forty minutes on two cores; goes on where it stopped
 """
@@ -38,7 +38,7 @@ def sentence(cases: dict[str, dict[str, Any]]) -> str:
     ppo, grpo = finals(cases, "ppo"), finals(cases, "grpo")
     before, after = explained(cases)
     return (
-        f"In {STEPS} steps, as many as the quickstart's, ppo ends at {mean(ppo):.1%} in the mean of {len(ppo)} seeds, "
+        f"In {STEPS} steps of the quickstart's task, ppo ends at {mean(ppo):.1%} in the mean of {len(ppo)} seeds, "
         f"grpo at {mean(grpo):.1%}. ppo's critic explains {before:.0%} of the variance of the returns in the first "
         f"steps and {after:.0%} in the last."
     )

@@ -12,6 +12,7 @@ from scripts.soak.injections import Inject, Wrong, expect
 from scripts.soak.injections_in_groups import SoakWorker
 from scripts.soak.progress import Progress
 from tests.e2e import jobs
+from tests.tiers import soak
 from verl.runtime.group import Layout
 from verl.runtime.processes import ProcessGroup
 
@@ -47,7 +48,7 @@ def test_words_that_are_missing_or_blame_another_rank_are_wrong():
         expect("error: rank 1 failed", "error", never="rank 1")
 
 
-@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("dies", [True, *soak([False])])
 def test_a_rank_whose_queue_is_starved_is_named_with_what_ended_its_loader(dies: bool):
     said = injections_in_groups.failure("starve", 1, 1, dies)
     assert said.startswith("error: rank 1 failed in ")

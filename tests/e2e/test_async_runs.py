@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.e2e import jobs
 from tests.e2e.test_resume import assert_same_run, stopping
 from tests.mixed_weights import mixed_logprobs
+from tests.tiers import soak
 from verl.config import load_config
+from verl.data.batch import Batch
 from verl.observe.events import read_events
 from verl.observe.ledger import read_ledger
 from verl.trainer.ppo.parking_setup import check_parking
 from verl.trainer.ppo.preparation import prepare_run
 from verl.trainer.preflight import Findings
 from verl.utils.errors import ConfigError, VerlError
+from verl.workers.batch_dispatch import ShardDispatcher
 
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 EVERY_STEP = ["trainer.save_freq=1", "trainer.test_freq=1"]
@@ -186,7 +189,7 @@ def has_taken(events: Path, step: int) -> bool:
 KEEPS = "actor_rollout_ref.rollout.kv_cache_on_publish=keep_kv"
 
 
-@pytest.mark.parametrize("keeps", [[], [KEEPS]], ids=["recompute", "keep_kv"])
+@pytest.mark.parametrize("keeps", [*soak([[]]), [KEEPS]], ids=["recompute", "keep_kv"])
 def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path, keeps: list[str]):
     """Each rank decodes with a copy of the weights, which it drops while the policy is trained, unless it keeps the
     cache of unfinished answers. Float32 throughout: an answer's old log-probs are the trainer's of the versions that
@@ -276,6 +279,31 @@ def test_old_log_probs_are_scored_before_the_trainer_leaves_a_version(folder: Pa
     stale = [step for step in range(2, 7) if rows[step]["training/off_policy/trajectory_staleness/max"] > 0]
     assert stale and all(rows[step]["training/off_policy/staleness_k3_kl"] > 1e-9 for step in stale)
     assert all(rows[step]["rollout_corr/k3_kl"] < 1e-6 for step in stale)  # engine against trainer, one version
+
+
+def test_rollout_correction_weighs_by_the_gap_to_the_engine_and_not_by_that_between_versions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    minis: list[Batch] = []
+    update = ShardDispatcher.update
+
+    def watched(dispatcher: ShardDispatcher, batch: Batch, *args: Any) -> Any:
+        minis.append(batch)
+        return update(dispatcher, batch, *args)
+
+    monkeypatch.setattr(ShardDispatcher, "update", watched)
+    how = [*EVERY_STEP, ASYNC, "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    how += ["data.max_response_length=12", "algorithm.rollout_correction.rollout_is=token"]
+    jobs.train(folder, "run", *how, "algorithm.rollout_correction.rollout_is_threshold=1.01")
+    assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))
+    assert len(minis) == 12
+    for mini in minis:
+        gaps = (mini["old_logprobs"] - mini["rollout_logprobs"])[mini["loss_mask"]]
+        assert gaps.abs().max() > 1e-4  # bfloat16 against float32
+        weights = mini["rollout_is_weights"][mini["loss_mask"]]
+        torch.testing.assert_close(weights, gaps.exp().clamp(max=1.01), rtol=1e-5, atol=0)
+    rows = jobs.metrics(folder, "run")
+    assert max(rows[step]["training/off_policy/staleness_k3_kl"] for step in range(2, 7)) > 1e-9
 
 
 def test_a_resumed_run_has_the_old_log_probs_that_were_scored(folder: Path):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.engine_cases import SHAPE, save_tiny_model
+from tests.tiers import soak
 from verl.algorithms import losses
 from verl.algorithms.losses import POLICY_LOSSES, register_policy_loss
 from verl.cli import main
@@ -37,9 +38,10 @@ def run(*overrides: str, **options) -> Certificate:
 
 
 BUILT_IN = [n for n in POLICY_LOSSES.names() if POLICY_LOSSES.get(n).function.__module__.startswith("verl.algo")]
+IN_CI = ["vanilla", "gspo", "geo_mean", "kl_cov", "bypass_mode"]  # by token, by sequence, chosen tokens, other terms
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [*IN_CI, *soak(name for name in BUILT_IN if name not in IN_CI)])
 def test_every_built_in_policy_loss_is_certified(name):
     needed = {"dro": f"{ACTOR}.policy_loss.dro_beta=0.5", "bypass_mode": f"{CORRECTION}.bypass_mode=True"}
     more = [needed[name]] if name in needed else []
@@ -53,7 +55,7 @@ def test_losses_times_importance_weights_are_certified(mode):
     assert certificate.holds, certificate.verdict()
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", [*LOSS_AGG_MODES[::2], *soak(LOSS_AGG_MODES[1::2])])
 def test_every_aggregation_is_certified_with_entropy_kl_and_temperature(mode):
     terms = (f"{ACTOR}.entropy_coeff=0.02", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1")
     certificate = run(f"{ACTOR}.loss_agg_mode={mode}", "actor_rollout_ref.rollout.temperature=0.7", *terms)
@@ -71,7 +73,7 @@ OPTIONS = ("entropy_checkpointing=True", "entropy_from_logits_with_chunking=True
 OWN = [*(f"{ACTOR}.{option}" for option in OPTIONS), "actor_rollout_ref.model.use_fused_kernels=True"]
 
 
-@pytest.mark.parametrize("own", [[], OWN], ids=["defaults", "options"])
+@pytest.mark.parametrize("own", [*soak([[]]), OWN], ids=["defaults", "options"])
 def test_two_ranks_that_share_the_model_and_its_sequences_are_certified(own):
     """Also where the configuration has options of its own beside those that the certificate tries."""
     certificate = run(*own, num_ranks=2)
@@ -117,7 +119,7 @@ def test_a_family_with_experts_is_certified(tmp_path):
     assert certificate.holds, certificate.verdict()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "phimoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", *soak(["gpt_oss", "phimoe"])])
 def test_a_family_with_sizes_of_its_own_is_made_small_and_certified(tmp_path, family):
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     certificate = run(f"actor_rollout_ref.model.path={tmp_path}")
@@ -305,7 +307,7 @@ def own(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-
 """
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("mode", [*soak(["token-mean"]), "seq-mean-token-sum-norm"])
 def test_a_padded_loss_from_outside_is_certified(tmp_path, monkeypatch, mode):
     (tmp_path / "my_certified_loss.py").write_text(LOSS)
     monkeypatch.syspath_prepend(str(tmp_path))

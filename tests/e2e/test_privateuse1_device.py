@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.tiers import soak
+
 TOASTER = Path(__file__).parent / "toaster"
 PROGRAM = """
     import sys
@@ -61,7 +63,7 @@ def run(library, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extra", [[], OFFLOAD, PPO, [*OFFLOAD, MIXED]], ids=["grpo", "grpo-offload", "ppo", "grpo-bf16-offload"]
+    "extra", [*soak([[], OFFLOAD]), PPO, [*OFFLOAD, MIXED]], ids=["grpo", "grpo-offload", "ppo", "grpo-bf16-offload"]
 )
 def test_steps_on_a_device_only_a_plug_in_knows_equal_those_on_the_cpu(run, tmp_path, extra):
     on_cpu, _ = run("cpu", False, *extra)

@@ -7,6 +7,7 @@ import torch
 
 from tests.e2e import jobs
 from tests.e2e.test_ranks import assert_same_answers, trained
+from tests.tiers import soak
 
 ARR = jobs.ARR
 SECTIONS = (f"{ARR}.actor.fsdp_config", f"{ARR}.ref.fsdp_config")
@@ -25,7 +26,7 @@ REFERENCE_RANKS = {1: 2, 2: None, 3: 1}  # by step
 LORA = [f"{ARR}.model.lora_rank=4", f"{ARR}.model.lora_alpha=8", f"{ARR}.model.target_modules=all-linear"]
 
 
-@pytest.mark.parametrize("adapters", [[], LORA], ids=["whole model", "adapters"])
+@pytest.mark.parametrize("adapters", [*soak([[]]), LORA], ids=["whole model", "adapters"])
 def test_a_reference_on_its_own_ranks_gives_the_same_and_may_move_between_steps(tmp_path: Path, monkeypatch, adapters):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "metrics"))
     jobs.prepare(tmp_path)

@@ -33,7 +33,7 @@ LONG = [
     "trainer.test_freq=3",
 ]
 
-BUSY = ["data.max_response_length=30", f"{jobs.ARR}.rollout.max_num_seqs=2", f"{jobs.ARR}.actor.ppo_epochs=4"]
+BUSY = ["data.max_response_length=30", f"{jobs.ARR}.rollout.max_num_seqs=1", f"{jobs.ARR}.actor.ppo_epochs=4"]
 
 
 @pytest.fixture

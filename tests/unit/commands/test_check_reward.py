@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.tiers import each_once
 from verl import cli
 from verl.commands.check_reward import passes
 from verl.commands.quickstart.addition_task import make_split, write_split
@@ -170,12 +171,17 @@ def test_a_function_that_compares_the_answers_of_a_batch_gets_them_one_by_one_fr
 
 
 HANGING = f"time.sleep(0 if solution_str else 30)\nreturn {RIGHT}"
-IN_PROCESSES = [f"return {RIGHT}", "return 1.0", f"solution_str[0]\nreturn {RIGHT}", HANGING]
+IN_PROCESSES = {
+    "sound": f"return {RIGHT}",
+    "constant": "return 1.0",
+    "raising": f"solution_str[0]\nreturn {RIGHT}",
+    "hanging": HANGING,
+}
 
 
-@pytest.mark.parametrize("body", IN_PROCESSES, ids=["sound", "constant", "raising", "hanging"])
-@pytest.mark.parametrize("name", ["remote", "prime"])
-def test_managers_with_processes_of_their_own_find_what_naive_finds(check, monkeypatch, body: str, name: str):
+@pytest.mark.parametrize(("what", "name"), each_once([*IN_PROCESSES], ["remote", "prime"]))
+def test_managers_with_processes_of_their_own_find_what_naive_finds(check, monkeypatch, what: str, name: str):
+    body = IN_PROCESSES[what]
     monkeypatch.setattr(passes, "THREADS", 2)  # processes
     monkeypatch.setattr(passes, "LIMIT_S", 0.2 if body == HANGING else 60.0)
     plain, done = (check(body, f"reward.reward_manager.name={m}", "--rows", "8") for m in ("naive", name))

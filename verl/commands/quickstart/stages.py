@@ -122,7 +122,7 @@ def grpo_overrides(out: Path, model: Path, seed: int, steps: int | None, resume:
         f"{arr}.rollout.dtype=float32",
         "reward.custom_reward_function.path=pkg://verl.commands.quickstart.addition_task",
         "reward.custom_reward_function.name=compute_score",
-        f"trainer.total_training_steps={steps or 240}",
+        f"trainer.total_training_steps={steps or 300}",
         "trainer.test_freq=30",
         "trainer.logger=[file]",
         "trainer.project_name=quickstart",

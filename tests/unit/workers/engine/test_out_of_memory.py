@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.engine_cases import SquaredLogprob, build_engine, random_batch, save_tiny_model
 from tests.ranks import run_ranks
+from tests.tiers import each_once
 from verl.config import load_config
 from verl.config.actor import SFT_BATCHING_KEYS
 from verl.data.metrics import Metrics
@@ -212,22 +213,22 @@ def train_on_two(folder, place: str, starved: list[int], settings: dict) -> tupl
     return {n: w.numpy() for n, w in weights.items()}, metrics, [len(refused), restarts, engine.train_limit.tokens]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-@pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers"])
-@pytest.mark.parametrize(
-    ("starved", "settings"),
-    [
-        ([1], {}),
-        ([0], {"model": {"enable_gradient_checkpointing": False}}),
-        ([0, 1], {"reshard_after_forward": False}),
-        ([1], {"forward_prefetch": True}),
-        ([0, 1], {"max_tokens": 20, "most": 15}),
-        ([0], {"max_tokens": 20, "most": 15, "reshard_after_forward": False}),
-        ([1], {"fsdp_size": 1}),
-    ],
-    ids=["one rank", "no checkpoints", "both ranks", "prefetch", "micro-batches", "gathered ones", "copies"],
-)
-def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, place, starved, settings, strategy):
+STARVED = {
+    "one rank": ([1], {}),
+    "no checkpoints": ([0], {"model": {"enable_gradient_checkpointing": False}}),
+    "both ranks": ([0, 1], {"reshard_after_forward": False}),
+    "prefetch": ([1], {"forward_prefetch": True}),
+    "micro-batches": ([0, 1], {"max_tokens": 20, "most": 15}),
+    "gathered ones": ([0], {"max_tokens": 20, "most": 15, "reshard_after_forward": False}),
+    "copies": ([1], {"fsdp_size": 1}),
+}
+PLACES = ["layer", "backward", "embedding", "after the layers"]
+STRATEGIES = ["fsdp2", "fsdp"]
+
+
+@pytest.mark.parametrize(("who", "place", "strategy"), each_once([*STARVED], PLACES, STRATEGIES))
+def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, who, place, strategy):
+    starved, settings = STARVED[who]
     engine = build_engine(folder)
     logprobs = engine.forward(random_batch())["logprobs"]
     expected, _ = train(engine, random_batch(), MicroBatching(max_tokens=50))
@@ -245,8 +246,7 @@ def test_a_rank_that_runs_out_of_memory_does_not_keep_the_other_waiting(folder, 
 COPIES = {"fsdp_size": 2}  # of the parameters, on each two of four ranks
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-@pytest.mark.parametrize("place", ["layer", "backward", "after the layers"])
+@pytest.mark.parametrize(("place", "strategy"), each_once(["layer", "backward", "after the layers"], STRATEGIES))
 def test_a_rank_that_shares_a_copy_of_the_parameters_does_not_keep_the_others_waiting(folder, place, strategy):
     expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
     for weights, restarts in run_ranks(4, train_on_four, folder, place, {**COPIES, "strategy": strategy}):
@@ -335,10 +335,11 @@ def train_sharing(folder, place: str, starved: int, settings: dict) -> tuple[dic
     return {n: w.numpy() for n, w in weights.items()}, len(refused), engine.train_limit.restarts
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-@pytest.mark.parametrize("place", ["layer", "backward", "embedding", "after the layers", "heads"])
-@pytest.mark.parametrize(("ranks", "checkpointing"), [(2, True), (2, False), (4, True)])
-def test_ranks_that_share_sequences_restart_together(folder, place, ranks, strategy, checkpointing):
+@pytest.mark.parametrize(
+    ("place", "strategy", "sharers"), each_once([*PLACES, "heads"], STRATEGIES, [(2, True), (2, False), (4, True)])
+)
+def test_ranks_that_share_sequences_restart_together(folder, place, strategy, sharers):
+    ranks, checkpointing = sharers
     settings = {"strategy": strategy, "model": {"enable_gradient_checkpointing": checkpointing}}
     expected, _ = train(build_engine(folder), random_batch(), MicroBatching(max_tokens=50))
     results = run_ranks(ranks, train_sharing, folder, place, ranks - 1, settings)
