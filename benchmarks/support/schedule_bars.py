@@ -52,16 +52,15 @@ def summarise(pairs: Sequence[Pair], helps: bool) -> Summary:
     measured = statistics.median(pair.speedup for pair in pairs)
     finals = [pair.reward_sync for pair in pairs]
     reward = {"sync": statistics.mean(finals), "async": statistics.mean(pair.reward_async for pair in pairs)}
-    spread = max(finals) - min(finals)
     said = sum(pair.verdict.startswith(HELP if helps else NO_HELP) for pair in pairs)
     bars: dict[str, bool | None] = {
         "prediction": all(abs(ratio - 1) <= FAR_OFF for ratio in arms.values()),
         "speedup": measured >= GAIN * promised if promised >= PROMISED else None,
-        "reward": reward["sync"] - reward["async"] <= spread if len(pairs) > 1 and promised >= PROMISED else None,
+        "reward": reward["async"] >= min(finals) if len(pairs) > 1 and promised >= PROMISED else None,
         "verdict": said * 2 > len(pairs),
     }
     minutes = (pairs[-1].ended - pairs[0].ended) / 60
-    return Summary(len(pairs), arms, promised, measured, reward, spread, minutes, bars)
+    return Summary(len(pairs), arms, promised, measured, reward, max(finals) - min(finals), minutes, bars)
 
 
 def rate(moments: Sequence[float], first: int) -> float:

@@ -292,7 +292,12 @@ def test_rollout_correction_weighs_by_the_gap_to_the_engine_and_not_by_that_betw
         return update(dispatcher, batch, *args)
 
     monkeypatch.setattr(ShardDispatcher, "update", watched)
-    how = [*EVERY_STEP, ASYNC, "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    how = [
+        *EVERY_STEP,
+        ASYNC,
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
     how += ["data.max_response_length=12", "algorithm.rollout_correction.rollout_is=token"]
     jobs.train(folder, "run", *how, "algorithm.rollout_correction.rollout_is_threshold=1.01")
     assert_old_logprobs_of_each_version(folder, "run", steps=range(2, 7))

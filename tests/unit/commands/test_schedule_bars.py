@@ -37,8 +37,7 @@ def test_each_bar_holds_on_its_own_side_only():
     assert bars(measured_async=2.0 * 1.5 * 0.91)["speedup"] is True
     assert bars(measured_async=2.0 * 1.5 * 0.89)["speedup"] is False
     assert bars(predicted_speedup=1.19, measured_async=0.1)["speedup"] is None  # nothing was promised
-    assert bars(reward_async=0.885)["reward"] is True  # the seeds of sync: 0.92 in the mean, 0.04 apart
-    assert bars(reward_async=0.875)["reward"] is False
+    assert bars(reward_async=0.90)["reward"] is True and bars(reward_async=0.89)["reward"] is False
     assert bars(helps=False)["verdict"] is False
     assert bars(helps=False, verdict="it will not help: 90% of a step is training")["verdict"] is True
     assert bars(verdict="it may help, up to 1.3x")["verdict"] is False

@@ -53,7 +53,10 @@ def test_one_step_off_is_a_mean_age_of_one_version_and_two_at_most():
     [
         (["data.train_batch_size=100"], "trigger_parameter_sync_step x require_batches=4 .* set train_batch_size=128"),
         ([f"{ARR}.hybrid_engine=True", "rollout.nnodes=0"], "needs devices of its own"),
-        (["async_training.use_dynamic_resource_scheduling=True"], "devices of the trainer are not lent .* colocate_async"),
+        (
+            ["async_training.use_dynamic_resource_scheduling=True"],
+            "devices of the trainer are not lent .* colocate_async",
+        ),
         (["async_training.use_trainer_do_validate=True"], "is refused: a validation samples"),
         (["async_training.partial_rollout=False"], "is refused: unfinished answers"),
         (["trainer.v1.separate_async.hybrid_rollout.enable_switch=True"], "not lent to the rollout; set trainer"),
