@@ -101,7 +101,7 @@ FAULTS: list[tuple[str, str, dict[str, str], str]] = [
         {THREADS: "wrong"},
         "get another score (by 1 at most)",
     ),
-    ("memory", f"kept.append(b'x' * 40_000)\nreturn {RIGHT}", {"memory": "warning"}, "MB per 1,000 calls"),
+    ("memory", f"kept.append(b'x' * 400_000)\nreturn {RIGHT}", {"memory": "warning"}, "MB per 1,000 calls"),
     (
         "hanging",
         f"time.sleep(0 if solution_str else 1)\nreturn {RIGHT}",

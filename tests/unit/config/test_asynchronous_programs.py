@@ -55,7 +55,7 @@ def test_one_step_off_is_a_mean_age_of_one_version_and_two_at_most():
         ([f"{ARR}.hybrid_engine=True", "rollout.nnodes=0"], "needs devices of its own"),
         (
             ["async_training.use_dynamic_resource_scheduling=True"],
-            "devices of the trainer are not lent .* colocate_async",
+            "devices of the trainer are not lent .*colocate_async",
         ),
         (["async_training.use_trainer_do_validate=True"], "is refused: a validation samples"),
         (["async_training.partial_rollout=False"], "is refused: unfinished answers"),
