@@ -6,7 +6,7 @@ A pair is a synchronous run and an asynchronous one of the same seed, on the sam
 process a core; which comes first alternates. The synchronous run predicts by the code of the command, which takes its
 last 20 steps; both arms are measured over the same steps, from ledger file to ledger file.
 The figures are medians over the pairs. The results are written after each pair, and a later call goes on from them
-(`--anew`: begins again). Alone on two cores a setting takes about seven minutes.
+(`--anew`: begins again). Alone on two cores a setting takes about ten minutes.
 """
 
 import argparse

@@ -46,7 +46,7 @@ class Progress:
             os.replace(new, self.path)
 
 
-def current_commit() -> str:
-    """The last commit that changed the package."""
-    log = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "verl"]
+def current_commit(*folders: str) -> str:
+    """The last commit that changed one of these folders; the package where none is named."""
+    log = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", *(folders or ("verl",))]
     return subprocess.run(log, capture_output=True, text=True, check=True).stdout.strip()

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 
-from scripts.soak.progress import RESULTS, ROOT, Progress
+from scripts.soak.progress import RESULTS, ROOT, Progress, current_commit
 
 IMPORT = "from tests.tiers import"  # in a file of tests that has some for the soak
 
 
 def main() -> int:
-    progress, failed = Progress("tests"), list[str]()
+    progress, failed = Progress("tests", commit=current_commit("verl", "tests")), list[str]()
     tests = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if IMPORT in file.read_text()]
     files = [str(file.relative_to(ROOT)) for file in tests]
     for file in files:
