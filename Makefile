@@ -11,7 +11,7 @@ KEY := $(shell cat pyproject.toml constraints.txt scripts/install.sh | cksum | c
 BASE := $(VENV)/.base-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 
-.PHONY: help install dev quickstart test test-most test-ray test-vllm test-vllm-engine test-vllm-ray lint format types size docs bench soak clean
+.PHONY: help install dev quickstart test test-most test-ray test-vllm test-vllm-engine test-vllm-ray test-gpu lint format types size docs bench soak clean
 help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
@@ -41,7 +41,10 @@ test: test-most
 
 test-most: export OMP_NUM_THREADS ?= 1
 test-most: $(DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm and not ray and not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not vllm and not ray and not gpu and not soak" $(ARGS)
+
+test-gpu: $(DEV)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS) tests/gpu
 
 # Ray changes the environment of the process that it runs in, and ends it if the cluster is gone: a process of its own.
 test-ray: $(DEV)

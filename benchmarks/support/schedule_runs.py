@@ -93,6 +93,11 @@ def prepare(folder: Path, setting: Setting) -> None:
     tokenizer = make_tokenizer(CHARACTERS)
     small_qwen3(tokenizer, 0, setting.hidden, setting.layers, setting.most + 8).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    prepare_data(folder, setting)
+
+
+def prepare_data(folder: Path, setting: Setting, reward: str = REWARD) -> None:
+    """Data, reward and agent loop under `folder`."""
     rows = [
         {
             "data_source": "benchmark",
@@ -103,7 +108,7 @@ def prepare(folder: Path, setting: Setting) -> None:
         for number, lengths in enumerate(setting.lengths())
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(reward)
     (folder / "loops.yaml").write_text(LOOPS)
 
 

@@ -190,17 +190,24 @@ def test_graphed_steps_pad_the_batch_and_give_the_same_tokens(family: str, monke
     eager = NativeEngine(config, model).core.run(asked, tuple(range(2, 9)))
 
     engine = NativeEngine(config, model)
-    captured = []
+    captured, warmed = [], []
 
-    def capture(step):  # a device would record the step here; the shapes and the static inputs are the same
+    def capture(step, warm_up):  # a device would record the step here; the shapes and the static inputs are the same
         captured.append(step().shape[0])
+        warmed.append(warm_up)
         return step
 
-    engine.decoder.graphs = GraphedDecode(engine.decoder, [2, 4, 8], capture)
+    engine.decoder.graphs = GraphedDecode(engine.decoder, [2, 4, 8], lambda: capture)
     engine.core._ensure_rows(8)
     got = engine.core.run(asked, tuple(range(2, 9)))
     assert [c.token_ids for group in got for c in group] == [c.token_ids for group in eager for c in group]
     assert sorted(set(captured)) == [2, 4, 8] and len(captured) <= 6
+
+    once = len(captured)
+    engine.core.free_cache()  # a sleeping engine keeps no graphs; the next ones need no workspaces
+    engine.core._ensure_rows(8)
+    assert engine.core.run(asked, tuple(range(2, 9))) == got
+    assert captured[once:] == captured[:once] and warmed == [True] * once + [False] * once
 
 
 def test_graphs_are_captured_again_only_when_tensors_moved():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMN_STEP = 256
 Replay = Callable[[], Tensor]
-Capture = Callable[[Replay], Replay]
+Capture = Callable[[Replay, bool], Replay]  # the second argument: call the function first
 
 
 def can_capture(device: torch.device) -> bool:
@@ -30,19 +30,24 @@ def _graph_name(device: torch.device) -> str:
 
 
 def device_capture(device: torch.device) -> Capture:
-    """What captures a function, after two calls of it, into a device graph; the replay returns its static output."""
+    """What captures a function into a device graph; the replay returns its static output.
+
+    All graphs that it makes compute in the same memory, so an output holds until another of them is replayed.
+    """
     module = torch.get_device_module(device)
     graph_type = getattr(module, _graph_name(device))
+    pool = module.graph_pool_handle()
 
-    def capture(function: Replay) -> Replay:
-        side = module.Stream()
-        side.wait_stream(module.current_stream())
-        with module.stream(side):  # first calls allocate workspaces, which a capture may not
-            function()
-            function()
-        module.current_stream().wait_stream(side)
+    def capture(function: Replay, warm_up: bool) -> Replay:
+        if warm_up:  # first calls allocate workspaces, which a capture may not
+            side = module.Stream()
+            side.wait_stream(module.current_stream())
+            with module.stream(side):
+                function()
+                function()
+            module.current_stream().wait_stream(side)
         graph = graph_type()
-        with module.graph(graph):
+        with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
             out = function()
 
         def replay() -> Tensor:
@@ -61,16 +66,25 @@ def capture_sizes(wanted: list[int] | None, rows: int) -> list[int]:
 
 
 class GraphedDecode:
-    """Runs `LeanDecoder` steps by replay; batches over the largest capture size run eagerly."""
+    """Runs `LeanDecoder` steps by replay; batches over the largest capture size run eagerly.
 
-    def __init__(self, decoder: "LeanDecoder", sizes: list[int], capture: Capture):
-        self.decoder, self.sizes, self.capture = decoder, sizes, capture
-        self._replays: dict[tuple[int, int], Replay] = {}
-        self._addresses: tuple[int, ...] = ()
+    `make_capture` is called again when tensors have moved: the graphs of before, and their memory, are given up.
+    """
+
+    def __init__(self, decoder: "LeanDecoder", sizes: list[int], make_capture: Callable[[], Capture]):
+        self.decoder, self.sizes, self.make_capture = decoder, sizes, make_capture
+        self._warmed: set[tuple[int, int]] = set()
+        self.clear()
         device = decoder.weights.device
         self._tokens = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._starts = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._column = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """Give up all graphs and their memory."""
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._capture: Capture | None = None
 
     def __call__(self, tokens_B: Tensor, window: "CacheWindow") -> Tensor | None:
         """Logits (B, V), or None if the batch is larger than every capture size."""
@@ -86,12 +100,14 @@ class GraphedDecode:
         return self._replay(size, num_columns)()[:count].clone()
 
     def _replay(self, size: int, num_columns: int) -> Replay:
-        addresses = self.decoder.addresses()
-        if addresses != self._addresses:
-            self._replays, self._addresses = {}, addresses
-        if (size, num_columns) not in self._replays:
-            self._replays[size, num_columns] = self.capture(lambda: self._step(size, num_columns))
-        return self._replays[size, num_columns]
+        addresses, shape = self.decoder.addresses(), (size, num_columns)
+        if self._capture is None or addresses != self._addresses:
+            self.clear()
+            self._addresses, self._capture = addresses, self.make_capture()
+        if shape not in self._replays:
+            self._replays[shape] = self._capture(lambda: self._step(size, num_columns), shape not in self._warmed)
+            self._warmed.add(shape)
+        return self._replays[shape]
 
     def _step(self, size: int, num_columns: int) -> Tensor:
         d, w, s = self.decoder, self.decoder.weights, self.decoder.shape

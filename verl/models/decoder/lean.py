@@ -138,6 +138,8 @@ class LeanDecoder:
 
     def free_cache(self) -> None:
         self.keys, self.values = [], []
+        if self.graphs is not None:
+            self.graphs.clear()
         self.prompt_cache = PromptCache(self.shape, self.dtype)
 
     def free_copies(self) -> None:

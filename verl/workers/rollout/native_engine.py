@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class NativeEngine(RolloutEngine):
         self.limits = cache_limits(config, self.decoder, self.device)
         if isinstance(self.decoder, LeanDecoder) and can_capture(self.device) and not config.enforce_eager:
             sizes = capture_sizes(config.cudagraph_capture_sizes, self.limits.rows)
-            self.decoder.graphs = GraphedDecode(self.decoder, sizes, device_capture(self.device))
+            self.decoder.graphs = GraphedDecode(self.decoder, sizes, partial(device_capture, self.device))
         decode_text = None if tokenizer is None else tokenizer.decode
         self.core = NativeCore(self.decoder, self.limits, model.config.vocab_size, decode_text, self.device)
         self._futures: dict[int, asyncio.Future[list[Completion]]] = {}

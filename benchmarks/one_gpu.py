@@ -1,0 +1,200 @@
+"""GRPO of a Qwen3-0.6B shape on one GPU: seconds and memory of each phase, and colocated asynchronous against sync.
+
+    python benchmarks/one_gpu.py [--pairs 3] [--steps 6] [--json benchmarks/results/one_gpu.json]
+
+Weights are random, and so are rewards: only time and memory are measured. Answers have the lengths of a log-normal
+distribution (median 410 tokens, at most 2048), 16 prompts x 8 answers a step; old and reference log-probs are computed.
+An arm is a process of its own; the arms take turns. The first two steps of each capture graphs and are left out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.jobs import stepper, unattended
+from support.record import save
+from support.schedule_runs import ARR, COLOCATED, Setting, overrides, prepare_data
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl.commands.quickstart.addition_task import CHARACTERS
+from verl.commands.quickstart.small_model import make_tokenizer
+from verl.models.decoder.device_graphs import GraphedDecode
+from verl.observe.trackers import read_metrics
+from verl.workers.rollout.native_engine import NativeEngine
+
+SETTING = Setting("one GPU", COLOCATED, 1, True, median=410, sigma=0.9, most=2048, prompts=16, n=8, lr=1e-6)
+NOISE = "import random\n\n\ndef compute_score(*args, **kwargs):\n    return random.random()\n"
+WARM = 2  # steps left out
+ARMS = {"sync": SETTING.sync(), "async": SETTING.asynchronous()}
+PHASES = ("old_log_prob", "ref", "actor", "update_weights")
+SHOWN = (
+    "timing_s/",
+    "perf/",
+    "memory",
+    "training/off_policy/lag",
+    "fully_async/",
+    "rollout_probs_diff",
+    "rollout_corr",
+)
+
+
+def prepare(folder: Path, setting: Setting) -> None:
+    """Qwen3-0.6B's shape with random weights, and what `prepare_data` writes."""
+    tokenizer = make_tokenizer(CHARACTERS)
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype="bfloat16",
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    prepare_data(folder, setting, NOISE)
+
+
+def words(setting: Setting, folder: Path, run: str, arm: str, steps: int, more: list[str]) -> list[str]:
+    """Overrides of one arm: those of `schedule.py`, with what a GPU has by default, and all passes of a step."""
+    own = [
+        "algorithm.rollout_correction.bypass_mode=False",
+        f"{ARR}.model.enable_gradient_checkpointing=True",
+        f"{ARR}.actor.use_kl_loss=True",
+        f"{ARR}.actor.fsdp_config.dtype=bfloat16",
+        f"{ARR}.actor.ppo_max_token_len_per_gpu=32768",
+        f"{ARR}.rollout.dtype=bfloat16",
+        f"{ARR}.rollout.max_num_seqs={SETTING.prompts * SETTING.n}",
+        f"{ARR}.rollout.gpu_memory_utilization=0.7",
+        f"{ARR}.rollout.free_cache_engine=True",
+        "trainer.device=cuda",
+        f"trainer.total_training_steps={steps}",
+        *unattended(folder, run),
+        *more,
+    ]
+    keys = {word.split("=")[0] for word in own}
+    return [w for w in overrides(folder, setting, run, 1, ARMS[arm]) if w.split("=")[0] not in keys] + own
+
+
+@contextmanager
+def timed_switches() -> Iterator[dict[str, list[float]]]:
+    """Seconds of each sleep, wake, publish and capture of the native engine, by name."""
+    seconds: dict[str, list[float]] = {"sleep": [], "wake": [], "update_weights": [], "capture": []}
+    originals = {name: getattr(NativeEngine, name) for name in ("sleep", "wake", "update_weights")}
+    capture = GraphedDecode._replay
+
+    def timed(name: str) -> Any:
+        async def call(self: NativeEngine, *args: Any) -> None:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            await originals[name](self, *args)
+            torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - started)
+
+        return call
+
+    def timed_capture(self: GraphedDecode, size: int, num_columns: int) -> Any:
+        if (size, num_columns) in self._replays and self._addresses == self.decoder.addresses():
+            return capture(self, size, num_columns)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        replay = capture(self, size, num_columns)
+        torch.cuda.synchronize()
+        seconds["capture"].append(time.perf_counter() - started)
+        return replay
+
+    for name in originals:
+        setattr(NativeEngine, name, timed(name))
+    GraphedDecode._replay = timed_capture  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        for name, original in originals.items():
+            setattr(NativeEngine, name, original)
+        GraphedDecode._replay = capture  # type: ignore[method-assign]
+
+
+def run_arm(setting: Setting, folder: Path, run: str, arm: str, steps: int, more: list[str]) -> dict[str, Any]:
+    """One arm in this process: seconds, tokens, metrics and switches of each step."""
+    rows = []
+    with timed_switches() as switches, stepper(words(setting, folder, run, arm, steps, more)) as job:
+        for number in range(1, steps + 1):
+            for values in switches.values():
+                values.clear()
+            step = job.step()
+            row = {"step": number, "seconds": step.seconds, "tokens": step.tokens, "rollout": step.rollout}
+            rows.append({**row, "switches": {name: list(values) for name, values in switches.items()}})
+            print(run, number, f"{step.seconds:.2f} s, {step.tokens / step.seconds:,.0f} tokens/s", flush=True)
+    for metrics in read_metrics(folder / "metrics" / "benchmark" / f"{run}.jsonl"):
+        if 1 <= metrics["step"] <= steps:
+            shown = {k: v for k, v in metrics["data"].items() if any(part in k for part in SHOWN)}
+            rows[metrics["step"] - 1]["metrics"] = shown
+    return {"arm": arm, "rows": rows}
+
+
+def summary(arms: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps after the first `WARM`, over all processes of an arm."""
+    rows = [row for arm in arms for row in arm["rows"][WARM:]]
+    names = sorted({name for row in rows for name in row.get("metrics", {})})
+    switches = {name: statistics.median(sum(row["switches"][name]) for row in rows) for name in rows[0]["switches"]}
+    return {
+        "tokens_per_s": sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows),
+        "step_s": statistics.median(row["seconds"] for row in rows),
+        "switch_s": switches,
+        "captures": statistics.median(len(row["switches"]["capture"]) for row in rows),
+        "metrics": {
+            name: statistics.median(row["metrics"][name] for row in rows if name in row["metrics"]) for name in names
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--most", type=int, default=SETTING.most, help="tokens of an answer; the median is a fifth")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "one_gpu.json")
+    parser.add_argument("--arm", choices=ARMS, help="run one arm in this process (used by the benchmark itself)")
+    parser.add_argument("--folder", type=Path, help="of model and data")
+    parser.add_argument("--run", default="run", help="name of the run of an arm")
+    parser.add_argument("overrides", nargs="*", help="further key=value overrides of both arms")
+    args = parser.parse_args()
+    setting = replace(SETTING, median=args.most / 5, most=args.most)
+    if args.arm:
+        out = run_arm(setting, args.folder, args.run, args.arm, args.steps, args.overrides)
+        (args.folder / f"{args.run}.json").write_text(json.dumps(out))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, setting)
+        environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "metrics")}
+        arms: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
+        for pair in range(args.pairs):
+            for arm in ("sync", "async") if pair % 2 == 0 else ("async", "sync"):
+                run = f"{arm}_{pair}"
+                command = [sys.executable, __file__, "--arm", arm, "--folder", name, "--run", run]
+                subprocess.run(
+                    [*command, "--steps", str(args.steps), "--most", str(args.most), *args.overrides],
+                    check=True,
+                    env=environment,
+                )
+                arms[arm].append(json.loads((folder / f"{run}.json").read_text()))
+            facts = {"device": torch.cuda.get_device_name(), "steps": args.steps, "left_out": WARM}
+            sums = {arm: summary(done) for arm, done in arms.items()}
+            save(args.json, {**facts, "summary": sums, "arms": arms})
+            ratio = sums["async"]["tokens_per_s"] / sums["sync"]["tokens_per_s"]
+            print(f"pairs {pair + 1}: async/sync {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
