@@ -134,7 +134,10 @@ def run_arm(setting: Setting, folder: Path, run: str, arm: str, steps: int, more
             step = job.step()
             row = {"step": number, "seconds": step.seconds, "tokens": step.tokens, "rollout": step.rollout}
             rows.append({**row, "switches": {name: list(values) for name, values in switches.items()}})
-            print(run, number, f"{step.seconds:.2f} s, {step.tokens / step.seconds:,.0f} tokens/s", flush=True)
+            stages = ", ".join(f"{name} {s:.2f}" for name, s in step.timing_s.items() if s > 0.01 * step.seconds)
+            print(
+                run, number, f"{step.seconds:.2f} s, {step.tokens / step.seconds:,.0f} tokens/s ({stages})", flush=True
+            )
     for metrics in read_metrics(folder / "metrics" / "benchmark" / f"{run}.jsonl"):
         if 1 <= metrics["step"] <= steps:
             shown = {k: v for k, v in metrics["data"].items() if any(part in k for part in SHOWN)}

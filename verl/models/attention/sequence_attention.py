@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,15 @@ def _can_use_varlen(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
 
 @functools.cache
 def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the varlen kernel runs here and agrees with the loop; tried once per device type, dtype and size."""
+    """Whether the varlen kernel runs here and agrees with the loop; tried once per device type, dtype and size.
+
+    The first call may come without gradients, or inside a checkpointed layer that counts saved tensors.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+        return _try_varlen(device_type, dtype, head_dim)
+
+
+def _try_varlen(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     packing = Packing((3, 5), torch.tensor([0, 3, 8], device=device_type, dtype=torch.int32))
     spec = AttentionSpec(None, 0.0, 2, None, None)
     values = torch.linspace(-2, 2, 8 * head_dim).sin().view(1, 1, 8, head_dim).to(device_type, dtype)

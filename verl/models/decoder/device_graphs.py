@@ -1,6 +1,6 @@
-"""Decode steps replayed as device graphs, one per batch size and number of cache columns.
+"""Decode steps replayed as device graphs, one per batch size and, where attention needs masks, number of columns.
 
-A captured step has fixed shapes: the batch is padded to a capture size, the window to a multiple of `_COLUMN_STEP`
+A captured step has fixed shapes: the batch is padded to a capture size, a masked window to a multiple of `_COLUMN_STEP`
 columns. Column and starts are read from device tensors, so one graph serves every step of its shape.
 """
 
@@ -11,10 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.models.decoder.lean_layer import Layer
+from verl.models.decoder.merged_weights import MergedLayer
+from verl.models.decoder.ragged_attention import RaggedRows
+
 if TYPE_CHECKING:
     from verl.models.decoder.lean import CacheWindow, LeanDecoder
 
 _COLUMN_STEP = 256
+Attend = Callable[[int, Layer | MergedLayer, Tensor], Tensor]  # layer's number, layer, queries (B, H, E)
 Replay = Callable[[], Tensor]
 Capture = Callable[[Replay, bool], Replay]  # the second argument: call the function first
 
@@ -97,6 +102,8 @@ class GraphedDecode:
         self._starts[:count], self._tokens[:count] = window.starts_B, tokens_B
         columns = self.decoder.keys[0].shape[2]
         num_columns = min(-(-(window.column + 1) // _COLUMN_STEP) * _COLUMN_STEP, columns)
+        if self.decoder.attends_ragged:
+            num_columns = columns
         return self._replay(size, num_columns)()[:count].clone()
 
     def _replay(self, size: int, num_columns: int) -> Replay:
@@ -113,19 +120,36 @@ class GraphedDecode:
         d, w, s = self.decoder, self.decoder.weights, self.decoder.shape
         tokens, starts, column = self._tokens[:size], self._starts[:size], self._column
         rotation = d.rotation(column - starts)
-        columns = torch.arange(num_columns, device=column.device)
-        full = ((columns >= starts.unsqueeze(1)) & (columns <= column)).view(size, 1, 1, num_columns)
+        attend = self._ragged(starts, column) if d.attends_ragged else self._masked(starts, column, num_columns)
         x = w.embed(tokens)
         for index, layer in enumerate(w.layers):
             qk, v = layer.qkv(x, rotation)
             q, k = qk.split((s.heads, s.kv_heads), dim=1)
-            keys, values = d.keys[index][:size], d.values[index][:size]
-            keys.index_copy_(2, column, k.unsqueeze(2))
-            values.index_copy_(2, column, v.unsqueeze(2))
-            mask = full if layer.window is None else full & (columns > column - layer.window)
-            q = q.reshape(size, s.kv_heads, -1, s.head_dim)
-            out = F.scaled_dot_product_attention(
-                q, keys[:, :, :num_columns], values[:, :, :num_columns], attn_mask=mask, scale=layer.scale
-            )
-            x = layer.add_mlp(layer.add_attention(x, out.reshape(size, -1)))
+            d.keys[index][:size].index_copy_(2, column, k.unsqueeze(2))
+            d.values[index][:size].index_copy_(2, column, v.unsqueeze(2))
+            x = layer.add_mlp(layer.add_attention(x, attend(index, layer, q).reshape(size, -1)))
         return w.logits(x)
+
+    def _ragged(self, starts: Tensor, column: Tensor) -> Attend:
+        d = self.decoder
+        full = RaggedRows.ending_at(column, starts, d.keys[0])
+        sliding = full.newest(d.shape.sliding_window)
+
+        def attend(index: int, layer: Layer | MergedLayer, q: Tensor) -> Tensor:
+            rows = full if layer.window is None else sliding
+            return rows.attend(q, d.keys[index], d.values[index], layer.scale)
+
+        return attend
+
+    def _masked(self, starts: Tensor, column: Tensor, num_columns: int) -> Attend:
+        d, size = self.decoder, len(starts)
+        columns = torch.arange(num_columns, device=column.device)
+        full = ((columns >= starts.unsqueeze(1)) & (columns <= column)).view(size, 1, 1, num_columns)
+
+        def attend(index: int, layer: Layer | MergedLayer, q: Tensor) -> Tensor:
+            keys, values = (cache[index][:size, :, :num_columns] for cache in (d.keys, d.values))
+            mask = full if layer.window is None else full & (columns > column - layer.window)
+            q = q.reshape(size, d.shape.kv_heads, -1, d.shape.head_dim)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=layer.scale)
+
+        return attend

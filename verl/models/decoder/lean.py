@@ -22,6 +22,7 @@ from verl.models.decoder.lean_layer import Layer
 from verl.models.decoder.lean_weights import DecoderWeights
 from verl.models.decoder.merged_weights import MergedLayer
 from verl.models.decoder.prompt_cache import PromptCache, PromptSharing, SharedPromptAttention
+from verl.models.decoder.ragged_attention import RaggedRows, can_attend_ragged
 from verl.models.decoder.weight_layouts import DecoderShape
 
 
@@ -89,6 +90,8 @@ class LeanDecoder:
         self.graphs: GraphedDecode | None = None
         self.prompt_cache = PromptCache(self.shape, self.dtype)
         self.attention = fastest_attention(self.shape, self.dtype, self.weights.device)
+        heads = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        self.attends_ragged = can_attend_ragged(self.weights.device, self.dtype, *heads)
 
     @property
     def supports_mixed_batches(self) -> bool:
@@ -214,11 +217,17 @@ class DecodeSegment:
         self.decoder, self.window, self.ids = decoder, window, tokens_B
         self.positions = window.column - window.starts_B
         self.own_starts = window.starts_B if window.own_starts_B is None else window.own_starts_B
-        self.bias = self._bias()
+        self.ragged = self._ragged_rows() if decoder.attends_ragged else None
+        self.bias = self._bias() if self.ragged is None else None
         self.shared = None if window.sharing is None else SharedPromptAttention(decoder.prompt_cache, window.sharing)
 
     def last_hidden(self, x: Tensor) -> Tensor:
         return x
+
+    def _ragged_rows(self) -> tuple[RaggedRows, RaggedRows]:
+        """Of full and of sliding layers."""
+        full = RaggedRows.ending_at(self.window.column, self.own_starts, self.decoder.keys[0])
+        return full, full.newest(self.decoder.shape.sliding_window)
 
     def _bias(self) -> Tensor | None:
         """(B, 1, 1, W) zero, or minus infinity where a column lies before the row's start."""
@@ -235,6 +244,9 @@ class DecodeSegment:
         d, window, bias = self.decoder, self.window, self.bias
         rows, at = len(q), window.column
         d.keys[index][:rows, :, at], d.values[index][:rows, :, at] = k, v
+        if self.ragged is not None:
+            ragged = self.ragged[layer.window is not None]
+            return ragged.attend(q, d.keys[index], d.values[index], layer.scale).reshape(rows, -1)
         first_column = window.first_column if layer.window is None else max(window.first_column, at + 1 - layer.window)
         if bias is not None and first_column > window.first_column:
             bias = bias[..., first_column - window.first_column :]
