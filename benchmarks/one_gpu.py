@@ -1,18 +1,16 @@
 """GRPO of a Qwen3-0.6B shape on one GPU: seconds and memory of each phase, and colocated asynchronous against sync.
 
-    python benchmarks/one_gpu.py [--pairs 3] [--steps 6] [--json benchmarks/results/one_gpu.json]
+    python benchmarks/one_gpu.py [--pairs 3] [--steps 6] [--profile] [--json benchmarks/results/one_gpu.json]
 
 Weights are random, and so are rewards: only time and memory are measured. Answers have the lengths of a log-normal
 distribution (median 410 tokens, at most 2048), 16 prompts x 8 answers a step; old and reference log-probs are computed.
-An arm is a process of its own; the arms take turns. The first two steps of each capture graphs and are left out.
+The arms take turns in one process. Their first two steps compile and warm up, and are left out.
 """
 
 import argparse
-import json
+import gc
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,7 +35,7 @@ SETTING = Setting("one GPU", COLOCATED, 1, True, median=410, sigma=0.9, most=204
 NOISE = "import random\n\n\ndef compute_score(*args, **kwargs):\n    return random.random()\n"
 WARM = 2  # steps left out
 ARMS = {"sync": SETTING.sync(), "async": SETTING.asynchronous()}
-PHASES = ("old_log_prob", "ref", "actor", "update_weights")
+PROFILER = f"{ARR}.actor.profiler"
 SHOWN = (
     "timing_s/",
     "perf/",
@@ -138,10 +136,12 @@ def run_arm(setting: Setting, folder: Path, run: str, arm: str, steps: int, more
             print(
                 run, number, f"{step.seconds:.2f} s, {step.tokens / step.seconds:,.0f} tokens/s ({stages})", flush=True
             )
-    for metrics in read_metrics(folder / "metrics" / "benchmark" / f"{run}.jsonl"):
+    for metrics in read_metrics(Path(os.environ["VERL_FILE_LOGGER_ROOT"]) / "benchmark" / f"{run}.jsonl"):
         if 1 <= metrics["step"] <= steps:
             shown = {k: v for k, v in metrics["data"].items() if any(part in k for part in SHOWN)}
             rows[metrics["step"] - 1]["metrics"] = shown
+    gc.collect()  # the next arm has the whole device
+    torch.cuda.empty_cache()
     return {"arm": arm, "rows": rows}
 
 
@@ -161,42 +161,45 @@ def summary(arms: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def profile(folder: Path, setting: Setting) -> None:
+    """Two short steps, of which the second leaves a trace of one mini-batch's update, and of all allocations."""
+    for tool, more in (("torch", [f"{PROFILER}.tool_config.torch.schedule.active=1"]), ("torch_memory", [])):
+        inputs = folder / tool
+        inputs.mkdir()
+        (inputs / "model").symlink_to(folder / "model")
+        prepare_data(inputs, setting, NOISE)
+        wanted = [f"{PROFILER}.enable=True", f"{PROFILER}.all_ranks=True", "global_profiler.steps=[2]"]
+        run_arm(setting, inputs, tool, "sync", 2, [*wanted, f"global_profiler.tool={tool}", *more])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--most", type=int, default=SETTING.most, help="tokens of an answer; the median is a fifth")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "one_gpu.json")
-    parser.add_argument("--arm", choices=ARMS, help="run one arm in this process (used by the benchmark itself)")
-    parser.add_argument("--folder", type=Path, help="of model and data")
-    parser.add_argument("--run", default="run", help="name of the run of an arm")
+    parser.add_argument("--profile", action="store_true", help="then leave profiles of short steps in outputs/profile")
     parser.add_argument("overrides", nargs="*", help="further key=value overrides of both arms")
     args = parser.parse_args()
     setting = replace(SETTING, median=args.most / 5, most=args.most)
-    if args.arm:
-        out = run_arm(setting, args.folder, args.run, args.arm, args.steps, args.overrides)
-        (args.folder / f"{args.run}.json").write_text(json.dumps(out))
-        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.environ["VERL_FILE_LOGGER_ROOT"] = str(folder / "metrics")
         prepare(folder, setting)
-        environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "metrics")}
         arms: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
         for pair in range(args.pairs):
             for arm in ("sync", "async") if pair % 2 == 0 else ("async", "sync"):
-                run = f"{arm}_{pair}"
-                command = [sys.executable, __file__, "--arm", arm, "--folder", name, "--run", run]
-                subprocess.run(
-                    [*command, "--steps", str(args.steps), "--most", str(args.most), *args.overrides],
-                    check=True,
-                    env=environment,
-                )
-                arms[arm].append(json.loads((folder / f"{run}.json").read_text()))
-            facts = {"device": torch.cuda.get_device_name(), "steps": args.steps, "left_out": WARM}
-            sums = {arm: summary(done) for arm, done in arms.items()}
-            save(args.json, {**facts, "summary": sums, "arms": arms})
-            ratio = sums["async"]["tokens_per_s"] / sums["sync"]["tokens_per_s"]
-            print(f"pairs {pair + 1}: async/sync {ratio:.2f}", flush=True)
+                arms[arm].append(run_arm(setting, folder, f"{arm}_{pair}", arm, args.steps, args.overrides))
+                facts = {"device": torch.cuda.get_device_name(), "steps": args.steps, "left_out": WARM}
+                sums = {name: summary(done) for name, done in arms.items() if done}
+                save(args.json, {**facts, "summary": sums, "arms": arms})
+            print(f"pairs {pair + 1}: async / sync {speed(sums, 'async') / speed(sums, 'sync'):.2f}", flush=True)
+        if args.profile:
+            profile(folder, replace(setting, median=100, most=100))
+
+
+def speed(sums: dict[str, Any], arm: str) -> float:
+    return sums[arm]["tokens_per_s"]
 
 
 if __name__ == "__main__":

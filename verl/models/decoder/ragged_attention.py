@@ -1,7 +1,7 @@
 """Decode attention by the varlen flash kernel: each row of the cache is read from its own first column on.
 
-The kernel takes keys as tokens (T, K, E) in which a sequence is a run. A layer's cache is (R, K, W, E), so its view with
-the stride of a column between tokens has row r's columns at r * K * W, and those of the other heads a stride of W apart.
+The kernel takes keys as tokens (T, K, E) in which a sequence is a run. A layer's cache is (R, K, W, E): in its view
+with the stride of a column between tokens, row r begins at r * K * W, and heads are W columns apart.
 
 Shapes: B rows in use of R, H query heads, K key-value heads, W columns, E head size.
 """
