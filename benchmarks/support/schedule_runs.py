@@ -80,8 +80,8 @@ PARTS = (*KEEP_GATHERED, f"{ARR}.actor.ppo_mini_batch_size=4")
 SETTINGS = (
     Setting("colocated, long tail", COLOCATED, 1, True, 25, 1.2, 300, prompts=4, n=2, steps=LEARNED),
     Setting("colocated, mild tail", COLOCATED, 1, True, 50, 0.8, 250, 4, 2, 0.5, steps=LEARNED, hidden=512, layers=2),
-    Setting("one step off, tail", ONE_STEP_OFF, 2, True, 30, 0.9, 300, n=8, max_lag=2, more=KEEP_GATHERED),
-    Setting("fully asynchronous, long tail", FULLY_ASYNC, 2, True, 25, 1.2, 400, steps=40, more=PARTS),
+    Setting("one step off, tail", ONE_STEP_OFF, 2, True, 25, 1.2, 400, max_lag=2, steps=LEARNED, more=KEEP_GATHERED),
+    Setting("fully asynchronous, long tail", FULLY_ASYNC, 2, True, 25, 1.2, 400, steps=LEARNED, more=PARTS),
     Setting("updates take the time", COLOCATED, 1, False, 40, 0.3, 80, 4, more=FOUR_EPOCHS, hidden=512, layers=2),
     Setting("no tail", COLOCATED, 1, False, 100, 0.0, 100, 4, more=BATCH_AT_ONCE, hidden=512, layers=2),
 )
