@@ -16,6 +16,7 @@ help:
 	@echo "make quickstart   train a small model by GRPO on this machine, draw the curve, write a report"
 	@echo "make test         run the tests (ARGS='-k name' selects, JOBS=n sets the number of processes)"
 	@echo "make test-vllm    the tests that need vLLM (CPU build), in an environment of their own"
+	@echo "make test-gpu     what one GPU computes against the CPU (on a machine with an NVIDIA GPU)"
 	@echo "make lint         ruff and mypy        make format   let ruff repair what it can"
 	@echo "make size         lines per package    make docs     regenerate the config reference, the metrics page and the pictures"
 	@echo "make bench        benchmarks (BENCH=name runs one)"

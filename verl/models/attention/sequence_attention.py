@@ -151,7 +151,7 @@ def _varlen_works(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
 
     The first call may come without gradients, or inside a checkpointed layer that counts saved tensors.
     """
-    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
         return _try_varlen(device_type, dtype, head_dim)
 
 
