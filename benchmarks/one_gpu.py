@@ -140,8 +140,6 @@ def run_arm(setting: Setting, folder: Path, run: str, arm: str, steps: int, more
         if 1 <= metrics["step"] <= steps:
             shown = {k: v for k, v in metrics["data"].items() if any(part in k for part in SHOWN)}
             rows[metrics["step"] - 1]["metrics"] = shown
-    gc.collect()  # the next arm has the whole device
-    torch.cuda.empty_cache()
     return {"arm": arm, "rows": rows}
 
 
@@ -190,6 +188,8 @@ def main() -> None:
         for pair in range(args.pairs):
             for arm in ("sync", "async") if pair % 2 == 0 else ("async", "sync"):
                 arms[arm].append(run_arm(setting, folder, f"{arm}_{pair}", arm, args.steps, args.overrides))
+                gc.collect()  # the next arm has the whole device
+                torch.cuda.empty_cache()
                 facts = {"device": torch.cuda.get_device_name(), "steps": args.steps, "left_out": WARM}
                 sums = {name: summary(done) for name, done in arms.items() if done}
                 save(args.json, {**facts, "summary": sums, "arms": arms})
