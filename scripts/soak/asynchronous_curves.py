@@ -32,6 +32,7 @@ from verl.utils.external_code import load_module
 cpu = load_module(str(ROOT / "examples" / "cpu" / "run.py"), "soak")
 PART, SEEDS, STEPS, LAST, POINTS = "asynchronous_curves", 5, 120, 10, 30  # the last steps' mean is the final reward
 PROMPTS, ANSWERS = 32, 8
+IDLE = {"trainer": "fully_async/trainer/idle_ratio", "rollout": "fully_async/rollouter/idle_ratio"}
 PICTURE, PAGE = PICTURES / f"{PART}.svg", ROOT / "docs" / "asynchronous.md"
 SECTION = "## Measured curves"
 APART = (
@@ -57,6 +58,7 @@ class Curve:
     reward: Points
     seconds: Points
     final: float
+    idle: dict[str, float]  # mean share of the time in which the trainer, and the rollout, waited for the other
 
 
 def train(mode: str, seed: int, steps: int, folder: Path) -> Curve:
@@ -95,7 +97,9 @@ def curve_of(records: Sequence[dict[str, Any]]) -> Curve:
         passed += data["timing_s/step"]
         seconds.append((float(step), passed))
     reward = [(float(step), float(data["critic/score/mean"])) for step, data in rows]
-    return Curve(reward, seconds, statistics.mean(value for _, value in reward[-LAST:]))
+    waits = {name: [data[key] for _, data in rows if key in data] for name, key in IDLE.items()}
+    idle = {name: round(statistics.mean(values), 3) for name, values in waits.items() if values}
+    return Curve(reward, seconds, statistics.mean(value for _, value in reward[-LAST:]), idle)
 
 
 def in_stretches(points: Points, count: int = POINTS) -> list[list[float]]:
@@ -118,8 +122,8 @@ def comparison(cases: Mapping[str, dict[str, Any]]) -> list[str]:
     """A line of a table for each mode: final reward over seeds, seconds, and whether it is within sync's spread."""
     sync = [case["final"] for case in of_mode(cases, "sync")]
     lines = [
-        "| mode | seeds | final reward | its seeds | seconds | within the spread of sync |",
-        "|---|--:|--:|---|--:|---|",
+        "| mode | seeds | final reward | its seeds | seconds | trainer waits | rollout waits | within sync's spread |",
+        "|---|--:|--:|---|--:|--:|--:|---|",
     ]
     for mode in MODES:
         if not (found := of_mode(cases, mode)):
@@ -131,8 +135,16 @@ def comparison(cases: Mapping[str, dict[str, Any]]) -> list[str]:
         said = "-" if mode == "sync" or within is None else "yes" if within else "no"
         seconds = statistics.mean(case["seconds"] for case in found)
         ends = f"{min(finals):.3f} to {max(finals):.3f}"
-        lines.append(f"| `{mode}` | {len(finals)} | {statistics.mean(finals):.3f} | {ends} | {seconds:.0f} | {said} |")
+        waits = " | ".join(mean_share([case["idle"].get(name) for case in found]) for name in IDLE)
+        final = f"{statistics.mean(finals):.3f}"
+        lines.append(f"| `{mode}` | {len(finals)} | {final} | {ends} | {seconds:.0f} | {waits} | {said} |")
     return lines
+
+
+def mean_share(values: Sequence[float | None]) -> str:
+    """The mean in per cent; a dash where there is none."""
+    known = [value for value in values if value is not None]
+    return f"{statistics.mean(known):.0%}".replace("%", " %") if known else "-"
 
 
 def mean_curve(found: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -202,7 +214,8 @@ def main() -> int:
             curves = {"answers": by_answers, "seconds": by_seconds}
             written = {name: write_points(in_stretches(points)) for name, points in curves.items()}
             seconds = round(curve.seconds[-1][1], 1)
-            progress.record(case, 1, mode=mode, seed=seed, final=curve.final, seconds=seconds, curves=written)
+            result = {"final": curve.final, "seconds": seconds, "idle": curve.idle, "curves": written}
+            progress.record(case, 1, mode=mode, seed=seed, **result)
             print(f"{case}: final reward {curve.final:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
     table = comparison(progress.cases)
     print("\n".join(table))

@@ -25,7 +25,8 @@ def case(mode: str, seed: int, final: float) -> dict:
     curves = {
         name: write_points([[x * seed, 0.2 * i] for i, x in enumerate((1, 2))]) for name in ("answers", "seconds")
     }
-    return {"mode": mode, "seed": seed, "final": final, "seconds": 10.0 * seed, "curves": curves}
+    idle = {} if mode == "sync" else {"trainer": 0.1 * seed, "rollout": 0.04}
+    return {"mode": mode, "seed": seed, "final": final, "seconds": 10.0 * seed, "idle": idle, "curves": curves}
 
 
 CASES = {
@@ -36,10 +37,11 @@ CASES = {
 
 
 def test_a_curve_has_the_reward_and_the_seconds_that_have_passed():
-    steps = [{"step": i, "data": {"critic/score/mean": i / 100, "timing_s/step": 0.5}} for i in range(1, 41)]
+    key = "fully_async/trainer/idle_ratio"
+    steps = [{"step": i, "data": {"critic/score/mean": i / 100, "timing_s/step": 0.5, key: 0.2}} for i in range(1, 41)]
     found = curve_of([{"step": 0, "data": {"val-core/x": 1.0}}, *steps])
     assert found.reward[-1] == (40.0, 0.4) and found.seconds[-1] == (40.0, pytest.approx(20.0))
-    assert found.final == pytest.approx((40 - (LAST - 1) / 2) / 100)
+    assert found.final == pytest.approx((40 - (LAST - 1) / 2) / 100) and found.idle == {"trainer": 0.2}
 
 
 def test_a_mode_is_within_the_spread_of_sync_if_its_mean_is_as_near_as_the_seeds_are():
@@ -49,6 +51,7 @@ def test_a_mode_is_within_the_spread_of_sync_if_its_mean_is_as_near_as_the_seeds
         ("sync", "0.650", "-"), ("colocate_async", "0.740", "yes"),
         ("one_step_off", "0.760", "no"), ("fully_async", "0.540", "no"),
     ]  # fmt: skip
+    assert [row[5:7] for row in rows] == [["-", "-"], *[["15 %", "4 %"]] * 3]
 
 
 def test_curves_are_means_over_seeds_of_both_coordinates():
