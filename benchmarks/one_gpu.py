@@ -3,8 +3,9 @@
     python benchmarks/one_gpu.py [--pairs 3] [--steps 6] [--profile] [--json benchmarks/results/one_gpu.json]
 
 Weights are random, and so are rewards: only time and memory are measured. Answers have the lengths of a log-normal
-distribution (median 410 tokens, at most 2048), 16 prompts x 8 answers a step; old and reference log-probs are computed.
-The arms take turns in one process. Their first two steps compile and warm up, and are left out.
+distribution (median 410 tokens, at most 2048), 16 prompts x 8 answers a step, with log-probs of a reference; old ones
+are those of the update or of the rollout. The arms take turns in one process. Their first two steps compile and warm
+up, and are left out.
 """
 
 import argparse
@@ -39,7 +40,6 @@ PROFILER = f"{ARR}.actor.profiler"
 SHOWN = (
     "timing_s/",
     "perf/",
-    "memory",
     "training/off_policy/lag",
     "fully_async/",
     "rollout_probs_diff",
@@ -144,7 +144,7 @@ def run_arm(setting: Setting, folder: Path, run: str, arm: str, steps: int, more
 
 
 def summary(arms: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steps after the first `WARM`, over all processes of an arm."""
+    """Medians over the steps after the first `WARM`, of all runs of an arm."""
     rows = [row for arm in arms for row in arm["rows"][WARM:]]
     names = sorted({name for row in rows for name in row.get("metrics", {})})
     switches = {name: statistics.median(sum(row["switches"][name]) for row in rows) for name in rows[0]["switches"]}

@@ -101,9 +101,8 @@ class GraphedDecode:
         self._starts[:size].fill_(window.column)  # padding rows attend only to their own new token
         self._starts[:count], self._tokens[:count] = window.starts_B, tokens_B
         columns = self.decoder.keys[0].shape[2]
-        num_columns = min(-(-(window.column + 1) // _COLUMN_STEP) * _COLUMN_STEP, columns)
-        if self.decoder.attends_ragged:
-            num_columns = columns
+        masked_columns = min(-(-(window.column + 1) // _COLUMN_STEP) * _COLUMN_STEP, columns)
+        num_columns = columns if self.decoder.attends_ragged else masked_columns
         return self._replay(size, num_columns)()[:count].clone()
 
     def _replay(self, size: int, num_columns: int) -> Replay:
