@@ -179,6 +179,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="then leave profiles of short steps in outputs/profile")
     parser.add_argument("overrides", nargs="*", help="further key=value overrides of both arms")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("nothing is measured: one_gpu.py needs an NVIDIA GPU and a torch that is built for CUDA")
+        return
     setting = replace(SETTING, median=args.most / 5, most=args.most)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
