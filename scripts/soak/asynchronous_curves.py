@@ -48,7 +48,7 @@ MODES = {
     "fully_async": (*APART, HALF, "trainer.v1.sampler.max_off_policy_threshold=8"),
 }
 COLOURS = dict(zip(MODES, ("--accent", "--write", "--green", "--violet"), strict=True))
-HEAD = 44  # pixels above a curve for its name and the legend
+HEAD, MARGIN = 44, 20  # pixels above a curve for its name and the legend; right of the last one for its last number
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def picture(cases: Mapping[str, dict[str, Any]]) -> str:
     """Reward by answers that were trained on, and by seconds; the mean over seeds of each mode."""
     modes = [mode for mode in MODES if of_mode(cases, mode)]
     cells = [("reward by answers trained on", "answers"), ("reward by seconds", "seconds")]
-    width, height = len(cells) * WIDTH, HEIGHT + HEAD
+    width, height = len(cells) * WIDTH + MARGIN, HEIGHT + HEAD
     style = STYLE + "  svg { --green: #1a7f37; --violet: #8250df }\n"
     style += "".join(f"  .{mode} {{ stroke: var({COLOURS[mode]}); stroke-width: 2; fill: none }}\n" for mode in modes)
     parts = [text(LEFT + 28 + 130 * i, 20, mode, "small") for i, mode in enumerate(modes)]
