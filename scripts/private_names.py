@@ -46,6 +46,10 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "scaled_dot_product_attention returns none",
     ),
     ("models/attention/prefix_sharing.py", "_flash_attention_backward"): ("its gradient", "none"),
+    ("models/decoder/ragged_attention.py", "_flash_attention_forward"): (
+        "flash attention of one query to a part of each sequence's keys, in a captured graph",
+        "varlen_attn takes no number of keys before torch 2.12",
+    ),
     ("models/attention/prefix_sharing.py", "_scaled_dot_product_flash_attention_for_cpu"): (
         "the same on a CPU",
         "scaled_dot_product_attention returns no log-sum-exp",
