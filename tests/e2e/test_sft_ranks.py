@@ -254,6 +254,7 @@ def test_ranks_of_a_users_torchrun_name_the_call_in_which_they_lost_one(folder: 
     report = folder / "run" / "rank_0_lost_rank.txt"
     assert line == f"error: rank 0 lost another rank in update(): {report}"
     assert code == 1 and "[rank0]" not in stderr and "Traceback" in report.read_text()
+    assert "Root Cause" in stderr, stderr
     root_cause = stderr[stderr.index("Root Cause") :]
     assert "Signal 9 (SIGKILL)" in root_cause and "rank      : 1" in root_cause
     assert f"traceback : {line.removeprefix('error: ')}" in stderr
