@@ -257,7 +257,8 @@ def test_ranks_of_a_users_torchrun_name_the_call_in_which_they_lost_one(folder: 
     assert "Root Cause" in stderr, stderr
     root_cause = stderr[stderr.index("Root Cause") :]
     assert "Signal 9 (SIGKILL)" in root_cause and "rank      : 1" in root_cause
-    assert f"traceback : {line.removeprefix('error: ')}" in stderr
+    if "rank      : 0" in stderr:  # it had ended, too, when torchrun looked
+        assert f"traceback : {line.removeprefix('error: ')}" in stderr
 
 
 def test_a_mistake_that_only_one_rank_meets_is_not_swallowed(

@@ -65,7 +65,7 @@ def end_if_rank_lost(error: BaseException, rank: int, root: Path) -> None:
         file = root / f"rank_{rank}_{FILE_NAME}"
         file.write_text(text)
         line = f"rank {rank} lost another rank in {_call_in(text)}(): {file}"
-        print(f"error: {line}", file=sys.stderr)
+        sys.stderr.write(f"error: {line}\n")  # in one piece: torchrun's ranks write without a buffer, beside each other
         _tell_torchrun(line)
     sys.stdout.flush()
     sys.stderr.flush()
