@@ -183,6 +183,14 @@ def test_padding_prompts_to_one_width_does_not_reach_their_logits():
     assert [c[0].token_ids for c in together] == [c[0].token_ids for c in alone]
 
 
+def more_samples_than_rows(family: str, monkeypatch: pytest.MonkeyPatch):
+    """A model, twelve samples of prompts of several lengths, and a config with seven rows for them."""
+    use_layout(monkeypatch)
+    asked = requests([3, 17, 24, 9, 3, 24], n=2, new=20)
+    config = RolloutConfig(dtype="float32", prompt_length=24, response_length=20, max_num_seqs=7)
+    return tiny_model(family, {"sliding_window": 6}), asked, config
+
+
 def flash_by_loops(q, keys, values, queries, begins, counts, most, scale):
     """What the varlen flash kernel computes, row by row."""
     rows = [slice(begin, begin + count) for begin, count in zip(begins.tolist(), counts.tolist(), strict=False)]
@@ -198,10 +206,7 @@ def flash_by_loops(q, keys, values, queries, begins, counts, most, scale):
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_rows_read_from_their_own_columns_on_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch):
-    use_layout(monkeypatch)
-    model = tiny_model(family, {"sliding_window": 6})
-    asked = requests([3, 17, 24, 9, 3, 24], n=2, new=20)
-    config = RolloutConfig(dtype="float32", prompt_length=24, response_length=20, max_num_seqs=7)
+    model, asked, config = more_samples_than_rows(family, monkeypatch)
     masked = NativeEngine(config, model).core.run(asked, tuple(range(2, 9)))
     monkeypatch.setattr(ragged_attention, "flash_varlen", flash_by_loops)
     engine = NativeEngine(config, model)
@@ -220,10 +225,7 @@ def tokens_of(completions):
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_graphed_steps_pad_the_batch_and_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch):
-    use_layout(monkeypatch)
-    model = tiny_model(family, {"sliding_window": 6})
-    asked = requests([3, 17, 24, 9, 3, 24], n=2, new=20)
-    config = RolloutConfig(dtype="float32", prompt_length=24, response_length=20, max_num_seqs=7)
+    model, asked, config = more_samples_than_rows(family, monkeypatch)
     eager = NativeEngine(config, model).core.run(asked, tuple(range(2, 9)))
 
     engine = NativeEngine(config, model)
