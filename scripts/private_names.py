@@ -48,7 +48,7 @@ PRIVATE_NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("models/attention/prefix_sharing.py", "_flash_attention_backward"): ("its gradient", "none"),
     ("models/decoder/ragged_attention.py", "_flash_attention_forward"): (
         "flash attention of one query to a part of each sequence's keys, in a captured graph",
-        "varlen_attn takes numbers of keys (seqused_k) in torch 2.13; whether it does in 2.11, the oldest, is not known",
+        "varlen_attn takes numbers of keys (seqused_k) in torch 2.13; of 2.11, the oldest, it is not known",
     ),
     ("models/attention/prefix_sharing.py", "_scaled_dot_product_flash_attention_for_cpu"): (
         "the same on a CPU",

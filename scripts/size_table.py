@@ -17,7 +17,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "algorithms": 2300,
     "runtime": 3409,
     "observe": 4685,
-    "models": 6118,
+    "models": 6114,
     "workers/engine": 3700,
     "workers/rollout": 5920,
     "workers": 1186,  # the driver-side handles
@@ -30,7 +30,7 @@ CEILINGS = {  # docs/adr/0007-size-ceilings.md says why
     "utils": 1929,
 }
 CORE = ("config", "data", "algorithms", "runtime", "trainer")
-CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21857, 63109, 400
+CORE_CEILING, TOTAL_CEILING, FILE_CEILING = 21857, 63105, 400
 
 
 def package_of(path: Path) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from verl.models.decoder.lean_layer import Layer
 from verl.models.decoder.merged_weights import MergedLayer
-from verl.models.decoder.ragged_attention import RaggedRows
 
 if TYPE_CHECKING:
     from verl.models.decoder.lean import CacheWindow, LeanDecoder
@@ -131,12 +130,10 @@ class GraphedDecode:
 
     def _ragged(self, starts: Tensor, column: Tensor) -> Attend:
         d = self.decoder
-        full = RaggedRows.ending_at(column, starts, d.keys[0])
-        sliding = full.newest(d.shape.sliding_window)
+        ragged = d.ragged_rows(column, starts)
 
         def attend(index: int, layer: Layer | MergedLayer, q: Tensor) -> Tensor:
-            rows = full if layer.window is None else sliding
-            return rows.attend(q, d.keys[index], d.values[index], layer.scale)
+            return ragged[layer.window is not None].attend(q, d.keys[index], d.values[index], layer.scale)
 
         return attend
 

@@ -188,6 +188,11 @@ class LeanDecoder:
         rows = tuple(table[positions] for table in self.rotary_tables)
         return rows if len(rows) > 1 else rows[0]
 
+    def ragged_rows(self, column: int | Tensor, starts_B: Tensor) -> tuple[RaggedRows, RaggedRows]:
+        """What rows that begin at `starts_B` attend to in full layers, and in sliding ones."""
+        full = RaggedRows.ending_at(column, starts_B, self.keys[0])
+        return full, full.newest(self.shape.sliding_window)
+
     def write(self, index: int, rows: slice, columns: slice, k: Tensor, v: Tensor, repeats: Tensor | None) -> None:
         """Write keys and values (N, K, P, E) to the cache, each prompt `repeats` times."""
         if repeats is not None:
@@ -217,17 +222,12 @@ class DecodeSegment:
         self.decoder, self.window, self.ids = decoder, window, tokens_B
         self.positions = window.column - window.starts_B
         self.own_starts = window.starts_B if window.own_starts_B is None else window.own_starts_B
-        self.ragged = self._ragged_rows() if decoder.attends_ragged else None
+        self.ragged = decoder.ragged_rows(window.column, self.own_starts) if decoder.attends_ragged else None
         self.bias = self._bias() if self.ragged is None else None
         self.shared = None if window.sharing is None else SharedPromptAttention(decoder.prompt_cache, window.sharing)
 
     def last_hidden(self, x: Tensor) -> Tensor:
         return x
-
-    def _ragged_rows(self) -> tuple[RaggedRows, RaggedRows]:
-        """Of full and of sliding layers."""
-        full = RaggedRows.ending_at(self.window.column, self.own_starts, self.decoder.keys[0])
-        return full, full.newest(self.decoder.shape.sliding_window)
 
     def _bias(self) -> Tensor | None:
         """(B, 1, 1, W) zero, or minus infinity where a column lies before the row's start."""
@@ -245,8 +245,8 @@ class DecodeSegment:
         rows, at = len(q), window.column
         d.keys[index][:rows, :, at], d.values[index][:rows, :, at] = k, v
         if self.ragged is not None:
-            ragged = self.ragged[layer.window is not None]
-            return ragged.attend(q, d.keys[index], d.values[index], layer.scale).reshape(rows, -1)
+            own_rows = self.ragged[layer.window is not None]
+            return own_rows.attend(q, d.keys[index], d.values[index], layer.scale).reshape(rows, -1)
         first_column = window.first_column if layer.window is None else max(window.first_column, at + 1 - layer.window)
         if bias is not None and first_column > window.first_column:
             bias = bias[..., first_column - window.first_column :]
