@@ -194,7 +194,7 @@ def test_answers_of_several_ranks_go_on_under_the_next_weights(folder: Path, kee
     """Each rank decodes with a copy of the weights, which it drops while the policy is trained, unless it keeps the
     cache of unfinished answers. Float32 throughout: an answer's old log-probs are the trainer's of the versions that
     sampled it."""
-    how = [*EVERY_STEP, ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", "data.max_response_length=12", *keeps]
+    how = [*EVERY_STEP, ASYNC, "trainer.n_gpus_per_node=2", "trainer.device=cpu", "data.max_response_length=40", *keeps]
     jobs.train(folder, "run", *how, *stopping(folder, 3))
     jobs.train(folder, "run", *how)
     assert_trained_once_or_dropped(folder / "run")
