@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from support.jobs import EQUAL, Stepper, overrides_1m, prepare_1m, stepper
+from support.jobs import EQUAL, Stepper, grpo_overrides, prepare_1m, stepper
 from support.record import save
 
 from verl.algorithms.losses import make_actor_loss
@@ -55,7 +55,7 @@ def measure(name: str, folder: Path, pairs: int) -> dict:
     """Median seconds of a step with and without the entropy, and the ratios of the pairs."""
     vocabulary, mini_batches = JOBS[name]
     prepare_1m(folder, vocabulary)
-    words = overrides_1m(folder, replace(EQUAL, name=folder.name))
+    words = grpo_overrides(folder, replace(EQUAL, name=folder.name))
     words.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={EQUAL.prompts // mini_batches}")
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with stepper(words) as job:

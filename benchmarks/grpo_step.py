@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from support.jobs import EQUAL, NATURAL, GRPOCase, overrides_1m, prepare_1m, stepper
+from support.jobs import EQUAL, NATURAL, GRPOCase, grpo_overrides, prepare_1m, stepper
 from support.peer import PEER_ENVIRONMENT, peer
 from support.record import save
 
@@ -33,7 +33,7 @@ def summary(steps: list[tuple[float, int]]) -> dict[str, float]:
 def measure(folder: Path, case: GRPOCase, args: argparse.Namespace) -> dict:
     """Medians of our blocks and the peer's, run in turns after warm-up steps of each."""
     ours, theirs = [], []
-    with stepper(overrides_1m(folder, case)) as job, peer(args.peer_python, folder, case, args.threads) as trl:
+    with stepper(grpo_overrides(folder, case)) as job, peer(args.peer_python, folder, case, args.threads) as trl:
         for block in range(args.blocks + 1):
             count = args.steps if block else args.warmup
             our_steps = [job.step() for _ in range(count)]

@@ -42,18 +42,28 @@ CASE_KEYS = ("d", "tokens", "entropy", "path")
 class Case:
     """One shape with random inputs; `run(path)` is a forward and backward that leaves gradients behind."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, num_tokens: int, with_entropy: bool, dtype: torch.dtype):
-        generator = torch.Generator().manual_seed(0)
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        num_tokens: int,
+        with_entropy: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ):
+        device = device or torch.device("cpu")
+        generator, at = torch.Generator(device).manual_seed(0), dict[str, Any](device=device)
         total = num_tokens + 1  # the first token has no prefix
-        self.hidden_TD = torch.randn(total, hidden_size, generator=generator).to(dtype).requires_grad_()
-        weight_VD = torch.empty(vocab_size, hidden_size, dtype=dtype).normal_(0, hidden_size**-0.5, generator=generator)
+        self.hidden_TD = torch.randn(total, hidden_size, generator=generator, **at).to(dtype).requires_grad_()
+        weight_VD = torch.empty(vocab_size, hidden_size, dtype=dtype, **at)
+        weight_VD.normal_(0, hidden_size**-0.5, generator=generator)
         self.weight_VD = weight_VD.requires_grad_()
         self.where = (
-            torch.randint(vocab_size, (total,), generator=generator),
-            torch.tensor([0, total]),
-            torch.ones(total, dtype=torch.bool),
+            torch.randint(vocab_size, (total,), generator=generator, **at),
+            torch.tensor([0, total], **at),
+            torch.ones(total, dtype=torch.bool, **at),
         )
-        self.columns = {"w": torch.rand(total, generator=generator) / num_tokens}
+        self.columns = {"w": torch.rand(total, generator=generator, **at) / num_tokens}
         self.with_entropy = with_entropy
 
     def loss(self, outputs: dict[str, Tensor], columns: dict[str, Tensor], _: None = None):
@@ -62,10 +72,10 @@ class Case:
             losses = losses - 0.01 * columns["w"] * outputs["entropy"]
         return losses, {}
 
-    def run(self, path: str, chunk_size: int | None = None) -> None:
+    def run(self, path: str, chunk_size: int | None = None, kernels: str = "torch") -> None:
         self.hidden_TD.grad = self.weight_VD.grad = None
         mode = "chunked" if path == "one pass" else path
-        inputs = (self.hidden_TD, *self.where, OutputHead(self.weight_VD, mode=mode, chunk_size=chunk_size))
+        inputs = (self.hidden_TD, *self.where, OutputHead(self.weight_VD, 1.0, None, mode, kernels, chunk_size))
         if path == "one pass":
             total = token_loss_one_pass(*inputs, self.loss, self.columns, self.with_entropy)[0]
         else:
@@ -129,7 +139,7 @@ def time_case(case: Case, rounds: int, stored_rows: int) -> dict[str, list[float
 
     Eager runs after the others: the system needs the same cores for seconds to reclaim the gigabytes that eager frees.
     """
-    works: dict[str, Callable[[], None]] = {path: lambda path=path: case.run(path) for path in PATHS[1:]}
+    works: dict[str, Callable[[], None]] = {path: partial(case.run, path) for path in PATHS[1:]}
     works[STORED_LOGITS] = lambda: case.run("one pass", stored_rows)
     works["forward"] = case.forward
     alone, together = fastest(case)
@@ -188,7 +198,7 @@ def measure_memory(case: Case, path: str, chunk_size: int | None) -> float:
     reset_peak()
     before = peak_bytes()
     case.run(path, chunk_size)
-    gradients = sum(t.grad.numel() * t.grad.element_size() for t in (case.hidden_TD, case.weight_VD))
+    gradients = case.hidden_TD.nbytes + case.weight_VD.nbytes
     return (peak_bytes() - before - gradients) / 1e6
 
 
@@ -218,7 +228,14 @@ def print_times(args: argparse.Namespace) -> list[dict[str, Any]]:
                     case_values = {"d": hidden_size, "tokens": tokens, "entropy": bool(entropy), "path": path}
                     figures.append(case_values | {name: round(value, 4) for name, value in result.items()})
                     eager = f"{result['x eager']:.2f}" if "x eager" in result else ""
-                    row = (hidden_size, tokens, "yes" if entropy else "no", path, f"{result['seconds']:.3f}", eager)
+                    row: tuple[Any, ...] = (
+                        hidden_size,
+                        tokens,
+                        "yes" if entropy else "no",
+                        path,
+                        f"{result['seconds']:.3f}",
+                        eager,
+                    )
                     row += tuple(f"{result[x]:.2f}" for x in ("products", "x plain products", "x fastest products"))
                     print("|", " | ".join(map(str, row)), "|", flush=True)
                 del case

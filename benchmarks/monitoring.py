@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from support.jobs import NATURAL, Stepper, overrides_1m, prepare_1m, stepper
+from support.jobs import NATURAL, Stepper, grpo_overrides, prepare_1m, stepper
 from support.record import save
 
 from verl.observe.exporter import NAME, Exporter
@@ -29,7 +29,7 @@ def job_overrides(folder: Path, name: str) -> list[str]:
     on = ["trainer.logger=[file,tensorboard]", "trainer.prometheus_port=0"]
     run = name.replace(" ", "_")
     paths = [f"trainer.experiment_name={run}", f"trainer.default_local_dir={folder / run}"]
-    return [*overrides_1m(folder, NATURAL), *paths, *(on if name == ON else ["trainer.logger=[]"])]
+    return [*grpo_overrides(folder, NATURAL), *paths, *(on if name == ON else ["trainer.logger=[]"])]
 
 
 def seconds_of_step(job: Stepper) -> tuple[float, int]:

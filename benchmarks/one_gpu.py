@@ -22,19 +22,21 @@ from typing import Any
 
 import torch
 from support.jobs import stepper, unattended
+from support.qwen3_shapes import model_config, random_model
 from support.record import save
 from support.schedule_runs import ARR, COLOCATED, Setting, overrides, prepare_data
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.commands.quickstart.addition_task import CHARACTERS
 from verl.commands.quickstart.small_model import make_tokenizer
 from verl.models.decoder.device_graphs import GraphedDecode
 from verl.observe.trackers import read_metrics
+from verl.plugin.platform import get_platform
 from verl.workers.rollout.native_engine import NativeEngine
 
 SETTING = Setting("one GPU", COLOCATED, 1, True, median=410, sigma=0.9, most=2048, prompts=16, n=8, lr=1e-6)
 NOISE = "import random\n\n\ndef compute_score(*args, **kwargs):\n    return random.random()\n"
 WARM = 2  # steps left out
+CUDA = torch.device("cuda")
 ARMS = {"sync": SETTING.sync(), "async": SETTING.asynchronous()}
 PROFILER = f"{ARR}.actor.profiler"
 SHOWN = (
@@ -47,18 +49,15 @@ SHOWN = (
 )
 
 
-def prepare(folder: Path, setting: Setting) -> None:
-    """Qwen3-0.6B's shape with random weights, and what `prepare_data` writes."""
+def prepare(folder: Path, setting: Setting, shape: str = "0.6B", device: torch.device = CUDA) -> None:
+    """A Qwen3 model of `shape` with random weights, and what `prepare_data` writes."""
     tokenizer = make_tokenizer(CHARACTERS)
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype="bfloat16",
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    config = model_config(
+        shape, 40960, initializer_range=0.1, dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder / "model")
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
+    random_model(config, device, torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     prepare_data(folder, setting, NOISE)
 
@@ -72,7 +71,7 @@ def words(setting: Setting, folder: Path, run: str, arm: str, steps: int, more: 
         f"{ARR}.actor.fsdp_config.dtype=bfloat16",
         f"{ARR}.actor.ppo_max_token_len_per_gpu=32768",
         f"{ARR}.rollout.dtype=bfloat16",
-        f"{ARR}.rollout.max_num_seqs={SETTING.prompts * SETTING.n}",
+        f"{ARR}.rollout.max_num_seqs={setting.prompts * setting.n}",
         f"{ARR}.rollout.gpu_memory_utilization=0.7",
         f"{ARR}.rollout.free_cache_engine=True",
         "trainer.device=cuda",
@@ -93,10 +92,10 @@ def timed_switches() -> Iterator[dict[str, list[float]]]:
 
     def timed(name: str) -> Any:
         async def call(self: NativeEngine, *args: Any) -> None:
-            torch.cuda.synchronize()
+            get_platform().synchronize()
             started = time.perf_counter()
             await originals[name](self, *args)
-            torch.cuda.synchronize()
+            get_platform().synchronize()
             seconds[name].append(time.perf_counter() - started)
 
         return call
@@ -104,10 +103,10 @@ def timed_switches() -> Iterator[dict[str, list[float]]]:
     def timed_capture(self: GraphedDecode, size: int, num_columns: int) -> Any:
         if (size, num_columns) in self._replays and self._addresses == self.decoder.addresses():
             return capture(self, size, num_columns)
-        torch.cuda.synchronize()
+        get_platform().synchronize()
         started = time.perf_counter()
         replay = capture(self, size, num_columns)
-        torch.cuda.synchronize()
+        get_platform().synchronize()
         seconds["capture"].append(time.perf_counter() - started)
         return replay
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.jobs import EQUAL, NATURAL, Stepper, overrides_1m, prepare_1m, prepare_quickstart, stepper
+from support.jobs import EQUAL, NATURAL, Stepper, grpo_overrides, prepare_1m, prepare_quickstart, stepper
 from support.record import save
 
 from verl.workers.engine import micro_batch_forward, torch_engine
@@ -118,7 +118,7 @@ def run_job(name: str, folder: Path, maths: MathsTimer, steps: int) -> dict:
         overrides = prepare_quickstart(folder)
     else:
         prepare_1m(folder)
-        overrides = overrides_1m(folder, NATURAL if name.endswith("natural") else EQUAL)
+        overrides = grpo_overrides(folder, NATURAL if name.endswith("natural") else EQUAL)
     with stepper(overrides) as job:
         maths.take()
         return measure(name, job, maths, steps)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.qwen3_shapes import SHAPES, model_config
 from support.record import save
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -27,22 +28,6 @@ from verl.data.micro_batches import MicroBatching
 from verl.data.trajectory import Trajectory
 from verl.plugin.platform import get_platform
 from verl.workers.engine.base import EngineRegistry
-
-# hidden, intermediate, layers, heads, key/value heads, head size, vocabulary
-SHAPES = {
-    "1M": (128, 512, 4, 4, 2, 32, 128),
-    "30M": (512, 1536, 8, 8, 4, 64, 8192),
-    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936),
-}
-
-
-def model_config(name: str, longest: int) -> Qwen3Config:
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
-    return Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, tie_word_embeddings=True,
-        max_position_embeddings=longest, eos_token_id=1, pad_token_id=0, bos_token_id=2,
-    )  # fmt: skip
 
 
 def build_engine(name: str, dtype: str, longest: int, checkpointing: bool, **engine_keys: Any) -> Any:
@@ -77,6 +62,7 @@ def one_group(vocabulary: int, prompt: int, response: int, size: int) -> Batch:
 
 def counted_flops(config: Qwen3Config, prompt: int, response: int, size: int, shared: bool) -> float:
     """FLOPs of one forward and backward."""
+    kv_heads: Any
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     layer = (
         config.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * config.hidden_size * config.intermediate_size

@@ -19,9 +19,8 @@ from support.record import save
 
 from verl.config import load_config
 from verl.rewards.base import Reward, RewardInput
-from verl.rewards.process_state import one_batch
 from verl.rewards.reward_setup import build_reward
-from verl.rewards.scoring_process import end_scoring_processes
+from verl.rewards.scoring_pool import end_scoring_processes
 
 BAR, GROUP = 1.2, 8
 PLAIN = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -45,8 +44,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], int | None, int]] = {
 async def score_all(reward: Reward, groups: int, size: int = GROUP) -> None:
     """Score `groups` of `size` answers at once."""
     answers = [RewardInput("toy", f"answer {i}", "7", {"index": i}) for i in range(size)]
-    with one_batch():
-        found = await asyncio.gather(*(reward.score(answers) for _ in range(groups)))
+    found = await asyncio.gather(*(reward.score(answers) for _ in range(groups)))
     assert all(one.value == 1.0 for scores in found for one in scores)
 
 

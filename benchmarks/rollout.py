@@ -13,6 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.record import save
@@ -61,9 +62,10 @@ def time_generate(model: PreTrainedModel, ids: torch.Tensor, case: Case) -> tupl
     }
     if not case.natural:
         settings["min_new_tokens"] = case.new_tokens
+    generate: Any = model.generate  # typed as a tensor or a module
     started = time.perf_counter()
     with torch.no_grad():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, PROMPT:]
+        out = generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, PROMPT:]
     seconds = time.perf_counter() - started
     ended = (out == EOS).int().cumsum(-1)
     return seconds, int((ended == 0).sum() + (ended[:, -1] > 0).sum())

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from support.jobs import EQUAL, overrides_1m, prepare_1m
+from support.jobs import EQUAL, grpo_overrides, prepare_1m
 from support.peer import PEER_ENVIRONMENT, peer
 from support.record import save
 
@@ -38,7 +38,7 @@ def time_ours(folder: Path, threads: int) -> tuple[float, float]:
     here = Path(__file__).resolve().parent
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{here.parent}:{here}"}
     start = time.time()
-    command = [sys.executable, "-c", CHILD, json.dumps(overrides_1m(folder, EQUAL))]
+    command = [sys.executable, "-c", CHILD, json.dumps(grpo_overrides(folder, EQUAL))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the job failed:\n{done.stderr[-2000:]}")

@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from support.jobs import ARR, EQUAL, overrides_1m, prepare_1m, stepper
+from support.jobs import ARR, EQUAL, grpo_overrides, prepare_1m, stepper
 from support.record import save
 from support.reload_clock import milliseconds_of_update
 from torch import Tensor, nn
@@ -198,7 +198,7 @@ def share_of_a_step(folder: Path, steps: int) -> dict[str, float]:
     """The receipt's share of a GRPO step of the 1M model on vLLM in this process, with the default `probe_every`."""
     rollout = f"{ARR}.rollout"
     job = [
-        *overrides_1m(folder, EQUAL), f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True",
+        *grpo_overrides(folder, EQUAL), f"{rollout}.name=vllm", f"{rollout}.enforce_eager=True",
         f"{rollout}.kv_cache_bytes=67108864", f"{rollout}.max_num_seqs=128",
     ]  # fmt: skip
     with stepper(job) as run:

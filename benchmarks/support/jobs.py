@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from verl.commands.quickstart import stages
 from verl.commands.quickstart.addition_task import CHARACTERS, make_split, write_split
 from verl.commands.quickstart.small_model import make_tokenizer
-from verl.commands.quickstart.stages import NUM_HELD_OUT, NUM_WORKED, grpo_overrides, warm_up
+from verl.commands.quickstart.stages import NUM_HELD_OUT, NUM_WORKED, warm_up
 from verl.config import load_config
 from verl.observe.progress import Progress
 from verl.trainer.ppo.run_setup import build_run
@@ -30,7 +31,7 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 
 @dataclass(frozen=True)
 class GRPOCase:
-    """One GRPO job on the 1M model: `prompts` x `group` completions a step."""
+    """One GRPO job: `prompts` x `group` completions a step."""
 
     name: str
     max_tokens: int
@@ -38,6 +39,8 @@ class GRPOCase:
     prompts: int = 16
     group: int = 8
     lr: float = 1e-4
+    device: str = "cpu"  # of the peer
+    max_prompt: int = 8  # tokens
 
 
 EQUAL = GRPOCase("equal", 64, natural=False)
@@ -68,14 +71,14 @@ def prepare_1m(folder: Path, vocab_size: int = 128) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-def overrides_1m(folder: Path, case: GRPOCase) -> list[str]:
-    """Command-line overrides for GRPO on the files of `prepare_1m`."""
+def grpo_overrides(folder: Path, case: GRPOCase) -> list[str]:
+    """Command-line overrides for GRPO on model, train.jsonl and reward.py in `folder`."""
     return [
         f"{ARR}.model.path={folder / 'model'}",
         f"{ARR}.model.enable_gradient_checkpointing=False",
         f"data.train_files={folder / 'train.jsonl'}",
         f"data.train_batch_size={case.prompts}",
-        "data.max_prompt_length=8",
+        f"data.max_prompt_length={case.max_prompt}",
         f"data.max_response_length={case.max_tokens}",
         "algorithm.adv_estimator=grpo",
         f"{ARR}.rollout.n={case.group}",
@@ -115,7 +118,7 @@ def prepare_quickstart(folder: Path) -> list[str]:
     make_model(folder / "model", CHARACTERS, 1)
     with io.StringIO() as discarded, contextlib.redirect_stdout(discarded), contextlib.redirect_stderr(discarded):
         warm_up(folder, 1, split.train[NUM_WORKED : NUM_WORKED + NUM_HELD_OUT], folder / "warm")
-    return [*grpo_overrides(folder, folder / "warm", 1, 1_000_000), *unattended(folder, "grpo")]
+    return [*stages.grpo_overrides(folder, folder / "warm", 1, 1_000_000), *unattended(folder, "grpo")]
 
 
 @dataclass(frozen=True)

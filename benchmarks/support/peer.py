@@ -27,7 +27,8 @@ class RequestProcess:
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self.log = log.open("w+")
         self.process = subprocess.Popen(
-            command, cwd=log.parent, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment, text=True,
+            [str(Path(command[0]).absolute()), *command[1:]],  # the folder is another than ours
+            cwd=log.parent, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
         )  # fmt: skip
         self.read()

@@ -23,7 +23,8 @@ class Blocks(TrainerCallback):
 
     def reward(self, completion_ids, completions, **_):
         self.tokens = sum(map(len, completion_ids))
-        return [sum(character.isdigit() for character in text) / 64 for text in completions]
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        return [sum(character.isdigit() for character in text) / 64 for text in texts]
 
     def next_block(self, control):
         line = sys.stdin.readline()
@@ -59,8 +60,10 @@ def main():
     os.dup2(2, 1)  # output of libraries goes to stderr
     torch.set_num_threads(case["threads"])
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    dataset = Dataset.from_list([{"prompt": row["prompt"][0]["content"]} for row in rows])
+    is_chat = len(rows[0]["prompt"]) > 1
+    dataset = Dataset.from_list([{"prompt": row["prompt"] if is_chat else row["prompt"][0]["content"]} for row in rows])
     blocks = Blocks(replies)
+    on_cpu = case["device"] == "cpu"
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=case["prompts"] * case["group"],
@@ -74,8 +77,8 @@ def main():
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
-        bf16=False,
+        use_cpu=on_cpu,
+        bf16=not on_cpu,
         beta=0.0,
         temperature=1.0,
         gradient_checkpointing=False,
@@ -89,7 +92,7 @@ def main():
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         callbacks=[blocks],
     )
-    assert next(trainer.model.parameters()).dtype == torch.float32
+    assert not on_cpu or next(trainer.model.parameters()).dtype == torch.float32
     trainer.train()
 
 
